@@ -133,21 +133,7 @@ def question(
     axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
     options = given(dotted)
     settings = {**asked.settings, **_of_model(options)}
-    remarks: list[str] = []
-    length = settings.get("seq_len")
-    if batch_tokens is not None:
-        if length is None:
-            raise UserError("--batch-tokens needs --seq-len")
-        if batch_tokens < length:
-            raise UserError(
-                f"--batch-tokens {batch_tokens}: less than one sequence of {length} tokens; give that or more"
-            )
-        settings["batch"] = batch_tokens // length
-    elif "batch" not in settings and length is not None:
-        settings["batch"] = max(1, BATCH_TOKENS // length)
-        remarks.append(
-            f"not said, so taken: batch {settings['batch']} ({BATCH_TOKENS} tokens); --batch-tokens"
-        )
+    remarks = _set_batch(settings, batch_tokens)
     if asked.gpus is not None and asked.gpus > MOST_RANKS:
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
     # a job's file may need the number to be read; a model's cell is one of one rank
@@ -161,17 +147,7 @@ def question(
         )
     (cell,) = distinct.values()
     gpus = asked.gpus or cell.sizes.world
-    training = {name: getattr(cell.training, name) for name in _OF_EVERY_LAYOUT}
-    plain = cell.model_copy(
-        update={
-            "strategy": "single",
-            "strategy_options": {},
-            "sizes": Sizes(),
-            "mesh": None,
-            "training": TrainingOptions.model_validate({k: v for k, v in training.items() if v is not None}),
-            "variant": "",
-        }
-    )
+    plain = _of_every_layout(cell)
     if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
         raise UserError(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
@@ -189,6 +165,42 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"training.optimizer=device, or {', '.join(_FIXED)}"
             )
     return {name: value for name, value in options.items() if name.startswith("model_options.")}
+
+
+def _set_batch(settings: dict[str, Any], batch_tokens: int | None) -> list[str]:
+    """Set the batch by its tokens, or one where nothing is said; returns remarks on it.
+
+    Raises:
+        UserError: the tokens make no sequence.
+    """
+    length = settings.get("seq_len")
+    if batch_tokens is not None:
+        if length is None:
+            raise UserError("--batch-tokens needs --seq-len")
+        if batch_tokens < length:
+            raise UserError(
+                f"--batch-tokens {batch_tokens}: less than one sequence of {length} tokens; give that or more"
+            )
+        settings["batch"] = batch_tokens // length
+    elif "batch" not in settings and length is not None:
+        settings["batch"] = max(1, BATCH_TOKENS // length)
+        return [f"not said, so taken: batch {settings['batch']} ({BATCH_TOKENS} tokens); --batch-tokens"]
+    return []
+
+
+def _of_every_layout(cell: Cell) -> Cell:
+    """The cell on one rank, without that in which layouts differ."""
+    training = {name: getattr(cell.training, name) for name in _OF_EVERY_LAYOUT}
+    return cell.model_copy(
+        update={
+            "strategy": "single",
+            "strategy_options": {},
+            "sizes": Sizes(),
+            "mesh": None,
+            "training": TrainingOptions.model_validate({k: v for k, v in training.items() if v is not None}),
+            "variant": "",
+        }
+    )
 
 
 def _said(remarks: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill, shorten
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -25,6 +25,9 @@ from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.config.choices import cell_names, check_known, names, option_mistakes, strategy_problem
 from spbench.bench.errors import UserError
+
+if TYPE_CHECKING:
+    from spbench.bench.verification.cases import VerifyRow
 
 
 @click.command("verify")
@@ -63,11 +66,7 @@ def command(
 
     A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
     """
-    if peers:
-        from spbench.impls.registries import absent
-        from spbench.impls.registries import peers as all_peers
-
-        strategy += tuple(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires))
+    strategy += _installed_peers() if peers else ()
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
     model = tuple(name for text in model for name in cell_names("model", text))
     _check_names(strategy, model, dtype, part, backend)
@@ -96,9 +95,7 @@ def command(
             device=ranks_on,
         ):
             lines.append(finite(dataclasses.asdict(row)))
-            case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
-            case += [row.mesh] if "x" in row.mesh else []
-            message(f"{' '.join(word for word in case if word)}: {row.status}")
+            message(f"{_spelled(row)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
     return Output(
         _sections(lines),
@@ -108,6 +105,19 @@ def command(
         files=[output / VERDICTS_FILE] if output is not None else [],
         code=0 if counts["green"] and counts["green"] + counts["unsupported"] == len(lines) else 1,
     )
+
+
+def _installed_peers() -> tuple[str, ...]:
+    from spbench.impls.registries import absent, peers
+
+    return tuple(name for name, cls in sorted(peers().items()) if not absent(cls.requires))
+
+
+def _spelled(row: VerifyRow) -> str:
+    """The case of a row, in words."""
+    case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
+    case += [row.mesh] if "x" in row.mesh else []
+    return " ".join(word for word in case if word)
 
 
 def _made_now() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell
 from spbench.impls.attended import Attended
@@ -19,33 +19,49 @@ from spbench.impls.strategies.nesting import nesting
 MOST_SETS = 8
 
 
+class Load(NamedTuple):
+    """What a rank has of packed sequences, the heaviest last where sorted.
+
+    Attributes:
+        pairs: queries and keys that meet, in a head.
+        documents, parts: where states begin anew in each document, how many it has some of, and their parts'
+            lengths: each has states of its own.
+    """
+
+    pairs: int
+    documents: int = 0
+    parts: tuple[int, ...] = ()
+
+
 def attended_of(cell: Cell) -> Attended:
     """What positions of the cell's sequences attend to."""
     return model_preset(*cell.model_arguments).attended(cell.shape[1])
 
 
-def pairs_along(cell: Cell, axis: str) -> Sequence[int]:
-    """Queries and keys that meet, in a head, on each of the ranks along an axis of the strategy."""
+def loads_along(cell: Cell, axis: str) -> Sequence[Load]:
+    """What each of the ranks along an axis of the strategy has to do."""
     options = json.dumps(cell.strategy_options, sort_keys=True)
-    return _pairs(
+    return _loads(
         cell.strategy, tuple(cell.mesh_sizes.items()), axis, options, attended_of(cell), cell.shape[1]
     )
 
 
 @lru_cache(maxsize=64)
-def _pairs(
+def _loads(
     strategy: str,
     mesh: tuple[tuple[str, int], ...],
     axis: str,
     options: str,
     attended: Attended,
     length: int,
-) -> Sequence[int]:
+) -> Sequence[Load]:
     found, sizes = nesting(strategy), dict(mesh)
     chosen: Mapping[str, Any] = json.loads(options)
+    ranks = [found.configured(Place(sizes, {axis: rank}), chosen) for rank in range(sizes[axis])]
     return [
-        found.configured(Place(sizes, {axis: rank}), chosen).attended_pairs(attended, length)
-        for rank in range(sizes[axis])
+        Load(each.attended_pairs(attended, length), len(parts), tuple(parts))
+        for each in ranks
+        for parts in [each.document_parts(attended, length)]
     ]
 
 
@@ -55,20 +71,20 @@ def imbalance(cell: Cell) -> float | None:
         return None
     most = 1.0
     for axis in nesting(cell.strategy).axes:
-        pairs = pairs_along(cell, axis)
+        pairs = [load.pairs for load in loads_along(cell, axis)]
         most *= max(pairs) * len(pairs) / sum(pairs)
     return most
 
 
-def roles_by_pairs(roles: Sequence[Sequence[int]], pairs: Sequence[int]) -> list[list[int]]:
-    """The roles of ranks, with those of a role apart that attend to more or less: MOST_SETS sets of each at
-    most, the first rank of each the one that attends to most."""
+def roles_by_load(roles: Sequence[Sequence[int]], loads: Sequence[Load]) -> list[list[int]]:
+    """The roles of ranks, with those of a role apart that have more or less to do: MOST_SETS sets of each at
+    most, the first rank of each the one that has most."""
     found = []
     for ranks in roles:
-        order = sorted(ranks, key=lambda rank: (-pairs[rank], rank))
-        distinct = sorted({pairs[rank] for rank in ranks}, reverse=True)
+        order = sorted(sorted(ranks), key=lambda rank: loads[rank], reverse=True)
+        distinct = sorted({loads[rank] for rank in ranks}, reverse=True)
         if len(distinct) <= MOST_SETS:
-            found += [[rank for rank in order if pairs[rank] == each] for each in distinct]
+            found += [[rank for rank in order if loads[rank] == each] for each in distinct]
             continue
         ends = [len(order) * i // MOST_SETS for i in range(MOST_SETS + 1)]
         found += [order[a:b] for a, b in pairwise(ends)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.engines.packed_ranks import attended_of, pairs_along, roles_by_pairs
+from spbench.bench.engines.packed_ranks import attended_of, loads_along, roles_by_load
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
@@ -56,7 +56,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     along_axes = [strategy.roles(axis, sizes[axis]) for axis in strategy.axes]
     if not attended_of(cell).plain:
         along = zip(along_axes, strategy.axes, strict=True)
-        along_axes = [roles_by_pairs(roles, pairs_along(cell, axis)) for roles, axis in along]
+        along_axes = [roles_by_load(roles, loads_along(cell, axis)) for roles, axis in along]
     found = []
     for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):

@@ -123,14 +123,11 @@ class Simulation:
                 partner = partners[at]
                 ends = end[partner][index]
                 if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
-                    # those that can, go on from here later; the others when what they wait for has ended
                     if host is None:
                         clocks[COMPUTE_STREAM, index] = now - before[at]
                     else:
                         clocks[COMPUTE_STREAM, index], host.now[index] = before_segment
-                    if not late.all():
-                        self._resume(number, at, who[~late])
-                    self._parked.setdefault((number, partner), []).append((at, who[late]))
+                    self._part(number, at, who, late)
                     return
                 if lost := losses[at]:
                     lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
@@ -157,6 +154,14 @@ class Simulation:
         else:
             now, host.now[index] = host.reach(len(kinds), now, launching, index)
         clocks[COMPUTE_STREAM, index] = now
+
+    def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
+        """Of ranks that wait, those that can go on from here later; the others when what they wait for has
+        ended."""
+        if not late.all():
+            self._resume(number, at, who[~late])
+        partner = self.steps[number].partners[at]
+        self._parked.setdefault((number, partner), []).append((at, who[late]))
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
         """Wake those that wait for communication whose end is known now."""

@@ -132,13 +132,16 @@ def verify(
         ValueError: strategies cannot be around each other.
     """
     nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
-    names = [n for n in all_models() if "-tiny" in n] if models is None else models
-    presets = {name: _model(name) for name in names}
-    for dtype in dtypes:
-        if dtype not in PRECISIONS:
-            raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
-    backend_class(backend)
+    presets = {name: _model(name) for name in (_tiny() if models is None else models)}
+    _check_known(dtypes, backend)
     chosen, of_backend = dict(options or {}), dict(backend_options or {})
+    everywhere: dict[str, Any] = {
+        "batch": batch,
+        "seq_len": seq_len,
+        "options": chosen,
+        "backend": backend,
+        "backend_options": of_backend,
+    }
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -147,19 +150,21 @@ def verify(
             tried = _parts_and_variants(preset, parts)
             for mesh, dtype, (part, varying) in itertools.product(meshes, dtypes, tried):
                 varied = set_options(preset, varying, f"model {name}")
-                case = Case(
-                    strategy,
-                    varied,
-                    part,
-                    dtype,
-                    batch,
-                    seq_len,
-                    options=chosen,
-                    backend=backend,
-                    backend_options=of_backend,
-                )
+                case = Case(strategy, varied, part, dtype, **everywhere)
                 variant = _spelled({**varying, **chosen, **of_backend})
                 yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
+
+
+def _check_known(dtypes: Sequence[str], backend: str) -> None:
+    """Raise a KeyError before any rank starts."""
+    for dtype in dtypes:
+        if dtype not in PRECISIONS:
+            raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
+    backend_class(backend)
+
+
+def _tiny() -> list[str]:
+    return [name for name in all_models() if "-tiny" in name]
 
 
 def _model(name: str) -> Model:

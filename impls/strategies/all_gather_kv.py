@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +27,14 @@ from torch import Tensor
 
 from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.kept_results import kept
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.halo import attend_gathered, halo_of_site, halo_traffic
+from spbench.impls.strategies.halo import GatheredHalo, halo_of_site, halo_traffic
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.strategies.ring_attention import attention_gradients_round
@@ -117,52 +115,36 @@ class AllGatherKVOptions(DocumentPlacementOptions):
         check_choices(self, {"gradients": ("reduce_scatter", "ring")})
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """q [B, Z, L/N, A], k, v [B, Z or fewer, L/N, A] -> [B, Z, L/N, A]."""
+@dataclass(frozen=True)
+class GatheredKeys(KeyBlocks):
+    """Keys and values of all ranks at once; ``way`` is that of :class:`AllGatherKVOptions`."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        group: dist.ProcessGroup,
-        meetings: Meetings,
-        gradients: str,
-    ) -> Tensor:
-        def blocks() -> Iterator[Block]:
-            parts = gathered(k, v, group)
-            for owners, mine, theirs, seen in joint_meetings(meetings):
-                yield mine, *_keys_and_values(parts, owners, theirs), seen
+    group: dist.ProcessGroup
+    meetings: Meetings
+    way: str
 
-        o, lse = kept(lambda: attend_blocks(q, blocks(), sinks))
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.group, ctx.meetings, ctx.gradients = group, meetings, gradients
-        return o
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+        parts = gathered(k, v, self.group)
+        for owners, mine, theirs, seen in joint_meetings(self.meetings):
+            yield mine, *_keys_and_values(parts, owners, theirs), seen
 
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        group, meetings = ctx.group, ctx.meetings
-        parts, backward = gathered(k, v, group), BlockwiseBackward(d_o, q, o, lse, sinks)
-        if ctx.gradients == "ring":
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = gathered(k, v, self.group)
+        if self.way == "ring":
             everywhere = partial(_block_of, parts)
-            d_k, d_v = attention_gradients_round(group, meetings, backward, k, v, everywhere)
-            return backward.d_q, d_k, d_v, backward.d_sinks, None, None, None
+            return attention_gradients_round(self.group, self.meetings, backward, k, v, everywhere)
         # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
         # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
         # Megatron-LM (Transformer Engine) reduce-scatters these in the dtype of activations, half of the
         # bytes in bf16.
         gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
-        for owners, mine, theirs, seen in joint_meetings(meetings):
+        for owners, mine, theirs, seen in joint_meetings(self.meetings):
             of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), seen)
             met = gradients[owners, theirs]  # no other meeting writes here
             for i, x in enumerate(of_block):
                 met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
         del parts
-        d_k, d_v = summed(gradients, group)
-        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None, None, None
+        return summed(gradients, self.group)
 
 
 class AllGatherKV(PlacedChunks):
@@ -206,5 +188,5 @@ class AllGatherKV(PlacedChunks):
     ) -> Tensor:
         assert self.group is not None
         if meetings.halo is not None:
-            return attend_gathered(q, k, v, sinks, self.group, meetings)
-        return _GatheredAttention.apply(q, k, v, sinks, self.group, meetings, self.options.gradients)
+            return attention_to_blocks(q, k, v, GatheredHalo(self.group, meetings), sinks)
+        return attention_to_blocks(q, k, v, GatheredKeys(self.group, meetings, self.options.gradients), sinks)

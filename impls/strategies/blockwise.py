@@ -8,10 +8,14 @@ follow.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from spbench.impls.kernels.kept_results import kept
 from spbench.impls.kernels.ranged_attention import (
     Seen,
     attention_to_block,
@@ -78,3 +82,43 @@ class BlockwiseBackward:
         """The gradient of q by all blocks so far, of its dtype."""
         assert self._sum is not None, "there is no block"
         return self._sum.to(self.q.dtype)
+
+
+class KeyBlocks(ABC):
+    """Keys and values of several ranks, to which this rank's queries attend block by block: how they come
+    here, and again in backward, for keeping them would take memory in each layer; and how their gradients go
+    home."""
+
+    @abstractmethod
+    def blocks(self, k: Tensor, v: Tensor) -> Iterable[Block]:
+        """The blocks, of which this rank has k and v [B, G, L/N, A]; all its queries see the first."""
+
+    @abstractmethod
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's k and v [B, G, L/N, A], of their dtype or a more precise one."""
+
+
+class _AttentionToBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, others: KeyBlocks) -> Tensor:
+        o, lse = kept(lambda: attend_blocks(q, others.blocks(k, v), sinks))
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.others = others
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        backward = BlockwiseBackward(d_o, q, o, lse, sinks)
+        d_k, d_v = ctx.others.gradients(backward, k, v)
+        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None
+
+
+def attention_to_blocks(
+    q: Tensor, k: Tensor, v: Tensor, others: KeyBlocks, sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of q [B, Z, L/N, A] to the keys of several ranks, of which this one has
+    k and v [B, G, L/N, A]: [B, Z, L/N, A]; keeps q, k, v, o and lse. ``sinks`` [Z] as in
+    :func:`attend_blocks`."""
+    result: Tensor = _AttentionToBlocks.apply(q, k, v, sinks, others)
+    return result

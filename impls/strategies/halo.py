@@ -17,6 +17,7 @@ gather all rows come first, for one call of the kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from torch import Tensor
 
 from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.kept_results import kept
 from spbench.impls.layout import Site, runs_again
 from spbench.impls.rings import exchange
-from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks
 from spbench.impls.strategies.meetings import ALL, Meetings, halo_rows
 from spbench.impls.traffic import Traffic
 
@@ -70,38 +70,24 @@ def _filled(rows: Tensor, d_keys: Tensor, d_values: Tensor) -> None:
         rows[:, :, i].copy_(x.permute(2, 0, 1, 3))
 
 
-class _InRing(torch.autograd.Function):
-    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
+@dataclass(frozen=True)
+class PassingHalo(KeyBlocks):
+    """The own keys, and those of each chunk of the halo, each block while the next is under way."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        group: dist.ProcessGroup,
-        meetings: Meetings,
-    ) -> Tensor:
-        def blocks() -> Iterator[Block]:
-            for back, rows in _passing(_rows(k, v), group, meetings):
-                if (met := _met(meetings, back, len(rows))) is not None:
-                    mine, theirs, seen = met
-                    yield mine, *_keys_and_values(rows[theirs]), seen
+    group: dist.ProcessGroup
+    meetings: Meetings
 
-        o, lse = kept(lambda: attend_blocks(q, blocks(), sinks))
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.group, ctx.meetings = group, meetings
-        return o
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+        for back, rows in _passing(_rows(k, v), self.group, self.meetings):
+            if (met := _met(self.meetings, back, len(rows))) is not None:
+                mine, theirs, seen = met
+                yield mine, *_keys_and_values(rows[theirs]), seen
 
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        meetings, backward = ctx.meetings, BlockwiseBackward(d_o, q, o, lse, sinks)
-        home, own = Ring(ctx.group), q.new_empty(0)
-        for back, rows in _passing(_rows(k, v), ctx.group, meetings):
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        home, own = Ring(self.group), k
+        for back, rows in _passing(_rows(k, v), self.group, self.meetings):
             gradients = rows.new_zeros(rows.shape, dtype=state_dtype(k.dtype))
-            if (met := _met(meetings, back, len(rows))) is not None:
+            if (met := _met(self.meetings, back, len(rows))) is not None:
                 mine, theirs, seen = met
                 _filled(gradients[theirs], *backward.of_block(mine, *_keys_and_values(rows[theirs]), seen))
             if back == 0:
@@ -110,10 +96,9 @@ class _InRing(torch.autograd.Function):
             if back > 1:
                 _add(own, *home.finish())
             home.start(gradients, to=-back)
-        if meetings.halo:
+        if self.meetings.halo:
             _add(own, *home.finish())
-        d_k, d_v = _keys_and_values(own)
-        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None, None
+        return _keys_and_values(own)
 
 
 def _passing(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Iterator[tuple[int, Tensor]]:
@@ -143,32 +128,20 @@ def _add(own: Tensor, gradients: Tensor) -> None:
     own[-len(gradients) :].add_(gradients)
 
 
-class _Gathered(torch.autograd.Function):
-    """As :class:`_InRing`, in one call of the kernel."""
+@dataclass(frozen=True)
+class GatheredHalo(KeyBlocks):
+    """The halo and the own keys as one block."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        group: dist.ProcessGroup,
-        meetings: Meetings,
-    ) -> Tensor:
-        def block() -> Block:
-            return ALL, *_keys_and_values(_with_halo(_rows(k, v), group, meetings)), meetings.of_halo()
+    group: dist.ProcessGroup
+    meetings: Meetings
 
-        o, lse = kept(lambda: attend_blocks(q, [block()], sinks))
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.group, ctx.meetings = group, meetings
-        return o
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+        rows = _with_halo(_rows(k, v), self.group, self.meetings)
+        yield ALL, *_keys_and_values(rows), self.meetings.of_halo()
 
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        group, meetings = ctx.group, ctx.meetings
-        rows, backward = _with_halo(_rows(k, v), group, meetings), BlockwiseBackward(d_o, q, o, lse, sinks)
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        meetings = self.meetings
+        rows = _with_halo(_rows(k, v), self.group, meetings)
         gradients = rows.new_empty(rows.shape, dtype=state_dtype(k.dtype))
         _filled(gradients, *backward.of_block(ALL, *_keys_and_values(rows), meetings.of_halo()))
         del rows
@@ -177,12 +150,11 @@ class _Gathered(torch.autograd.Function):
         exchange(
             [(x, meetings.before(back)) for back, x in _backwards(halo)],
             [(x, meetings.before(-back)) for back, x in _backwards(arrived)],
-            group,
+            self.group,
         )
         for _, x in _backwards(arrived):
             _add(own, x)
-        d_k, d_v = _keys_and_values(own)
-        return backward.d_q, d_k.to(k.dtype), d_v.to(v.dtype), backward.d_sinks, None, None
+        return _keys_and_values(own)
 
 
 def _parts(rows: Tensor, meetings: Meetings) -> list[Tensor]:
@@ -207,20 +179,3 @@ def _with_halo(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Ten
         group,
     )
     return rows
-
-
-def attend_in_ring(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: dist.ProcessGroup, meetings: Meetings
-) -> Tensor:
-    """Softmax attention of q [B, Z, L/N, A] to the keys k [B, G, L/N, A] of this rank and of its halo,
-    overlapped with its messages: [B, Z, L/N, A]."""
-    result: Tensor = _InRing.apply(q, k, v, sinks, group, meetings)
-    return result
-
-
-def attend_gathered(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: dist.ProcessGroup, meetings: Meetings
-) -> Tensor:
-    """As :func:`attend_in_ring`, once all of the halo is here."""
-    result: Tensor = _Gathered.apply(q, k, v, sinks, group, meetings)
-    return result

@@ -54,6 +54,12 @@ class RecurrenceHooks:
         return [end for end in attended.ends if end < length]
 
     @left_within
+    def document_parts(self, attended: Attended, length: int) -> Sequence[int]:
+        """The lengths of the parts of documents that this rank has of a sequence of ``length`` positions,
+        where its states begin anew in each; none where all ranks have the same."""
+        return ()
+
+    @left_within
     def gated_recurrence(
         self,
         rule: type[Rule],

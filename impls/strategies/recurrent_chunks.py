@@ -176,6 +176,10 @@ class RecurrentChunks(SequenceChunks):
         first = self.rank * length
         return [end - first for end in attended.ends if -length < end - first < length]
 
+    def document_parts(self, attended: Attended, length: int) -> Sequence[int]:
+        chunk = self.chunk(attended, length // self.size)
+        return () if chunk is None else chunk.lengths
+
     def gated_recurrence(
         self,
         rule: type[Rule],

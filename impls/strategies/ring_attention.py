@@ -16,6 +16,7 @@ paper (arXiv 2404.02882, section 4) has it for a baseline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,12 @@ from torch import Tensor
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import DecayMask, decay_mask, decay_powers, state_dtype
-from spbench.impls.kernels.kept_results import kept
 from spbench.impls.layout import HEEDS_ALL, runs_again
 from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
-from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, attend_blocks
+from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.halo import attend_in_ring, halo_of_site, halo_traffic
+from spbench.impls.strategies.halo import PassingHalo, halo_of_site, halo_traffic
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.traffic import Traffic
@@ -95,37 +95,23 @@ def _travelling(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
-class _RingAttention(torch.autograd.Function):
-    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
+@dataclass(frozen=True)
+class RoundTheRing(KeyBlocks):
+    """Keys and values that pass by, and the sums of their gradients behind them."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        group: dist.ProcessGroup,
-        meetings: Meetings,
-    ) -> Tensor:
-        def blocks() -> Iterator[Block]:
-            for owner, (block,) in Ring(group).round(_travelling(k, v), depends_on=meetings.depends_on):
-                if (met := meetings.of(owner)) is not None:
-                    mine, theirs, seen = met
-                    keys, values = block[:, :, theirs].transpose(2, 3)
-                    yield mine, keys, values, seen
+    group: dist.ProcessGroup
+    meetings: Meetings
 
-        o, lse = kept(lambda: attend_blocks(q, blocks(), sinks))
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.group, ctx.meetings = group, meetings
-        return o
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+        travelling = _travelling(k, v)
+        for owner, (block,) in Ring(self.group).round(travelling, depends_on=self.meetings.depends_on):
+            if (met := self.meetings.of(owner)) is not None:
+                mine, theirs, seen = met
+                keys, values = block[:, :, theirs].transpose(2, 3)
+                yield mine, keys, values, seen
 
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        backward = BlockwiseBackward(d_o, q, o, lse, sinks)
-        d_k, d_v = attention_gradients_round(ctx.group, ctx.meetings, backward, k, v)
-        return backward.d_q, d_k, d_v, backward.d_sinks, None, None
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_gradients_round(self.group, self.meetings, backward, k, v)
 
 
 def attention_gradients_round(
@@ -247,9 +233,8 @@ class RingAttention(PlacedChunks):
         self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, sinks: Tensor | None = None
     ) -> Tensor:
         assert self.group is not None
-        if meetings.halo is not None:
-            return attend_in_ring(q, k, v, sinks, self.group, meetings)
-        return _RingAttention.apply(q, k, v, sinks, self.group, meetings)
+        passing = RoundTheRing if meetings.halo is None else PassingHalo
+        return attention_to_blocks(q, k, v, passing(self.group, meetings), sinks)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.blockwise import BlockwiseBackward
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.ring_attention import RingAttention
@@ -66,36 +67,34 @@ _honest_backward = blockwise.attention_to_block_backward
 _honest_gather = all_gather_kv.gathered
 
 
-class _StaleRing(ring_attention._RingAttention):
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+class _StaleRing(ring_attention.RoundTheRing):
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with mock.patch.object(ring_attention, "gradients_round", _one_late):
-            return ring_attention._RingAttention.backward(ctx, d_o)
+            return super().gradients(backward, k, v)
 
 
 class StaleBlockInRingBackward(RingAttention):
     """As a popular ring attention once had it."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return _StaleRing.apply(q, k, v, None, self.group, meetings)
+        return blockwise.attention_to_blocks(q, k, v, _StaleRing(self.group, meetings))
 
 
 def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *how: Any) -> Any:
     return _honest_backward(d_o, q, k, v, *_honest_forward(q, k, v, *how), *how)
 
 
-class _RingOfBlocksAlone(ring_attention._RingAttention):
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+class _RingOfBlocksAlone(ring_attention.RoundTheRing):
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with mock.patch.object(blockwise, "attention_to_block_backward", _of_block_alone):
-            return ring_attention._RingAttention.backward(ctx, d_o)
+            return super().gradients(backward, k, v)
 
 
 class BackwardOfBlocksAlone(RingAttention):
     """Each block's gradients with the output and the log-sum-exp of that block, not of all keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return _RingOfBlocksAlone.apply(q, k, v, None, self.group, meetings)
+        return blockwise.attention_to_blocks(q, k, v, _RingOfBlocksAlone(self.group, meetings))
 
 
 def _rounded(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -147,18 +146,19 @@ def _own_part(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
     return d_k, d_v
 
 
-class _UnsummedGradients(all_gather_kv._GatheredAttention):
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+class _UnsummedGradients(all_gather_kv.GatheredKeys):
+    def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with mock.patch.object(all_gather_kv, "summed", _own_part):
-            return all_gather_kv._GatheredAttention.backward(ctx, d_o)
+            return super().gradients(backward, k, v)
 
 
 class LocalSliceOfKeyGradients(AllGatherKV):
     """A gather whose backward takes the rank's part of its own gradient, without the sum over the ranks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return _UnsummedGradients.apply(q, k, v, None, self.group, meetings, "reduce_scatter")
+        return blockwise.attention_to_blocks(
+            q, k, v, _UnsummedGradients(self.group, meetings, "reduce_scatter")
+        )
 
 
 class GatheredKeysRotatedInOrder(AllGatherKV):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spbench.bench.engines.packed_ranks import MOST_SETS, roles_by_pairs
+from spbench.bench.engines.packed_ranks import MOST_SETS, Load, roles_by_load
 from spbench.bench.verification.documents import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.kernels.ranged_attention import Seen
@@ -99,8 +99,10 @@ def test_placements_by_documents_are_even(placement: str) -> None:
 
 
 def test_sets_of_ranks_have_the_heaviest_first() -> None:
-    assert roles_by_pairs([[3, 0, 1, 2]], [5, 7, 5, 7]) == [[1, 3], [0, 2]]
-    many = roles_by_pairs([[*range(1000)]], [*range(1000)])
+    assert roles_by_load([[3, 0, 1, 2]], [Load(n) for n in (5, 7, 5, 7)]) == [[1, 3], [0, 2]]
+    parts = [Load(5, 1, (4,)), Load(5, 2, (2, 2)), Load(5, 2, (2, 2)), Load(5, 2, (3, 1))]
+    assert roles_by_load([[0, 1, 2, 3]], parts) == [[3], [1, 2], [0]]
+    many = roles_by_load([[*range(1000)]], [Load(n) for n in range(1000)])
     assert len(many) == MOST_SETS
     assert sorted(rank for ranks in many for rank in ranks) == [*range(1000)]
     assert [ranks[0] for ranks in many[:2]] == [999, 874]
