@@ -9,6 +9,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
+from spbench.bench.engines.garbage import no_cyclic_collection
 from spbench.bench.engines.host_memory import host_peaks, limit_by_host
 from spbench.bench.engines.packed_ranks import imbalance
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
@@ -145,6 +146,7 @@ class ClassTraces:
     fold: bool = True
 
     @cached_property
+    @no_cyclic_collection()
     def by_class(self) -> list[Measurement]:
         """The measurement of each class, without times."""
         capacity = load_cluster(self.cell.cluster).usable_memory_bytes
@@ -158,6 +160,7 @@ class ClassTraces:
             self.add_time(found)
         return found
 
+    @no_cyclic_collection()
     def add_time(self, found: Measurement) -> None:
         """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
         a rate that they need, the reason says so."""

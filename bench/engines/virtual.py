@@ -6,7 +6,6 @@ comes from the same meters that watch real ranks.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.engines import trace_cache
 from spbench.bench.engines.engine import Engine
+from spbench.bench.engines.garbage import no_cyclic_collection
 from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together, same
 from spbench.bench.engines.plan import RankClass, plan, rank_classes, stage_module
 from spbench.bench.engines.setup import record_step, workspace_bytes
@@ -86,18 +86,6 @@ def fake_mesh(
         yield device_mesh(sizes, device)
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def no_cyclic_collection() -> Iterator[None]:
-    """Leave reference cycles alone: what dies must die by the program, not when Python looks for garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _plain() -> bool:

@@ -32,7 +32,7 @@ from spbench.bench.meters.operator_results import (
 )
 from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
 from spbench.bench.meters.repeated_steps import RepeatedSteps
-from spbench.bench.meters.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
+from spbench.bench.meters.torch_internals import FakeTensor, FakeTensorMode, fake_tensor, fake_views
 from spbench.bench.simulator.program_builder import VIEW, KernelRow
 from spbench.impls.keyed_steps import choosing_steps
 
@@ -40,6 +40,7 @@ from spbench.impls.keyed_steps import choosing_steps
 MEMORY: dict[Key, Remembered | None] = {}
 #: a bound on the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000
+_NEVER_SEEN = Remembered(None, None)
 
 #: collectives that return what they were given to fill, and their work
 _IN_PLACE = (
@@ -72,8 +73,8 @@ class FastRecorder(Recorder):
         self._attributes = {name: value for name, value in vars(some).items() if name != "fake_mode"}
         # a transfer between fake ranks has ended before it began
         self._ended = PostedWork(lambda event: None, -1)
-        #: what the event log writes for a call within the step; None: nothing
-        self._rows: dict[Key, KernelRow | None] = {}
+        #: what the event log writes for such a call within the step; None: nothing
+        self._rows: dict[Remembered, KernelRow | None] = {}
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
@@ -96,7 +97,7 @@ class FastRecorder(Recorder):
                 self.host_memory.tag_made(func, result)
             self.memory.note_inside(func, args)
             if self.events is not None and self.events.running:
-                self._write_row(key, func, args, kwargs, result)
+                self._write_row(remembered, func, args, kwargs, result)
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if key not in MEMORY:
@@ -107,8 +108,9 @@ class FastRecorder(Recorder):
         self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Remembered | None:
         """What a call returns; None: the plain path has to say."""
-        if key in MEMORY:
-            return MEMORY[key]
+        found = MEMORY.get(key, _NEVER_SEEN)  # asked once, for long keys take long to hash
+        if found is not _NEVER_SEEN:
+            return found
         if (found := worked_out(func, args, kwargs, self._attributes)) is not None:
             _remember(key, found)
         return found
@@ -121,21 +123,26 @@ class FastRecorder(Recorder):
         return super()._run(func, args, kwargs)
 
     def _write_row(
-        self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self,
+        remembered: Remembered,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
     ) -> None:
         """Write down in the event log what it wrote for the first such call of this trace."""
         assert self.events is not None
         builder = self.events.builder
-        if key in self._rows:
+        if remembered in self._rows:
             self.events.count_node()
-            if (row := self._rows[key]) is not None:
+            if (row := self._rows[remembered]) is not None:
                 builder.add_kernel(row)
             else:
                 builder.host_work += VIEW
             return
         written = len(builder.rows)
         self.events.see(Call(func, args, kwargs, result))
-        self._rows[key] = builder.rows[written][:-2] if len(builder.rows) > written else None
+        self._rows[remembered] = builder.rows[written][:-2] if len(builder.rows) > written else None
 
     def _build(
         self, remembered: Remembered, args: Sequence[Any], kwargs: Mapping[str, Any], meter: MemoryMeter
@@ -143,7 +150,13 @@ class FastRecorder(Recorder):
         """The results again, new storages noted by that meter."""
         if remembered.results is None:
             return None
-        results = [self._result(each, args, kwargs, meter) for each in remembered.results]
+        results: Sequence[Tensor]
+        if (views := remembered.views) is not None:
+            results = fake_views(
+                argument_at(views.of, args, kwargs), views.dtype, views.places, views.attributes
+            )
+        else:
+            results = [self._result(each, args, kwargs, meter) for each in remembered.results]
         return results[0] if remembered.container is None else remembered.container(results)
 
     def _result(

@@ -55,16 +55,33 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Views:
+    """Several results that are views of one argument, alike in all but where they lie.
+
+    Attributes:
+        of: the argument.
+        places: shape, stride and offset of each.
+    """
+
+    of: Path
+    dtype: torch.dtype
+    places: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Remembered:
-    """What an operator returned.
+    """What an operator returned; one object for each key.
 
     Attributes:
         results: in order; None: it returned None.
         container: type of the returned tuple or list; None for a single tensor.
+        views: the same, where they are several views of one argument; else None.
     """
 
     results: tuple[Made | Argument, ...] | None
     container: type | None
+    views: Views | None = None
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
@@ -125,7 +142,20 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
             storages[storage_key(x)] = None
         attributes = {name: value for name, value in x.__dict__.items() if name != "fake_mode"}
         results.append(Made(tuple(x.shape), x.stride(), x.dtype, x.fake_device, attributes, path, offset))
-    return Remembered(tuple(results), type(result) if several else None)
+    return Remembered(tuple(results), type(result) if several else None, _several_views(results))
+
+
+def _several_views(made: Sequence[Made | Argument]) -> Views | None:
+    """See :attr:`Remembered.views`."""
+    views = [each for each in made if isinstance(each, Made) and each.view_of is not None]
+    if not 1 < len(views) == len(made):
+        return None
+    first, places = views[0], [(view.shape, view.stride, view.offset) for view in views]
+    alike = {(view.view_of, view.dtype, view.device) for view in views}
+    if len(alike) > 1 or any(view.attributes != first.attributes for view in views):
+        return None
+    assert first.view_of is not None
+    return Views(first.view_of, first.dtype, places, first.attributes)
 
 
 def worked_out(

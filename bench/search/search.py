@@ -75,7 +75,7 @@ class Boundary:
         self.confirming = True
         #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
         self.predicted = 0
-        #: how often in a row a size was out of memory that its needs said would fit
+        #: how many sizes were out of memory that were said to fit
         self.disappointed = 0
         self._sample()
 
@@ -135,9 +135,10 @@ class Boundary:
         as the allocator loses memory between blocks, ever further below."""
         if self.needs is None:
             return (self.low + self.high) // 2 if self._host_was_full() else self._between_probes()
+        if self.disappointed and not self.low:
+            return max(1, self.high - 2 ** (self.disappointed - 1))
         if self.disappointed:
-            below = self.high - 2 ** (self.disappointed - 1)
-            return below if below > self.low else (self.low + self.high) // 2
+            return (self.low + self.high) // 2
         return self.needs.last_that_fits(self.low, self.high)
 
     def _between_probes(self) -> int:
@@ -206,7 +207,7 @@ class Boundary:
             predicted = guess > self.low
             units = min(guess if predicted else self.low + beyond, self.high - 1)
             fits = self.probe(units * self.unit)
-            self.disappointed = self.disappointed + 1 if predicted and not fits else 0
+            self.disappointed += predicted and not fits
             self.low, self.high = (units, self.high) if fits else (self.low, units)
             beyond = 2 * beyond if fits and not predicted else 1
 

@@ -16,8 +16,7 @@ the longest way through both: up to the launch of a kernel on the host, then on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +39,7 @@ def host_seconds(host: Host, program: Program) -> np.ndarray:
     return dispatch + program.host @ each
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A run of a program's events. The host waits for the compute stream before it if it ``joins``.
 
     Attributes:
@@ -98,8 +96,6 @@ class HostClock:
         self._done = np.zeros((len(waited_for) - 1, len(steps.ranks)))
         noted = np.full(len(first), -1)
         noted[waited_for[1:]] = np.arange(len(waited_for) - 1)
-        #: the pieces before each step, and those after the last
-        self.pieces: list[list[_Piece]] = [[] for _ in range(len(steps) + 1)]
         columns = (
             joins[first],
             np.diff(kernels_s[self.cuts]),
@@ -108,30 +104,32 @@ class HostClock:
             noted,
             behind[:-1] - 1,
         )
-        before = np.searchsorted(steps.at, first).tolist()
-        for step, *fields in zip(before, *(column.tolist() for column in columns), strict=True):
-            self.pieces[step].append(_Piece(*fields))
+        self.pieces = list(map(_Piece._make, zip(*(column.tolist() for column in columns), strict=True)))
+        #: of the pieces before each step, and of those after the last, the first; and the end
+        before = np.searchsorted(steps.at, first)
+        self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
 
     def reach(
         self, step: int, stream: np.ndarray, host: np.ndarray, who: slice | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The compute stream's clock and the host's of some ranks when they have come to a step and the host
         has dispatched it, from those after the step before."""
-        for piece in self.pieces[step]:
-            if piece.joins:
+        first, end = self._first_of[step], self._first_of[step + 1]
+        for joins, kernels_s, host_s, through_s, noted, behind in self.pieces[first:end]:
+            if joins:
                 host = np.maximum(host, stream)
-            stream = np.maximum(stream + piece.kernels_s, host + piece.through_s)
-            host = host + piece.host_s
-            if piece.noted >= 0:
-                self._done[piece.noted, who] = stream
-            if piece.behind >= 0:
-                host = np.maximum(host, self._done[piece.behind, who])
+            stream = np.maximum(stream + kernels_s, host + through_s)
+            host = host + host_s
+            if noted >= 0:
+                self._done[noted, who] = stream
+            if behind >= 0:
+                host = np.maximum(host, self._done[behind, who])
         return stream, host
 
     def of_rank(self, place: int) -> Callable[[int, float], float]:
         """For one simulated rank, when each event can start at the earliest; to be called with an event and
         the compute stream's clock before it, event by event."""
-        begins = dict(zip(self.cuts.tolist(), chain.from_iterable(self.pieces), strict=False))
+        begins = dict(zip(self.cuts.tolist(), self.pieces, strict=False))
         host, behind = self._begun, -1
 
         def launched(event: int, stream: float) -> float:

@@ -92,7 +92,7 @@ class Steps:
     def beside_computing(self, asked: bool) -> list[list[int]]:
         """For each step, if it is a wait of the compute stream, the collectives that it waits for and no wait
         before it did; those of another stream by the record of its point. Empty lists if not ``asked``."""
-        found: list[list[int]] = [[] for _ in range(len(self))]
+        found: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
         #: collectives of each stream that the compute stream has not waited for
         ahead: dict[int, list[int]] = defaultdict(list)
         for step, (kind, stream) in enumerate(zip(self.kinds, self.streams, strict=True) if asked else ()):

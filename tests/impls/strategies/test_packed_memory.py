@@ -35,7 +35,7 @@ from spbench.impls.strategies.placements import BALANCED
 from spbench.impls.strategies.ring_attention import RingAttention
 from tests.impls.kernels.made import bytes_kept, made
 from tests.impls.strategies.test_packed_ranks import packings
-from tests.slow import slow
+from tests.slow import mostly_slow, slow
 
 #: batch, heads, heads of keys, features of queries and keys, of values; bytes of a number
 B, Z, G, D, A, E = 2, 2, 1, 4, 3, 4
@@ -119,7 +119,9 @@ def span(of: Tensor) -> int:
 
 
 @pytest.mark.parametrize("count", [25, slow(200)])
-@pytest.mark.parametrize("placement", ["contiguous", "zigzag", *BALANCED])
+@pytest.mark.parametrize(
+    "placement", mostly_slow(["contiguous", "zigzag", *BALANCED], "contiguous", "by_work")
+)
 @pytest.mark.parametrize("cls", [RingAttention, AllGatherKV])
 def test_softmax_attention(cls: type[Strategy], placement: str, count: int) -> None:
     """Kernels make outputs of the queries from the first to the last that see a block, and gradients of these
