@@ -63,6 +63,7 @@ def test_several_lengths_give_a_map(advise: Run) -> None:
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run, tmp_path: Path) -> None:
     words = ("--gpus", "2", "--batch", "2", "--only", "ring_attention,zero3", "--fixed", "sp=2")
     small = ("--cluster", small_cards(tmp_path, 1))

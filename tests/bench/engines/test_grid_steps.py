@@ -123,6 +123,7 @@ def test_inference_refuses_what_is_about_training(changes: dict[str, Any], reaso
         VirtualEngine().measure(cell)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", [3, 12])
 def test_bytes_are_those_of_the_paper(n: int) -> None:
     """Section 3.3, of a layer of two dims forward, M elements in a grid: DSP 2 M/N and Ulysses 4 M/N, of

@@ -176,6 +176,7 @@ def elements_of_a_rank(asked: Cell) -> int:
     return max(virtual.trace(asked).host_memory.sizes) // 4
 
 
+@pytest.mark.slow
 def test_states_on_the_host_by_program() -> None:
     """Bytes a parameter of a rank's part: DeepSpeed's ZeRO-3 has a pinned buffer of gradients beside float32
     masters, gradients and moments; torch's CPUOffloadPolicy has these alone, a tensor each."""

@@ -55,7 +55,7 @@ def test_on_one_node_the_order_makes_no_difference() -> None:
     assert first.step_time_s == pytest.approx(second.step_time_s, rel=1e-12)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ORDERS, ids=["dp outside", "sp outside"])
 @pytest.mark.parametrize("strategy", [slow("ring_attention"), slow("ulysses"), "lasp"])
 def test_folding_and_plain_traces_give_the_same_times(

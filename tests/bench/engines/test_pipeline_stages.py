@@ -135,6 +135,7 @@ def layers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecoderBlock, "__init__", numbered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [at_the_eighth_micro_batch, slow(layers_of_their_own)])
 def test_stages_that_differ_otherwise_are_traced(
     setting: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, traced: list[int]

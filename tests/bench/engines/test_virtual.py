@@ -204,6 +204,7 @@ def test_two_traces_are_equal(strategy: str) -> None:
     assert first.communication.counts == second.communication.counts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
     [("tensor_parallel", True), ("ring_self_attention", False), *map(slow, AXES, (False, True))],

@@ -122,6 +122,7 @@ def test_few_layers_predict_the_peak_of_many(options: dict[str, Any]) -> None:
     assert shallow_peak(cell) == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.slow
 def test_layers_of_which_some_are_recomputed_have_a_peak_between() -> None:
     recompute = {"recompute": "full", "recompute_method": "block", "recompute_layers": 6}
     cell = Cell(

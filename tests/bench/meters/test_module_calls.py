@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -58,6 +59,7 @@ def test_what_is_computed_again_is_of_the_same_module() -> None:
     )
 
 
+@pytest.mark.slow
 def test_short_cuts_have_the_places_of_plain_traces() -> None:
     cell = Cell(model="causal-transformer-tiny", strategy="ulysses", sizes={"sp": 2}, batch=4, seq_len=16)
     cell = cell.model_copy(update={"training": cell.training.model_copy(update={"micro_batches": 4})})

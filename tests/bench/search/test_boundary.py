@@ -152,6 +152,7 @@ def test_timed_search_times_its_answer(stages: int) -> None:
     assert (untimed.answer, untimed.step_time_s, untimed.tokens_per_s) == (found.answer, None, None)
 
 
+@pytest.mark.slow
 def test_nothing_fits(tmp_path: Path) -> None:
     cell = searching(tmp_path, 20, SINGLE, 1, BATCH, seq_len=512)
     found = largest_that_fits(cell)

@@ -90,6 +90,7 @@ def test_planted_faults_are_seen(
     assert_first_wrong(pool, asked(fault.name, options), fault, where)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
 def test_a_gradient_that_is_not_made_is_missed(pool: RankPool, options: dict[str, Any]) -> None:
     with pytest.raises(RankError, match="backward made no gradient for some parameters"):

@@ -255,7 +255,7 @@ def test_interleaved_stages(pool: RankPool, options: dict[str, Any]) -> None:
     assert_sends_its_closed_form(pool, asked)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "in_flight"), [({}, 2), (INTERLEAVED, 4)])
 def test_outputs_that_were_sent_are_freed(options: dict[str, Any], in_flight: int) -> None:
     """At the first stage's peak: of every micro-batch in flight, and of an output a single element stays."""

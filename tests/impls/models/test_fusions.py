@@ -64,6 +64,7 @@ def kept(**options: Any) -> int:
     return kept_by_a_layer(**cell, model_options=SMALL | options) // L
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_without_a_fusion() -> None:
     h, heads = SMALL["hidden"], SMALL["heads"]
     inner = SMALL["inner"]

@@ -62,6 +62,7 @@ def test_a_strategy_s_ranks_have_as_many_tiles(pool: RankPool, vocabulary: str) 
     assert_green(pool, Case(MegatronSP, model, "model", options={"vocabulary": vocabulary}))
 
 
+@pytest.mark.slow
 def test_within_another_strategy(pool: RankPool) -> None:
     model = model_preset(GROUPED, TILES | {"recompute": "full", "cross_entropy": "in_place"})
     strategy = Nesting((TensorParallel, Ulysses))

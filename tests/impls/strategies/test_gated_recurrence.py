@@ -80,6 +80,7 @@ def test_chunks_of_several_blocks_and_a_rest(
     assert_green(pool, Case(strategy, model, "attention", batch=1, seq_len=seq_len), 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MIXERS)
 def test_around_each_other(pool: RankPool, name: str) -> None:
     for outer in (Ulysses, TensorParallel):

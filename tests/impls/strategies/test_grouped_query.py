@@ -186,6 +186,7 @@ def test_real_ranks_send_what_virtual_ones_do(
     assert_real_ranks_send_the_same(pool, cell(strategy, sizes, kv_heads, precision="bf16"))
 
 
+@pytest.mark.slow
 def test_memory_of_keys_falls_with_their_heads() -> None:
     """8 of 12 heads of keys and values fewer are, in bfloat16, 2 x 8 x 4 x 2 bytes a token fewer."""
     peaks = {}
