@@ -191,16 +191,15 @@ class Advice:
         )
         ratio = other.step_s / winner.step_s - 1
         than = f"{_named(other.cell)} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
+        apart = 1 + ratio
         if not (self.is_tie(other) and self.is_tie(winner)):
             head = f"the next strategy, {than}"
         elif max(ratio, -ratio / (1 + ratio)) < self.tie_limit - 1:
             head = f"a tie: {than}, which is within the errors of such times"
         else:
-            without = _uncharged_s(other) / _uncharged_s(winner) - 1
-            head = (
-                f"a tie: {than}, but {without:+.1%} without the charge for blocks, fitted where it is little"
-            )
-        order = packaged_model().order(self._rates, other.step_s / winner.step_s)
+            apart = _uncharged_s(other) / _uncharged_s(winner)
+            head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
+        order = packaged_model().order(self._rates, apart)
         return "; ".join(filter(None, [head, told, order]))
 
 

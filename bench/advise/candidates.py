@@ -30,6 +30,8 @@ from spbench.impls.registries import backend_class
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0
+#: settings that save memory which is there must be faster than simpler ones by so much, by the estimate
+_SAME = 1.005
 #: what became of layouts that take longer than another that surely fits
 SLOWER = "slower than with other settings that surely fit"
 
@@ -117,7 +119,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
     backend none that takes longer by the estimate than another that surely fits, also with its states on the
-    cards where these are on the host.
+    cards where these are on the host; nor one with more settings that is no faster.
 
     Args:
         savings: settings of the model by their text.
@@ -140,20 +142,37 @@ def candidates(
             times, states = estimates.times(layout, figures), estimates.states(layout, figures)
             activations = estimates.activations(layout)
             memories = states[:, None] + activations
-            # of each backend the shortest time with which it surely fits
-            surely = np.where(memories * SURELY <= usable, times, np.inf).min(axis=1, initial=np.inf)
-            surely = np.minimum(surely, [np.inf if at is None else surely[at] for at in twins])
+            fitting = np.where(memories * SURELY <= usable, times, np.inf)
+            shortest = fitting.min(axis=1, initial=np.inf)
             for row, training in enumerate(backends):
                 if layout.pp > 1 and not pipelined[row]:
                     continue
-                twin = None if (at := twins[row]) is None else backends[at]
-                columns = zip(settings, times[row], memories[row], activations, strict=True)
-                for saving, *numbers in columns:
-                    if numbers[0] <= surely[row]:
-                        seconds, nbytes, own = map(float, numbers)
-                        yield Candidate(layout, options, training, saving, seconds, nbytes, own, twin)
-                    elif left_out is not None:
-                        left_out[SLOWER] += 1
+                twin = None if (other := twins[row]) is None else backends[other]
+                of_twin = np.inf if other is None else shortest[other]
+                kept = np.flatnonzero(promising(times[row], fitting[row], of_twin))
+                for at in kept.tolist():
+                    seconds, nbytes = float(times[row, at]), float(memories[row, at])
+                    own = float(activations[at])
+                    yield Candidate(layout, options, training, settings[at], seconds, nbytes, own, twin)
+                if left_out is not None:
+                    left_out[SLOWER] += len(settings) - len(kept)
+
+
+def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
+    """Which of the settings, the simplest first, may be the best: none that takes longer than another that
+    surely fits, and of those that take as long as the shortest of these the simplest, alone.
+
+    Args:
+        fitting: the times of those that surely fit; infinite for others.
+        of_twin: the shortest time of the twin with settings with which it surely fits.
+    """
+    shortest = fitting.min(initial=np.inf)
+    kept: np.ndarray = times <= min(shortest, of_twin)
+    if shortest <= of_twin and shortest < np.inf:
+        simplest = int(np.argmax(fitting <= shortest * _SAME))
+        kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
+        kept[simplest] = True
+    return kept
 
 
 def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:

@@ -47,7 +47,7 @@ class Found:
     """What a search found.
 
     Attributes:
-        best: that fit, traced whole, the fastest first; of each strategy and mesh one.
+        best: that fit, the fastest first, the first two traced whole; of each strategy and mesh one.
         of_strategies: the best of each strategy that fits, the fastest first.
         nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
         counts: what became of how many layouts.

@@ -11,6 +11,7 @@ import numpy as np
 from spbench.bench.advise.candidates import SURELY, Candidate, Variant
 from spbench.bench.advise.layouts import Way
 from spbench.bench.advise.references import as_text
+from spbench.bench.advise.waiting import Waiting
 from spbench.impls.strategies.nesting import PLUS
 
 #: seconds may be off by this much more than what was learned says, and by this much for each doubling of
@@ -71,7 +72,7 @@ class Learned:
         self._parts: dict[str, list[Way]] = {}
         self._of_ways: dict[Way, float] = {}
         self._of_variants: dict[Variant, float] = {}
-        self._nearest: dict[Way, tuple[Way, int] | None] = {}
+        self._nearest: dict[Way, tuple[float, float]] = {}
         self._of_relatives: dict[str, float] = {}
         self._excess: dict[Hashable, list[Excess]] = {}
 
@@ -110,20 +111,23 @@ class Learned:
         self._of_ways = {way: float(factors[columns[way]]) for way in ways}
         self._of_variants = {name: float(factors[columns[name]]) for name in variants}
 
-    def expected_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate probably takes."""
-        near = self._near(candidate.layout.way)
-        off = self._relatives(candidate.strategy) if near is None else self._of_ways[near[0]]
-        off += sum(self._of_variants.get(each, 0.0) for each in candidate.variants)
-        return candidate.estimated_s * math.exp(off)
+    def expected_s(self, waiting: Waiting) -> np.ndarray:
+        """Seconds that candidates probably take."""
+        ways = np.array([self._of_way(way)[0] for way in waiting.ways], dtype=float)
+        variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
+        off = ways[waiting.way_at] + variants[waiting.variants_at].sum(axis=1)
+        found: np.ndarray = waiting.estimated_s * np.exp(off)
+        return found
 
-    def least_s(self, candidate: Candidate) -> float:
-        """Seconds that a candidate takes at the least."""
-        near = self._near(candidate.layout.way)
-        if near is None:
-            return candidate.estimated_s / UNKNOWN
-        unknown = sum(each not in self._of_variants for each in candidate.variants)
-        return self.expected_s(candidate) / (_MARGIN * _MARGIN_OF_STEP ** (near[1] + unknown))
+    def least_s(self, waiting: Waiting) -> np.ndarray:
+        """Seconds that they take at the least."""
+        steps = np.array([self._of_way(way)[1] for way in waiting.ways], dtype=float)[waiting.way_at]
+        unknown = np.array([each not in self._of_variants for each in waiting.variants], dtype=int)
+        margins = _MARGIN * _MARGIN_OF_STEP ** (steps + unknown[waiting.variants_at].sum(axis=1))
+        found: np.ndarray = np.where(
+            np.isnan(steps), waiting.estimated_s / UNKNOWN, self.expected_s(waiting) / margins
+        )
+        return found
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
@@ -146,13 +150,16 @@ class Learned:
             if known := self._excess.get(key):
                 yield margin, known
 
-    def _near(self, way: Way) -> tuple[Way, int] | None:
-        """The way of the same strategy that is most like this one and was traced, and how many doublings of
-        ranks along an axis lie between."""
+    def _of_way(self, way: Way) -> tuple[float, float]:
+        """(the factor, as a logarithm, of the way of the same strategy that is most like this one and was
+        traced; how many doublings of ranks along an axis lie between); nan doublings if none was traced."""
         if way not in self._nearest:
             alike = [known for known in self._of_ways if known.strategy == way.strategy]
-            nearest = min(alike, key=lambda known: _doublings(way, known), default=None)
-            self._nearest[way] = None if nearest is None else (nearest, _doublings(way, nearest))
+            if alike:
+                nearest = min(alike, key=lambda known: _doublings(way, known))
+                self._nearest[way] = self._of_ways[nearest], float(_doublings(way, nearest))
+            else:
+                self._nearest[way] = self._relatives(way.strategy), math.nan
         return self._nearest[way]
 
     def _relatives(self, strategy: str) -> float:

@@ -1,5 +1,5 @@
-"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best of
-these with all.
+"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best
+two of these with all.
 
 What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
 and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.advise.candidates import SLOWER, Candidate, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.findings import Found, Seen
@@ -21,6 +23,7 @@ from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.looks import Depth, Look, outcomes
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import references, savings_of
+from spbench.bench.advise.waiting import Waiting
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed
@@ -99,8 +102,9 @@ class Search:
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
             self._of_layouts[id(candidate.layout)].append(candidate)
-        self._few_layers(waiting)
-        counts["too slow by the estimate, or too large after traces of their strategy"] = len(waiting)
+        left = Waiting(waiting)
+        self._few_layers(left)
+        counts["too slow by the estimate, or too large after traces of their strategy"] = len(left)
         self._polish()
         self._whole()
         self._conclude()
@@ -108,12 +112,10 @@ class Search:
 
     # -- few layers ------------------------------------------------------------------------------------
 
-    def _few_layers(self, waiting: list[Candidate]) -> None:
+    def _few_layers(self, waiting: Waiting) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
         while patience > 0 and (batch := self._next(waiting)):
-            begun = {id(candidate) for candidate in batch}
-            waiting[:] = [candidate for candidate in waiting if id(candidate) not in begun]
             again = sum(self.learned.knows(candidate.strategy) for candidate in batch)
             self._look(batch)
             if best := self._best_layouts():
@@ -126,21 +128,24 @@ class Search:
                     f"{best[0].cell.strategy} {best[0].cell.mesh_text}"
                 )
 
-    def _next(self, waiting: Sequence[Candidate]) -> list[Candidate]:
-        """The most promising of those that could be among the best, of each way one at a time; of a strategy
-        that was not traced yet, one."""
+    def _next(self, waiting: Waiting) -> list[Candidate]:
+        """Take the most promising of those that could be among the best, of each way one at a time; of a
+        strategy that was not traced yet, one."""
         best = self._best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, seen.cell.mesh_text): seen.step_s for seen in best}
-        chosen: list[Candidate] = []
+        least_s, expected_s = self.learned.least_s(waiting), self.learned.expected_s(waiting)
+        places = np.flatnonzero(waiting.left & (least_s <= bar))
+        chosen: dict[int, Candidate] = {}
         begun: set[str | Way] = set()
-        for candidate in sorted(waiting, key=self.learned.expected_s):
+        for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
+            candidate = waiting.candidates[at]
             name, way = candidate.strategy, candidate.layout.way
             if len(chosen) >= _AT_ONCE * max(2, self.answers.jobs):
                 break
             if name in begun or way in begun:
                 continue
-            if self.learned.least_s(candidate) > min(bar, of_kind.get(candidate.kind, bar)):
+            if least_s[at] > of_kind.get(candidate.kind, bar):
                 continue
             if self.learned.least_bytes(candidate) > self.most_bytes or self._outdone(candidate):
                 continue
@@ -150,8 +155,9 @@ class Search:
                     continue
                 begun.add(name)
             begun.add(way)
-            chosen.append(candidate)
-        return chosen
+            chosen[at] = candidate
+        waiting.take(chosen)
+        return [*chosen.values()]
 
     def _outdone(self, candidate: Candidate) -> bool:
         """Whether the same layout, with other settings of the model or with its states on the cards, takes

@@ -132,7 +132,12 @@ def command(
 
 
 def _examined(cells: Sequence[Cell], answers: Answers) -> Iterator[tuple[Cell, Outcome]]:
-    for cell, outcome in answers(cells):
+    from spbench.bench.fit.stages import OneStage, stages_beside
+
+    beside = stages_beside(cells, answers.jobs)
+    for cell, outcome in answers([*beside[:1], *cells, *beside[1:]]):
+        if isinstance(cell, OneStage):
+            continue  # whoever examines the cell finds the trace, or what is wrong with it
         message(f"{cell.key}: {outcome.status}")
         if outcome.status in ("failed", "timeout"):
             raise RuntimeError(f"{cell.key}: {outcome.reason}")

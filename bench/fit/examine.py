@@ -13,6 +13,7 @@ from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.fit.anatomy import anatomy
 from spbench.bench.fit.answers import FIT
+from spbench.bench.fit.stages import OneStage
 from spbench.bench.measurement import Measurement, run_cell
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import PeakModel
@@ -45,6 +46,13 @@ def examine(cell: Cell) -> Measurement:
         },
     }
     return found
+
+
+def trace_stage(one: OneStage) -> Measurement:
+    """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the whole cell."""
+    first = next(each.first for each in rank_classes(one.cell) if each.stage.index == one.stage)
+    virtual.trace(one.cell, first, events=can_time(one.cell))
+    return Measurement("ok")
 
 
 def fullest(traces: ClassTraces) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from spbench.bench.cell import Cell
+from spbench.bench.fit.stages import OneStage
 from spbench.bench.measurement import Measurement
 
 
 def examine(cell: Cell) -> Measurement:
-    """As :func:`spbench.bench.fit.examine.examine`."""
+    """As :func:`spbench.bench.fit.examine.examine`; of one stage that is traced."""
     from spbench.bench.fit.examine import examine as run
+    from spbench.bench.fit.examine import trace_stage
 
-    return run(cell)
+    return trace_stage(cell) if isinstance(cell, OneStage) else run(cell)
 
 
 def attempt(cell: Cell) -> Measurement:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from spbench.bench.advise.candidates import Candidate, candidates
+import numpy as np
+import pytest
+
+from spbench.bench.advise.candidates import Candidate, candidates, promising
 from spbench.bench.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.advise.layouts import Refused, backend_settings
 from spbench.bench.advise.learned import Learned
@@ -13,7 +18,7 @@ from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import as_text
 from tests.bench.advise.questions import asked
 
-SAVINGS = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
+SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
 REFERENCES = {
     "": Reference(Depths(0.09, 0.12), Depths(3.5e9, 5.0e9)),
     '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1e9, 2.2e9)),
@@ -82,3 +87,40 @@ def test_bytes_are_within_the_bounds_whatever_is_traced() -> None:
             assert learned.least_bytes(c) <= true(c) <= learned.most_bytes(c), (seed, c)
         # and they are of use: without a trace both are farther off
         assert all(learned.least_bytes(c) > Learned().least_bytes(c) for c in known if share[c.strategy] > 1)
+
+
+def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs of layers that wait on the host cost nothing where their copies hide, and are of no use where
+    there is room."""
+    text = '{"recompute": "full", "checkpoints": "host"}'
+    as_fast = {text: replace(REFERENCES['{"recompute": "full"}'], activation_bytes=Depths(1e9, 1e9))}
+    monkeypatch.setitem(SAVINGS, text, {"recompute": "full", "checkpoints": "host"})
+    monkeypatch.setitem(REFERENCES, text, as_fast[text])
+    monkeypatch.delitem(REFERENCES, "")
+    question = asked(8, only=["ulysses", "zero3"], fixed=[("training.optimizer", "device")])
+    small, large = of(question, usable=1.0), of(question, usable=1e15)
+    assert len([c for c in small if "checkpoints" in c.saving]) == len(small) / 2
+    assert [c for c in large if "checkpoints" in c.saving] == []
+    assert len(large) == len(small) / 2
+
+
+@pytest.mark.parametrize(
+    ("times", "room", "of_twin", "kept"),
+    [
+        ([1.0, 1.2, 0.9], [1, 1, 1], np.inf, [2]),
+        ([1.008, 1.004, 1.0, 1.0], [1, 1, 1, 1], np.inf, [1]),  # the simplest of those as fast
+        ([0.5, 1.0, 1.0, 1.3], [0, 1, 1, 1], np.inf, [0, 1]),  # the first may not fit
+        ([1.0, 0.8, 1.1], [1, 0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [1, 1], 0.9, []),
+        ([0.8, 1.0, 1.1], [0, 1, 1], 0.9, [0]),
+    ],
+)
+def test_something_is_kept_of_the_settings_that_may_be_the_best(
+    times: list[float], room: list[int], of_twin: float, kept: list[int]
+) -> None:
+    given = np.array(times)
+    found = promising(given, np.where(room, given, np.inf), of_twin)
+    assert np.flatnonzero(found).tolist() == kept

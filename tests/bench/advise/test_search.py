@@ -163,7 +163,7 @@ def test_a_naive_bound_would_lose_the_winner(monkeypatch: pytest.MonkeyPatch) ->
         return [searched(each, monkeypatch).best[0].step_s / brute_force(each)[0] - 1 for each in made]
 
     assert max(lost()) < 0.002
-    monkeypatch.setattr(Learned, "least_s", lambda self, candidate: candidate.estimated_s * 1.3)
+    monkeypatch.setattr(Learned, "least_s", lambda self, waiting: waiting.estimated_s * 1.3)
     assert max(lost()) > 0.005
 
 
