@@ -89,6 +89,15 @@ def test_a_cell_can_have_expandable_segments() -> None:
     assert cell_of(training={"cuda_alloc_conf": "expandable_segments:False"}).key == cell_of().key
 
 
+def test_the_buffer_of_gradients_is_held_throughout() -> None:
+    sharded = {"backend": "zero3"}
+    buffered = cell_of(training={**sharded, "gradient_buffer_kib": 2048})
+    logs = [virtual.trace(cell).memory for cell in (cell_of(training=sharded), buffered)]
+    assert logs[1].peak().nbytes - logs[0].peak().nbytes == 2 * MIB
+    (number,) = {*logs[1].sizes} - {*logs[0].sizes}
+    assert logs[1].events.index(-logs[1].sizes.index(number) - 1) >= logs[1].step_ends[-1]
+
+
 def test_other_settings_of_the_allocator_are_refused() -> None:
     with pytest.raises(ValueError, match="expandable_segments:True is modelled, not 'max_split_size_mb:128'"):
         TrainingOptions(cuda_alloc_conf="max_split_size_mb:128")

@@ -180,6 +180,10 @@ def test_a_buffer_that_is_used_again_while_it_is_copied_is_seen(monkeypatch: pyt
     ("refused", "reason"),
     [
         (lambda: ShardingOptions(parameters="host"), "parameters: host needs optimizer: host"),
+        (
+            lambda: ShardingOptions(gradient_buffer_kib=-1),
+            "gradient_buffer_kib is a number of KiB, 0 or more",
+        ),
         (lambda: MegatronOptions(optimizer="host"), "needs distributed_optimizer, as Megatron-Core's does"),
         (lambda: LegacyOptions("host", gradients="stale"), "gradients: stale keeps float32 gradients"),
     ],
