@@ -42,7 +42,9 @@ class Measurement:
             ``peak_phase`` is "set-up"), ``status`` ("oom" from the step on that does not fit, or in set-up
             alone; its bytes are those on a card without a limit), ``peak_memory_bytes``, ``peak_phase``,
             ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
-            (at the end of the step); where a rank holds any, ``host_memory_bytes`` (the most so far).
+            (at the end of the step), ``phase_ends`` (of each phase of the step by name, where the last one of
+            that name ends, the bytes ``allocated`` then, and ``reserved`` up to then); where a rank holds
+            any, ``host_memory_bytes`` (the most so far).
         imbalance: where sequences are packed of documents, the pairs of a query and a key of the rank that
             attends to most, over the mean of all ranks.
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline

@@ -26,6 +26,7 @@ _METHODS = {
     "upipe": ("#291190", "<", "..//"),
     "fpdt": ("#01061e", "p", "xx--"),
     "dsp": ("#79006b", "*", "||||"),
+    "odysseus": ("#8d05fc", "8", "**"),
     "single": ("#535353", "h", "//"),
 }
 MARKERS = tuple(marker for _, marker, _ in _METHODS.values())
@@ -43,6 +44,7 @@ _NAMES = {
     "upipe": "UPipe",
     "fpdt": "FPDT",
     "dsp": "DSP",
+    "odysseus": "Odysseus",
 }
 #: names of strategies where there are several in one name, or many names beside each other
 _SHORT_NAMES = {

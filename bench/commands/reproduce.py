@@ -8,7 +8,7 @@ command that was interrupted goes on where it was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,8 @@ class Reproduction:
     """What `spbench reproduce` was asked for.
 
     Attributes:
+        paper: its name, or PAPER/SCENARIO: of that scenario alone cells are run, and what the files have of
+            the others stays.
         executor: the address of one that runs cells on other machines; None: all run here.
         output: folder of the CSV files and figures.
         write: write the generated parts of REPRODUCE.md and of the paper's details anew.
@@ -51,6 +53,12 @@ class Reproduction:
     output: Path
     fresh: bool
     write: bool
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The name of the paper, and of the one scenario, or ""."""
+        paper, _, scenario = self.paper.partition("/")
+        return paper, scenario
 
     def runs(self, scenario: Scenario) -> Path:
         """Where a scenario's cells are kept: with those of `spbench run`, or below another output."""
@@ -69,9 +77,10 @@ class Reproduction:
 @printed
 def command(output: Path | None, **asked: Any) -> Iterator[Output]:
     """Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all), each published number beside
-    ours; `strategies` makes the rows and traces of the strategies' pages, `datasheets` times of datasheets
-    alone, `bands` fits the intervals of simulated times to these results, and `megatron_cases` predicts
-    what each of Megatron-LM's functional tests needs, as it is imported.
+    ours; PAPER/SCENARIO runs that one alone, and keeps what the files have of the others. `strategies` makes
+    the rows and traces of the strategies' pages, `datasheets` times of datasheets alone, `bands` fits the
+    intervals of simulated times to these results, and `megatron_cases` predicts what each of Megatron-LM's
+    functional tests needs, as it is imported.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -90,7 +99,7 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
     from spbench.bench.workers.worker import Crew
 
-    papers = [] if request.paper in (STRATEGIES, DATASHEETS, BANDS, CASES) else scenarios_of(request.paper)
+    papers = [] if request.paper in (STRATEGIES, DATASHEETS, BANDS, CASES) else scenarios_of(request.asked[0])
     for paper, scenarios in papers if request.write else ():
         check_documents(paper.name, [s.name for s in scenarios])
     with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
@@ -121,12 +130,15 @@ def _run(
     from spbench.bench.reproduction.document import write_documents
     from spbench.bench.reproduction.findings import RECORDS, Findings, record_of
     from spbench.bench.reproduction.order_of_splits import orders_by_scenario
+    from spbench.bench.reproduction.papers import one_of
 
     all_ran: dict[str, Ran] = {}
     files: list[Path] = []
     failed = False
     narrowing = Narrowing(variant=ALL if request.all_variants else None)
-    for scenario in scenarios:
+    one = request.asked[1]
+    asked = [one_of(paper, scenarios, one)] if one else scenarios
+    for scenario in asked:
         folder = request.runs(scenario)
         ran = run_cells(scenario, narrowing, folder, request.jobs, request.fresh, crew, executor)
         all_ran[scenario.name] = ran
@@ -136,14 +148,17 @@ def _run(
         files += drawn
         failed = ran.failed() or figure_failed or failed
     # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
-    records = [
+    records: list[Mapping[str, Any]] = [
         record_of(name, entry, measured.get(entry.cell, {}))
         for name, ran in all_ran.items()
         for measured in [{row["key"]: row["measurement"] for row in ran.known}]
         for entry in ran.comparisons
         if entry.quantity != "sent_bytes"
     ]
-    runs = [run_record(name, ran) for name, ran in all_ran.items()]
+    runs: list[Mapping[str, Any]] = [run_record(name, ran) for name, ran in all_ran.items()]
+    if one:
+        records = _with_others(request.output / f"{paper.name}.csv", scenarios, records)
+        runs = _with_others(request.output / f"{paper.name}_runs.csv", scenarios, runs)
     documents = {scenario.name: scenario.document for scenario in scenarios}
     findings = Findings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
     tables = [
@@ -153,7 +168,19 @@ def _run(
     if request.write:
         tables += write_documents(findings)
     drawn, figure_failed = draw_records(paper.name, records, request.output / "figures")
-    return _report(paper, scenarios, findings, [*tables, *files, *drawn], int(failed or figure_failed))
+    return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
+
+
+def _with_others(
+    path: Path, scenarios: Sequence[Scenario], lines: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The lines of some scenarios, and those that the file has of the paper's other ones, in their order."""
+    from spbench.bench.published.comparison import read_records
+
+    mine = {line["scenario"] for line in lines}
+    others = read_records(path) if path.exists() else []
+    lines = [*lines, *(line for line in others if line["scenario"] not in mine)]
+    return [line for scenario in scenarios for line in lines if line["scenario"] == scenario.name]
 
 
 def _run_strategies(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:

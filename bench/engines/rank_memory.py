@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class RankMemory:
         setup: the peak of set-up.
         peaks: of each step.
         reserved: the largest number of bytes reserved up to the end of set-up, and up to that of each step.
+        phase_ends: of set-up and of each step, its phases by name with the bytes ``allocated`` and
+            ``reserved`` where the last one of that name ends.
         reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
         failure: where it does not fit; None if it does.
     """
@@ -84,6 +86,7 @@ class RankMemory:
     setup: Peak
     peaks: Sequence[Peak]
     reserved: Sequence[int]
+    phase_ends: Sequence[Mapping[str, Mapping[str, int]]]
     reserved_on_card: int
     failure: Failure | None
 
@@ -97,7 +100,8 @@ class RankMemory:
             capacity: bytes of the card that tensors can have; None: no limit.
             kind: the allocator.
         """
-        stops = [log.step_start, *log.step_ends]
+        ends = log.phase_ends()
+        stops = sorted({log.step_start, *log.step_ends, *(at for of_step in ends for at in of_step.values())})
         found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind)
         failure = None
         if card.out_of_memory is not None:
@@ -108,7 +112,13 @@ class RankMemory:
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
             found = replay(log.sizes, log.events, None, stops, log.streams, kind)
         setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
-        return cls(setup, peaks, found.reserved, card.peak_reserved, failure)
+        reserved, live = dict(zip(stops, found.reserved, strict=True)), log.live(found.blocks)
+        phase_ends: list[Mapping[str, Mapping[str, int]]] = [
+            {name: {"allocated": int(live[at - 1]), "reserved": reserved[at]} for name, at in of_step.items()}
+            for of_step in ends
+        ]
+        by_step = [reserved[at] for at in (log.step_start, *log.step_ends)]
+        return cls(setup, peaks, by_step, [{}, *phase_ends], card.peak_reserved, failure)
 
     @property
     def peak(self) -> Peak:
@@ -133,8 +143,9 @@ class RankMemory:
                 "peak_held": {name: nbytes for name, nbytes in peak.held.items() if nbytes},
                 "reserved_memory_bytes": reserved,
                 "allocated_bytes": peak.at_end,
+                "phase_ends": ends,
             }
-            for step, (peak, reserved) in enumerate(
-                zip([self.setup, *self.peaks], self.reserved, strict=True)
+            for step, (peak, reserved, ends) in enumerate(
+                zip([self.setup, *self.peaks], self.reserved, self.phase_ends, strict=True)
             )
         ]

@@ -69,6 +69,14 @@ class MemoryLog:
         starts = [*(start for _, start in self.marks), len(self.events)]
         return [(name, slice(start, end)) for (name, start), end in zip(self.marks, starts[1:], strict=True)]
 
+    def phase_ends(self) -> list[dict[str, int]]:
+        """Of each traced step, the first event after the last of its phases of each name."""
+        ends: list[dict[str, int]] = [{} for _ in self.step_ends]
+        for name, span in self.spans():
+            step = self.step_of(span.start) - 1
+            ends[step][name] = min(span.stop, self.step_ends[step])
+        return ends
+
     @property
     def step_start(self) -> int:
         """The first event of the first traced step; what came before is set-up."""
@@ -120,12 +128,18 @@ class MemoryLog:
             return Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0)
         return self._peaks(nbytes, [0, self.step_start])[0]
 
+    def live(self, nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The bytes that are live after each event; arguments and errors as of :meth:`peaks`."""
+        events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
+        live: np.ndarray = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
+        if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
+            raise beyond_64_bits("what is alive at once has")
+        return live
+
     def _peaks(self, nbytes: Sequence[int] | np.ndarray, bounds: Sequence[int]) -> list[Peak]:
         """The peak of the events between each two bounds."""
         events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
-        live = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
-        if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
-            raise beyond_64_bits("what is alive at once has")
+        live = self.live(nbytes)
         categories, peaks = np.asarray(self.categories()), []
         for start, end in pairwise(bounds):
             at = start + int(np.argmax(live[start:end]))

@@ -1,4 +1,4 @@
-"""Columns of published numbers, and which of our numbers each is compared with: its field, rank and step."""
+"""Columns of published numbers, and which of ours each is compared with: its field, rank, step and phase."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from spbench.bench.yaml_files import StrictModel
 CLASS_QUANTITIES = ("peak_memory_bytes", "reserved_memory_bytes", "allocated_bytes")
 #: of these, what CUDA's allocator counts from the start of the process on, whatever the step
 PEAKS = CLASS_QUANTITIES[:2]
+#: which of an entry's ``phase_ends`` answers to a field at the end of a phase
+AT_PHASE_ENDS = {"allocated_bytes": "allocated", "reserved_memory_bytes": "reserved"}
 
 RankName = int | Literal["last"]
 
@@ -82,7 +84,9 @@ class QuantityColumn(StrictModel):
         unit: of the compared numbers, in units of the field.
         published_unit: of the column, if it is another than ``unit``.
         rank: the rank whose number it is; "each": the column has a JSON object by rank, and each is compared.
-        step: of the traced steps, counted from 1; with a rank, the last one unless given.
+        step: of the traced steps, counted from 1; with a rank or a phase, the last one unless given.
+        phase: the number is that where the last phase of this name ends in the step, such as "forward", not
+            that of the whole step.
         named: the quantity's name in comparisons, ``as`` in the file; the column's unless given.
         note: beside every number.
     """
@@ -92,13 +96,15 @@ class QuantityColumn(StrictModel):
     published_unit: PositiveFloat | None = None
     rank: NonNegativeInt | Literal["last", "each"] | None = None
     step: PositiveInt | Literal["first", "last"] | None = None
+    phase: str | None = None
     named: str = Field("", alias="as")
     note: str = ""
 
     @property
     def of_classes(self) -> bool:
-        """Whether the number is of a rank, or of a step other than that of the whole measurement."""
-        return self.rank is not None or self.step is not None
+        """Whether the number is of a rank, of a step other than that of the whole measurement, or of a moment
+        of a step."""
+        return self.rank is not None or self.step is not None or self.phase is not None
 
     def numbers(self, row: PublishedRow, column: str) -> list[RankNumber]:
         """The published numbers in a row; ValueError for what is none."""
@@ -110,7 +116,7 @@ class QuantityColumn(StrictModel):
 
     def words(self, number: RankNumber) -> list[str]:
         """The rank and the step of a number as texts, such as "last rank", "step 2"."""
-        named = ((number.rank, "rank"), (self.step, "step"))
+        named = ((number.rank, "rank"), (self.step, "step"), (self.phase and "end of", self.phase))
         texts = [(f"{what} {at}" if isinstance(at, int) else f"{at} {what}", at) for at, what in named]
         return [text for text, at in texts if at is not None]
 
@@ -142,9 +148,13 @@ class QuantityColumn(StrictModel):
         wanted = self.step if isinstance(self.step, int) else steps[0 if self.step == "first" else -1]
         if wanted not in steps:
             return None
+        if self.phase is not None:
+            ends = [entry["phase_ends"].get(self.phase) for entry in entries if entry["step"] == wanted]
+            return max((end[AT_PHASE_ENDS[self.field]] for end in ends if end), default=None)
         earliest = steps[0] if self.field in PEAKS else wanted
         return max(entry[self.field] for entry in entries if earliest <= entry["step"] <= wanted)
 
     def mistakes(self) -> Iterator[Mistake]:
         """What is wrong with it, as (key path, message)."""
-        yield from unknown_quantity("field", self.field, CLASS_QUANTITIES if self.of_classes else QUANTITIES)
+        known = CLASS_QUANTITIES if self.of_classes else QUANTITIES
+        yield from unknown_quantity("field", self.field, known if self.phase is None else (*AT_PHASE_ENDS,))

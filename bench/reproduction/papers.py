@@ -3,6 +3,7 @@ that others published, which count as another: their names, their sources, and t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def papers() -> dict[str, Paper]:
         MEASURED: Paper(MEASURED, sources, "What real machines measured"),
         FIELD: Paper(FIELD, field, "Step times that others published"),
     }
+
+
+def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:
+    """The scenario of a paper that has that name; UserError if none has."""
+    found = {scenario.name: scenario for scenario in scenarios}
+    if name not in found:
+        raise UserError(f"no scenario {name!r} answers to {paper.name}{suggestion(name, [*found])}")
+    return found[name]
 
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:

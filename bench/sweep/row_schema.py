@@ -29,6 +29,7 @@ class _ClassMemory(TypedDict, total=False):
     allocated_bytes: Number | None
     host_memory_bytes: Number | None
     peak_held: dict[Text, Number]
+    phase_ends: dict[Text, dict[Text, Number]]
 
 
 class _Rank(TypedDict, total=False):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.collectives import all_gather_flat, reduce_scatter_flat
 from spbench.impls.kernels.host_copies import host_zeros, to_device_, to_host_
+from spbench.impls.options import Options
 from spbench.impls.traffic import Traffic
 
 
@@ -35,7 +37,7 @@ class FlatFullySharded(Backend):
     searched = False
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
-    options_type = OptimizerOptions
+    options_type: ClassVar[type[Options]] = OptimizerOptions
 
     def prepare(self) -> Optimizer:
         self.units = [
@@ -43,7 +45,7 @@ class FlatFullySharded(Backend):
             for group, parameters in self.summed()
         ]
         self.device = torch.empty(0, device=next((p.device for p in self.names), None))
-        self.owners = _take_parameters(self.module, dict(self.names))
+        self.owners = take_parameters(self.module, dict(self.names))
         self.names.clear()  # or the whole parameters would live on
         self.module.register_forward_pre_hook(self._gather)
         shards = [unit.weights for unit in self.units]  # the masters
@@ -102,13 +104,22 @@ class FlatFullySharded(Backend):
     def _gather(self, module: nn.Module, inputs: object) -> None:
         """Before a forward: make the whole weights."""
         for unit in self.units:
-            shard = self._on_device(unit.weights).to(self.precision.parameters)
-            flat = shard.clone() if unit.group is None else all_gather_flat(shard, unit.group)
-            del shard
+            flat = self.gathered(unit)
             flat.requires_grad_().register_post_accumulate_grad_hook(partial(self._scatter, unit))
             for name, view in unit.views(flat).items():
                 for owner, attribute in self.owners[name]:
                     setattr(owner, attribute, view)
+
+    def gathered(self, unit: FlatShard) -> Tensor:
+        """The whole flat parameter of a unit."""
+        shard = self._on_device(unit.weights).to(self.precision.parameters)
+        return shard.clone() if unit.group is None else all_gather_flat(shard, unit.group)
+
+    def scattered(self, unit: FlatShard, gradient: Tensor) -> Tensor:
+        """This rank's shard of the sum of a unit's gradients."""
+        if unit.group is not None:
+            gradient = reduce_scatter_flat(gradient, unit.group)
+        return gradient.to(unit.weights.dtype)
 
     def _on_device(self, shard: Tensor) -> Tensor:
         """A shard, which may be on the host."""
@@ -126,20 +137,18 @@ class FlatFullySharded(Backend):
             for owner, attribute in self.owners[name]:
                 delattr(owner, attribute)
         flat.data = flat.new_empty(0)  # whatever of the graph still lives
-        if unit.group is not None:
-            gradient = reduce_scatter_flat(gradient, unit.group)
-        gradient = gradient.to(unit.weights.dtype)
+        gradient = self.scattered(unit, gradient)
         unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)
 
 
-def _take_parameters(
+def take_parameters(
     module: nn.Module, names: dict[nn.Parameter, str]
 ) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Remove all parameters from a module; returns where each one was, by its name."""
+    """Remove these parameters from a module; returns where each one was, by its name."""
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for attribute, p in list(owner._parameters.items()):
-            if p is not None:
+            if p in names:
                 owners.setdefault(names[p], []).append((owner, attribute))
                 delattr(owner, attribute)
     return owners

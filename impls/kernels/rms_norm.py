@@ -25,6 +25,13 @@ def plain_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) ->
     return (y if weight is None else y * weight).to(x.dtype)
 
 
+def rounded_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) -> Tensor:
+    """The same in torch's own operators as Hugging Face's LlamaRMSNorm has it, which rounds before it
+    multiplies by the weight."""
+    y = plain_rms_norm(x, None, eps)
+    return y if weight is None else weight * y
+
+
 @torch.library.custom_op("spbench::rms_norm", mutates_args=())
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     precise = x.to(_precise(x.dtype))
@@ -72,8 +79,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
-    """Over the last dim, [..., H] -> a contiguous [..., H]; ``way`` is "fused" or "plain"."""
-    return plain_rms_norm(x, weight, eps) if way == "plain" else _RMSNorm.apply(x, weight, eps)
+    """Over the last dim, [..., H] -> a contiguous [..., H]; ``way`` is "fused", "plain" or "rounded"."""
+    if way == "fused":
+        return _RMSNorm.apply(x, weight, eps)
+    return (plain_rms_norm if way == "plain" else rounded_rms_norm)(x, weight, eps)
 
 
 class RMSNorm(nn.Module):

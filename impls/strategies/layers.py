@@ -81,6 +81,13 @@ class SeparateLinear(nn.Module):
 class LayerHooks:
     """What does a layer compute with its weights, and which part of them has this rank?"""
 
+    @property
+    def of_mlp(self) -> LayerHooks:
+        """What makes the projections of a decoder's MLP, which a strategy may treat otherwise than those of
+        what mixes the tokens; the weights are parameters of the kind ``mlp``. Asked of the outermost one,
+        which alone may split weights."""
+        return self
+
     @left_within
     def linear_in(self, in_features: int, out_features: int) -> Linear:
         """The projection that opens a block: [..., in_features] -> [..., out_features or a part of it]."""

@@ -116,13 +116,16 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
         vocabulary: "whole": embedding, head and loss act on this rank's positions, each rank with all rows of
             the vocabulary; "split", as Megatron-LM has it: on all positions, each rank with its rows.
         loss: of a split vocabulary, as :class:`TensorParallelOptions` has it.
+        gathered: the memory of what blocks gather: "made" and freed each time, or "reused", as Megatron-LM's
+            own layers (library: megatron-local) have it in any case.
     """
 
     vocabulary: str = "whole"
+    gathered: str = "made"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"vocabulary": ("whole", "split")})
+        check_choices(self, {"vocabulary": ("whole", "split"), "gathered": ("made", "reused")})
         if self.loss == "gathered" and self.vocabulary == "whole":
             raise ValueError("loss gathered: the logits are whole already; use it with vocabulary: split")
 
@@ -257,8 +260,8 @@ class MegatronSP(GridChunks, TensorParallel):
 
     def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
         others = Strategy.split_over(self, kind)
-        kinds = {"features", "key_value"} | ({"vocabulary"} if self.options.vocabulary == "split" else set())
-        return union(self.axes, others) if kind in kinds else others
+        whole = {"sequence", "others"} | ({"vocabulary"} if self.options.vocabulary == "whole" else set())
+        return others if kind in whole else union(self.axes, others)
 
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         return _OfWholeText(in_features, out_features, self)
@@ -268,7 +271,8 @@ class MegatronSP(GridChunks, TensorParallel):
         if self.size == 1:
             return project(x, weight, bias)
         # Megatron-LM's own layers gather into its global memory buffer
-        buffer = self.buffer if library_of(weight) == "megatron-local" else None
+        reused = library_of(weight) == "megatron-local" or self.options.gathered == "reused"
+        buffer = self.buffer if reused else None
         return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, buffer)
 
     def whole_input(self, x: Tensor) -> Tensor:

@@ -23,10 +23,11 @@ from spbench.impls.traffic import Traffic
 if TYPE_CHECKING:
     from spbench.impls.strategies.base import Strategy
 
-#: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split;
+#: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split, of which
+#: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes;
 #: ``key_value``: projections to keys and values of grouped-query attention, which it can split into
 #: ``kv_heads`` parts; ``sequence``: one column a position
-ParameterKind = Literal["vocabulary", "features", "key_value", "sequence", "others"]
+ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "others"]
 
 
 class ParameterHooks:
@@ -87,9 +88,11 @@ def elements_by_kind(site: Site) -> dict[ParameterKind, int]:
     """Elements of a site's parameters of each kind."""
     d = site.dims
     split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
+    mlp = d.get("mlp", 0)
     elements: dict[ParameterKind, int] = {
         "vocabulary": vocabulary,
-        "features": split - vocabulary - key_value,
+        "features": split - vocabulary - key_value - mlp,
+        "mlp": mlp,
         "sequence": d.get("sequence", 0),
         "others": d["elements"] - split,
     }

@@ -201,7 +201,7 @@ class TensorParallel(Strategy):
 
     def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
         others = super().split_over(kind)
-        return union(self.axes, others) if kind in ("features", "key_value", "vocabulary") else others
+        return union(self.axes, others) if kind in ("features", "mlp", "key_value", "vocabulary") else others
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """f, and the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""

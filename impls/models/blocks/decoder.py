@@ -134,13 +134,14 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
+        as_hugging_face = {"rms_norm": "rounded", "attention_views": True}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
         return [
             {"checkpointing": True} | one | in_place,
             # 7 divides none of the 72 tokens that 1 to 4 ranks share
             {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
             plain | {"heads": 3} | one,
-            {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"},
+            {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
             {"documents": (7, 1, 11, 5)} | one,
         ]
@@ -187,14 +188,18 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
                 # are one function, which runs whole
                 spared = layer == run[-1] and self.recompute_early_stop and not self.dropout and not tiles
                 last = spared and not self.has_mlp(layer)
-                projections = [({"F": mixer.width(self)}, mixer.gathers_once(self), last)]
+                projections = [({"F": mixer.width(self)}, mixer.gathers_once(self), last, 0)]
                 if self.has_mlp(layer):
-                    projections.append(({"F": self.inner} | tiles, self.separate_projections, spared))
-                for dims, once, ends in projections:
+                    of_mlp = self.hidden * self.inner
+                    projections.append(({"F": self.inner} | tiles, self.separate_projections, spared, of_mlp))
+                for dims, once, ends, weights in projections:
                     letters = tuple((hidden | dims).items())
                     gathered = {"gathered_once": 1} if once else {}
-                    alike["linear_in", (*letters, *gathered.items()), again] += 1
-                    alike["linear_out", (*letters, *kept.items()), again and not ends] += 1
+                    opens, closes = (
+                        {"mlp": n * weights} if weights else {} for n in (self.mlp_projections, 1)
+                    )
+                    alike["linear_in", (*letters, *gathered.items(), *opens.items()), again] += 1
+                    alike["linear_out", (*letters, *kept.items(), *closes.items()), again and not ends] += 1
                 for site in mixer.sites(self, batch, seq_len, again):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
         sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
@@ -208,8 +213,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
-        and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, and the ``key_value``
-        ones that grouped heads share, with the number of these heads."""
+        and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
+        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads."""
         h, layers = self.hidden, stage.layers(self.layers)
         mixers: Counter[str] = Counter()
         for i in layers:
@@ -227,6 +232,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         vocabulary = tables * rows * h
         split = mixers["split"] + mlps * of_mlp + vocabulary
         counts = {"elements": split + mixers["whole"] + whole, "split": split, "vocabulary": vocabulary}
+        counts["mlp"] = mlps * of_mlp
         if self.kv_heads is not None and mixers["key_value"]:
             counts |= {"key_value": mixers["key_value"], "kv_heads": self.kv_heads}
         return counts

@@ -52,17 +52,17 @@ class DecoderMlp(nn.Module):
 
     def __init__(self, model: DecoderModel, strategy: Strategy):
         super().__init__()
-        self.activation, self.model = model.activation, model
+        self.activation, self.model, layers = model.activation, model, strategy.of_mlp
         self.project: Linear | GroupedLinear | SeparateLinear
         if model.biases and not model.gated_mlp:
-            self.project = strategy.linear_in(model.hidden, model.inner)
+            self.project = layers.linear_in(model.hidden, model.inner)
         elif model.separate_projections:
             widths = (model.inner,) * model.mlp_projections
-            self.project = strategy.separate_linear_in(model.hidden, widths, bias=model.biases)
+            self.project = layers.separate_linear_in(model.hidden, widths, bias=model.biases)
         else:
             groups, bias = model.mlp_projections, model.biases
-            self.project = strategy.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
-        self.out = strategy.linear_out(model.inner, model.hidden)
+            self.project = layers.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
+        self.out = layers.linear_out(model.inner, model.hidden)
         self.tiling, self.weights = model.mlp_tiling, WeightsOf(self)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
-    "rms_norm": ("fused", "plain"),
+    "rms_norm": ("fused", "plain", "rounded"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
@@ -47,7 +47,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             those of each head ("head"), which a strategy that splits heads needs.
         linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
         norm_epsilon: added to the mean square in every norm.
-        rms_norm: "fused" or "plain"; see :func:`rms_norm`.
+        rms_norm: "fused", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
@@ -59,6 +59,9 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
             and a matrix product each, as Hugging Face's and torchtitan's models have; else those of the same
             input are one product.
+        attention_views: attention takes queries, keys and values as their projection has made them, as where
+            flash-attn's functions are called with parts of one product: the part that RoPE does not copy
+            keeps the whole for backward. Else they are copied out of it.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
@@ -100,6 +103,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     autotune_flush_kib: int = 0
     autotune_copies: int = 0
     separate_projections: bool = False
+    attention_views: bool = False
     library: str = "torch"
     unfused: Sequence[str] = ()
     recompute: str = "none"

@@ -224,6 +224,8 @@ class SoftmaxAttentionMixer(nn.Module):
         """Whether queries, keys and values are, so that the memory of their projection is given up. Attention
         kernels want that; TransformerEngine's attention by scores takes views, unless q, k and v are parts of
         more than one tensor (get_qkv_layout of its dot_product_attention/utils.py)."""
+        if self.model.attention_views:
+            return False
         if self.kind.kernel != "unfused":
             return True
         apart = self.kind.rotary_base is not None or self.model.qk_norm or self.model.grouped

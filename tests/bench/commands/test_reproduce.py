@@ -89,6 +89,29 @@ def lines_of(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_one_scenario_of_a_paper_alone(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells run again; what the files have of the paper's other scenarios stays as it is."""
+    Path("other.yaml").write_text(SMALL)
+    both = lambda package: ["other.yaml", "small.yaml"]  # noqa: E731
+    monkeypatch.setattr("spbench.bench.reproduction.papers.packaged", both)
+    assert spbench("reproduce", "rsa/small")[0] == 0
+    assert [run["scenario"] for run in lines_of("results/reproduction/rsa_runs.csv")] == ["small"]
+    assert spbench("reproduce", "rsa")[0] == 0
+    of_both = lines_of("results/reproduction/rsa.csv")
+    path = Path("results/reproduction/rsa_runs.csv")
+    path.write_text(path.read_text().replace("other,5", "other,77"))
+    code, out, _ = spbench("reproduce", "rsa/small", "--fresh")
+    assert (code, "other: claims" in out, "small: claims" in out) == (0, False, True)
+    assert lines_of("results/reproduction/rsa.csv") == of_both
+    runs = [(run["scenario"], run["cells"]) for run in lines_of("results/reproduction/rsa_runs.csv")]
+    assert runs == [("other", "77"), ("small", "5")]
+    code, _, err = spbench("reproduce", "rsa/smal")
+    assert (code, err) == (
+        2,
+        "spbench: no scenario 'smal' answers to rsa; did you mean 'small'? (known: other, small)\n",
+    )
+
+
 def test_every_published_number_has_a_line(spbench: Run) -> None:
     code, out, _ = spbench("reproduce", "rsa")
     assert code == 0

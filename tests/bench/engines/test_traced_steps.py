@@ -64,6 +64,21 @@ def test_memory_of_two_steps_by_hand() -> None:
     assert (second["step"], second["status"], second["allocated_bytes"]) == (2, "ok", 58 * MIB)
 
 
+def test_memory_where_phases_end_by_hand() -> None:
+    """Blocks that are given out then, and what is reserved up to then; of phases of one name, the last."""
+    events = [1, 2, -2, 3, 4, -3, 6, 5, -5, -1, -4]  # a third phase of step 1 makes 80 MiB more
+    marks = [("forward", 3), ("optimizer", 4), ("forward", 6), ("forward", 7), ("backward", 8)]
+    sizes = [*LOG.sizes, 80 * MIB]
+    found = RankMemory.of(MemoryLog(sizes, events, marks, LOG.tags, ends=[7, 9]), capacity=None)
+    first = {"forward": (138, 150), "optimizer": (58, 150)}
+    second = {"forward": (168, 180), "backward": (138, 180)}
+    wanted = [{}, first, second]
+    assert [row["phase_ends"] for row in found.rows(ALONE)] == [
+        {name: {"allocated": a * MIB, "reserved": r * MIB} for name, (a, r) in of_step.items()}
+        for of_step in wanted
+    ]
+
+
 def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> None:
     # set-up has to give back its 100 MiB for the segment of 20 MiB, of which step 1 takes 11; then there is
     # no room for one of 30
@@ -107,7 +122,7 @@ def test_a_setup_that_alone_does_not_fit_is_told_so() -> None:
 )
 def test_what_a_step_that_does_not_fit_needs(category: str, advice: str) -> None:
     peak = Peak(2**31, "forward", {"parameters": 2**29, category: 3 * 2**29}, 0)
-    assert needs(RankMemory(peak, [peak], [], 0, None)) == "the step needs 2.0 GiB at its peak" + advice
+    assert needs(RankMemory(peak, [peak], [], [], 0, None)) == "the step needs 2.0 GiB at its peak" + advice
 
 
 def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:

@@ -169,3 +169,20 @@ def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: st
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
         loaded(tmp_path, **{key: value})
     assert message in str(caught.value)
+
+
+def test_a_number_where_a_phase_ends(tmp_path: Path) -> None:
+    """Of the last step unless another is named, the largest over classes; as the source prints it there."""
+    ends = [{"forward": {"allocated": n * GIB, "reserved": 2 * n * GIB}} for n in (1, 2, 3)]
+    rows = [entry(0, 2, 0, 1, 9.0), entry(0, 2, 0, 2, 9.0), entry(2, 2, 1, 2, 9.0)]
+    rows = [row | {"phase_ends": of_one} for row, of_one in zip(rows, ends, strict=True)]
+    at_end = {"unit": GIB, "published_unit": 1, "phase": "forward"}
+    for field, step, ours in (("allocated_bytes", "last", 3), ("reserved_memory_bytes", 1, 2)):
+        asked = loaded(tmp_path, quantities={"peak_last": {"field": field, "step": step, **at_end}})
+        first = compared(asked, by_class=rows)[0]
+        assert (first.table.split(", ")[-1], first.reproduced) == ("end of forward", ours)
+    no_such = at_end | {"field": "allocated_bytes", "phase": "sync"}
+    asked = loaded(tmp_path, quantities={"peak_last": no_such})
+    assert compared(asked, by_class=rows)[0].reproduced is None
+    with pytest.raises(UserError, match="unknown quantity 'peak_memory_bytes'"):
+        loaded(tmp_path, quantities={"peak_last": {"field": "peak_memory_bytes", **at_end}})

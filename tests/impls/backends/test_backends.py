@@ -269,6 +269,7 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
     "zero3": lambda n: (4 / n, 8 / n),
     "megatron": lambda n: (2, 4 + 8),
     "fsdp_flat": lambda n: (0, (4 + 8) / n),
+    "fsdp1": lambda n: (0, (4 + 8) / n),
 }
 
 

@@ -1,0 +1,104 @@
+"""PyTorch's first FullyShardedDataParallel around a whole model, as one unit (Zhao et al., arXiv 2304.11277).
+
+As fairscale's (:mod:`spbench.impls.backends.fsdp_flat`), of which it is the successor, with these differences
+(torch/distributed/fsdp/_runtime_utils.py and _flat_param.py of torch 2.3): the flat parameter is gathered on
+a stream of its own, and its gradient is reduce-scattered on another, so that neither lies in memory that the
+computing stream gave back; and parameters whose gradients no other rank shares, as those that tensor
+parallelism splits, are left as they are (``ignored_modules``). A root unit is not freed between forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.flat import FlatShard
+from spbench.impls.backends.fsdp_flat import FlatFullySharded, take_parameters
+from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.options import Options, check_choices
+from spbench.impls.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class FullySharded1Options(Options):
+    """What may be chosen about :class:`FullySharded1`.
+
+    Attributes:
+        shard_dtype: of shards, gradients and moments: "float32", with ``MixedPrecision`` for what is computed
+            in half precision; "parameters": that of the weights, as a model is held that was made half before
+            it was wrapped.
+    """
+
+    shard_dtype: Literal["float32", "parameters"] = "float32"
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"shard_dtype": ("float32", "parameters")})
+
+
+class FullySharded1(FlatFullySharded):
+    """One flat unit for all parameters whose gradients are summed over the same group of ranks; the others
+    are held whole, with gradients and moments of their dtype."""
+
+    name = "fsdp1"
+    options_type = FullySharded1Options
+    options: FullySharded1Options
+
+    def prepare(self) -> Optimizer:
+        self.device = torch.empty(0, device=next((p.device for p in self.names), None))
+        device = torch.get_device_module(self.device.device)
+        self._gathers, self._scatters = device.Stream(), device.Stream()
+        held = self.precision
+        if self.options.shard_dtype == "parameters":
+            held = replace(held, master=False)
+        shared = [(group, parameters) for group, parameters in self.summed() if group is not None]
+        self.units = [FlatShard({self.names[p]: p for p in found}, group, held) for group, found in shared]
+        taken = {p: self.names[p] for _, found in shared for p in found}
+        self.owners = take_parameters(self.module, taken)
+        self.names = {p: name for p, name in self.names.items() if p not in taken}
+        del shared, taken  # or the whole parameters would live on while moments are made
+        self.module.register_forward_pre_hook(self._gather)
+        held_here = [*(unit.weights for unit in self.units), *self.names]
+        groups = [unit.group for unit in self.units]
+        return self.make_optimizer(held_here, masters=False, shard_groups=groups)
+
+    def zero(self) -> None:
+        super().zero()
+        for p in self.names:
+            p.grad = None
+
+    def held(self) -> dict[str, list[Tensor]]:
+        return {**super().held(), "parameters": list(self.names)}
+
+    def gradient_parts(self) -> dict[str, HeldPart]:
+        return super().gradient_parts() | Backend.gradient_parts(self)
+
+    def weight_parts(self) -> dict[str, HeldPart]:
+        return super().weight_parts() | Backend.weight_parts(self)
+
+    @classmethod
+    def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
+        yield from super().traffic(replace(step, summed=[each for each in step.summed if each.size > 1]))
+
+    def gathered(self, unit: FlatShard) -> Tensor:
+        with self._behind(self._gathers):
+            return super().gathered(unit)
+
+    def scattered(self, unit: FlatShard, gradient: Tensor) -> Tensor:
+        with self._behind(self._scatters):
+            return super().scattered(unit, gradient)
+
+    @contextmanager
+    def _behind(self, stream: Any) -> Iterator[None]:
+        """On a stream, after all that the computing stream was given, which then waits for it."""
+        device = torch.get_device_module(self.device.device)
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream):
+            yield
+        device.current_stream().wait_stream(stream)
