@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,9 +23,10 @@ def mostly_slow(values: Iterable[Any], *always: Any) -> list[Any]:
 def thin(items: Sequence[pytest.Item]) -> None:
     """Mark as slow what the default run leaves out of tests that say so.
 
-    ``@pytest.mark.one_in(n)``: of the cases of a test each n-th is left. ``@pytest.mark.covering(times)``: so
-    many are left that each value of each parameter is in so many, or in as many as there are. Cases that are
-    slow anyway do not count.
+    ``@pytest.mark.one_in(n)``: of the cases of a test each n-th is left; not for planted faults, nor where
+    the only parameter is a strategy or a backend. ``@pytest.mark.covering(times)``: so many are left that
+    each value of each parameter is in so many, or in as many as there are; of "outer+inner" each strategy at
+    its place. Cases that are slow anyway do not count.
     """
     asked = [
         item
@@ -38,15 +39,18 @@ def thin(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def _values(item: pytest.Item) -> Iterator[Hashable]:
+    for name, value in item.callspec.params.items():  # type: ignore[attr-defined]
+        parts = value.split("+") if isinstance(value, str) else [repr(value)]
+        yield from ((name, *part) for part in enumerate(parts))
+
+
 def _left(cases: list[pytest.Item]) -> list[pytest.Item]:
     if every := cases[0].get_closest_marker("one_in"):
         return cases[:: every.args[0]]
     (times,) = cases[0].get_closest_marker("covering").args  # type: ignore[union-attr]
-    values = {
-        item: {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
-        for item in cases
-    }
-    seen, left, others = Counter[tuple[str, str]](), list[pytest.Item](), [*cases]
+    values = {item: {*_values(item)} for item in cases}
+    seen, left, others = Counter[Hashable](), list[pytest.Item](), [*cases]
 
     def wanted(item: pytest.Item) -> int:
         return sum(seen[value] < times for value in values[item])

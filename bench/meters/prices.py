@@ -26,6 +26,7 @@ from spbench.bench.simulator.program import (
     PRECISION_NAMES,
 )
 from spbench.bench.simulator.program_builder import NO_SHAPE
+from spbench.impls.attended import Range
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
@@ -109,7 +110,7 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
     if name.startswith("ranged"):
         ranges = tuple(arguments[-1])
         _, length = pairs_and_length(ranges)
-        return q.shape[0] * q.shape[1] * len(ranges), length, length, q.shape[3]
+        return q.shape[0] * q.shape[1] * (len(ranges) // len(Range._fields)), length, length, q.shape[3]
     return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
 
 

@@ -103,8 +103,9 @@ class RoundTheRing(KeyBlocks):
     meetings: Meetings
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        travelling = _travelling(k, v)
-        for owner, (block,) in Ring(self.group).round(travelling, depends_on=self.meetings.depends_on):
+        # the round alone holds what travels: a name of it here would keep the own block until the end
+        passing = Ring(self.group).round(_travelling(k, v), depends_on=self.meetings.depends_on)
+        for owner, (block,) in passing:
             if (met := self.meetings.of(owner)) is not None:
                 mine, theirs, seen = met
                 keys, values = block[:, :, theirs].transpose(2, 3)

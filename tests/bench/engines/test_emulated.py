@@ -99,7 +99,6 @@ def compared(cell: Cell) -> list[str]:
     return problems
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", strategies())
 def test_one_rank_is_as_the_virtual_one(strategy: str) -> None:
     cells = (cell_of(strategy, model) for model in TINY)

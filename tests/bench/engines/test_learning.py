@@ -80,7 +80,6 @@ def test_curves_are_those_of_one_device(
     assert found[-1]["mlm"] < found[0]["mlm"] - 0.1
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", [OneNthGradients, slow(BiasesNotSynchronized), OrderLossOnEveryRank])
 def test_a_fault_shows(pool: RankPool, alone: Curves, fault: type[Strategy]) -> None:
     assert largest(curves(pool, cell("ring_self_attention", {"sp": 4}), fault), alone) > VISIBLE

@@ -39,7 +39,7 @@ def test_the_first_line_says_yes_and_by_how_much(fit: Run, card: Card) -> None:
     assert first.endswith(" GiB of 0.0977 to spare on the fullest, ranks 0-1 (step 2, backward, in Decoder)")
     assert re.search(r"\| activations +\| blocks\.\*\.mlp +\| +12 \|", out)
     assert "NCCL's buffers, not known" in out
-    assert "beside real machines: peak of 45 measured numbers of the backend ddp" in out
+    assert "beside real machines: peak of 48 measured numbers of the backend ddp" in out
 
 
 def test_what_is_printed_for_programs(fit: Run, card: Card) -> None:

@@ -42,7 +42,6 @@ def check_ranks(asked: Cell, steps: Steps, ranks: Sequence[int] = RANKS, *, shor
 of_ranks = pytest.mark.parametrize("ranks", [RANKS[1:2], slow(RANKS)], ids=str)
 
 
-@pytest.mark.one_in(2)
 @of_ranks
 @pytest.mark.parametrize("strategy", strategies())
 def test_every_strategy_leaves_the_traces_of_whole_loops(

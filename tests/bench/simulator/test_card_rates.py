@@ -126,7 +126,7 @@ def test_a_kernel_has_rates_of_its_own_or_those_of_all_attention() -> None:
 
 
 def test_the_models_option_names_the_kernel() -> None:
-    """Which changes the time of a step and nothing that it holds or sends."""
+    """Which changes the time of a step, and what FlashAttention-2 holds inside its backward."""
     made = {}
     for kernel in ("flash", "flash_attention_2", "flash_attention_1"):
         cell = Cell(
@@ -141,7 +141,8 @@ def test_the_models_option_names_the_kernel() -> None:
         traced = virtual.trace_classes(cell, events=True)
         found = traced.simulator(with_card(attention=ATTENTION_RATES))()
         made[kernel] = (traced.traces[0].measurement(None).peak_memory_bytes, found.step_time_s)
-    assert made["flash"] == made["flash_attention_2"]
+    assert made["flash"][0] < made["flash_attention_2"][0]
+    assert made["flash"][1] == made["flash_attention_2"][1]
     assert made["flash_attention_1"][0] == made["flash"][0]
     assert made["flash_attention_1"][1] > made["flash"][1]
 

@@ -173,7 +173,7 @@ def with_first_models() -> Iterator[Any]:
         yield (strategy, model) if model == first else slow(strategy, model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("strategy", "model"), [*with_first_models()])
 def test_gradients_held_the_old_way_are_synchronized_too(
     pool: RankPool, strategy: type[Strategy], model: str

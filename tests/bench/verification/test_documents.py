@@ -49,7 +49,6 @@ def test_packed_documents_are_documents_one_by_one(options: dict[str, object]) -
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "tensors"),
     [

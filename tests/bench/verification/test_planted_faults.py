@@ -152,14 +152,12 @@ def planted() -> Iterator[Any]:
         yield pytest.param(case, tensors, id="+".join(cls.__name__ for cls in classes))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "tensors"), [*planted()])
 def test_planted_fault_is_red(pool: RankPool, case: Case, tensors: tuple[str, ...]) -> None:
     sizes = case.strategy.meshes(4)[0] if isinstance(case.strategy, Nesting) else 4
     assert_red(pool, case, sizes, *tensors)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("outer", [TensorParallel, MegatronSP, Ulysses])
 def test_a_loss_averaged_by_rank_is_red(pool: RankPool, outer: type[Strategy]) -> None:
     averaged = nested.LossAveragedByRank(

@@ -155,13 +155,11 @@ def assert_first_wrong(pool: RankPool, asked: Cell, fault: type[Backend], where:
         assert not any(name.startswith("elements") for name in wrong)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("asked", [*trained()])
 def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
     assert_right(pool, asked, backends()[asked.training.backend])
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), backends()[backend])
@@ -173,7 +171,6 @@ def test_whole_models_only(backend: str) -> None:
         VirtualEngine().measure(cell(backend, "single", 2, sizes={"pp": 2}))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
@@ -190,7 +187,6 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
     assert_first_wrong(pool, cell(fault.name, sizes={"dp": 2, "sp": 2}), fault, where)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", mostly_slow((1, 3, 4), 4))
 @pytest.mark.parametrize(
     "backend", mostly_slow(sorted({*backends()} - {"legacy_ddp"}), "megatron", "zero3", "fsdp_flat")
@@ -226,7 +222,6 @@ def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
         assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("sizes", "precision"),
     [({"sp": 2, "dp": 2}, "fp16"), slow({"dp": 2, "sp": 2}, "fp16"), slow({"dp": 3}, "fp32")],

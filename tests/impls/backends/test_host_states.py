@@ -69,7 +69,6 @@ def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) ->
     assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), backends()[backend])
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "options", "where"),
     [
@@ -90,7 +89,6 @@ def test_planted_faults_are_seen(
     assert_first_wrong(pool, asked(fault.name, options), fault, where)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
 def test_a_gradient_that_is_not_made_is_missed(pool: RankPool, options: dict[str, Any]) -> None:
     with pytest.raises(RankError, match="backward made no gradient for some parameters"):

@@ -80,7 +80,6 @@ def test_gradients_and_updates_are_those_of_one_device(
     assert_right(pool, asked, Megatron)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "strategy", "sizes", "options", "where"),
     [

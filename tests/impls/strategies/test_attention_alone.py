@@ -104,7 +104,6 @@ def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]
     assert_green(pool, Case(cls, THREE_HEADS, "attention", "fp64", 1, 3 * 600), 3)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", state_faults.ALL)
 def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     # one position of weak decay is less than bf16 can tell

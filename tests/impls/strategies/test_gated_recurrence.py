@@ -80,7 +80,6 @@ def test_chunks_of_several_blocks_and_a_rest(
     assert_green(pool, Case(strategy, model, "attention", batch=1, seq_len=seq_len), 2)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MIXERS)
 def test_around_each_other(pool: RankPool, name: str) -> None:
     for outer in (Ulysses, TensorParallel):
@@ -88,7 +87,6 @@ def test_around_each_other(pool: RankPool, name: str) -> None:
         assert_green(pool, Case(nested, model_preset(name, ONE), "model"), nested.meshes(4)[0])
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", faults.ALL)
 def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     for name in MIXERS:
