@@ -4,7 +4,7 @@
 
 writes results/advice/layouts.csv and questions.csv, a line of which is replaced where its question was asked
 again, and the table between the marks of docs/advice.md. Cold: no trace is kept from one run to the next. The
-seconds of cores are right on any machine; those of the clock are kept where the machine was idle at first.
+seconds of cores are right on any machine; those of the clock are kept where other programs had little of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.ask import answered
@@ -55,8 +57,8 @@ _COUNTS = (
     "too slow by the estimate, or too large after traces of their strategy",
     *("cannot be run", "traced with few layers", "of these with all layers"),
 )
-#: processes that may wait for a core where a machine counts as idle
-_IDLE = 0.5
+#: the part of the cores' time that may be others', or of starting workers, where a machine counts as idle
+_IDLE = 0.15
 
 
 def main(names: Sequence[str]) -> None:
@@ -67,10 +69,17 @@ def main(names: Sequence[str]) -> None:
             os.environ[CACHE_FOLDER] = cache
             settings = {"seq_len": length, "precision": _PRECISION.get(cluster, "bf16")}
             asked = question([model], Asked(cluster, gpus, None, settings), tokens)
-            idle = os.getloadavg()[0] < _IDLE
+            before = _busy_s()
             (answer,) = answered([asked], say=message)
-        keep(name, answer, idle)
+            of_others = _busy_s() - before - answer.cpu_s
+        keep(name, answer, idle=of_others < _IDLE * answer.seconds * (os.cpu_count() or 1))
     write_page()
+
+
+def _busy_s() -> float:
+    """Seconds that the cores were busy since the machine was started."""
+    times = psutil.cpu_times()
+    return times.user + times.system + getattr(times, "nice", 0.0)
 
 
 def keep(name: str, answer: Advice, idle: bool) -> None:
