@@ -69,8 +69,14 @@ def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) ->
             note("alloc", at, number, block.address, nbytes)
     expandable = kind is ExpandableSegments
     segments = [
-        {**_segment(blocks, storages, log.sizes, frames), "is_expandable": expandable}
+        {
+            **_segment(blocks, storages, log.sizes, frames),
+            "stream": stream,
+            "segment_type": "small" if small else "large",
+            "is_expandable": expandable,
+        }
         for blocks in allocator.segments()
+        for stream, small in [allocator.pool_of(blocks[0][0])]
     ]
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
 
@@ -102,8 +108,6 @@ def _segment(
         "allocated_size": allocated,
         "active_size": allocated,
         "requested_size": sum(each["requested_size"] for each in shown),
-        "stream": 0,
-        "segment_type": "large" if total > 2 * 2**20 else "small",
         "segment_pool_id": (0, 0),
         "frames": [],
         "blocks": shown,

@@ -122,6 +122,10 @@ class CachingAllocator:
                     block = block.next  # type: ignore[assignment]
                 yield blocks
 
+    def pool_of(self, address: int) -> tuple[int, bool]:
+        """The stream of the block at an address, and whether it is of the pool of small blocks."""
+        return self._blocks[address].pool
+
     def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
         pool = self._free[of]
         index = bisect_left(pool, (size, -1))

@@ -90,17 +90,17 @@ class Blocks:
 
 
 @torch.library.custom_op("spbench::recurrence_sums", mutates_args=())
-def block_sums(g: Tensor, block: int, from_end: bool, runs: Sequence[int]) -> Tensor:
+def block_sums(g: Tensor, block: int, from_end: bool, starts: Sequence[int]) -> Tensor:
     """The sums [B, L, Z] of g [B, L, Z] over each block from its start up to each position; ``from_end``:
     from each position to its end, which gives the gradient of g from that of these sums. Blocks begin anew at
-    each of the positions ``runs``."""
-    blocks = Blocks(g.shape[1], block, runs, anew=True)
+    each of the positions ``starts``."""
+    blocks = Blocks(g.shape[1], block, starts, anew=True)
     x = blocks.of(g, g.shape[2])
     return blocks.back(x.flip(-1).cumsum(-1).flip(-1) if from_end else x.cumsum(-1), g)
 
 
 @block_sums.register_fake
-def _(g: Tensor, block: int, from_end: bool, runs: Sequence[int]) -> Tensor:
+def _(g: Tensor, block: int, from_end: bool, starts: Sequence[int]) -> Tensor:
     return g.new_empty(g.shape)
 
 

@@ -122,11 +122,6 @@ class _OwnPositions(LayerHooks):
         self.odysseus, self.within = odysseus, odysseus.within
         self.gathers = odysseus.options.mlp == "gathered" and odysseus.size > 1
 
-    def linear_in(self, in_features: int, out_features: int) -> Linear:
-        if self.gathers:
-            raise Unsupported("mlp: gathered has no biases", "use mlp: whole")
-        return super().linear_in(in_features, out_features)
-
     def grouped_linear_in(
         self, in_features: int, out_features: int, groups: int, *, bias: bool = False
     ) -> GroupedLinear:
@@ -173,6 +168,8 @@ class Odysseus(MegatronSP):
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         gathered = self.options.mlp == "gathered"
+        if gathered and self.size > 1 and any({"mlp", "bias"} <= site.dims.keys() for site in sites):
+            raise Unsupported("mlp: gathered has no biases, which this model's MLPs have", "use mlp: whole")
         super().check_sizes([site for site in sites if gathered or "mlp" not in site.dims])
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:

@@ -52,6 +52,13 @@ class UlyssesOptions(GridOptions):
     pad_heads: bool = False
 
 
+def _repeated(k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, G, L/N, A] with each head that many times in a row."""
+    if repeats == 1:
+        return k, v
+    return k.repeat_interleave(repeats, HEADS), v.repeat_interleave(repeats, HEADS)
+
+
 class Ulysses(SwappedHeads, GridChunks):
     """Sequence chunks that all-to-alls swap for whole sequences of some heads during attention."""
 
@@ -132,8 +139,7 @@ class Ulysses(SwappedHeads, GridChunks):
 
     def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, L/N, A], each head sent ``repeats`` times, as :meth:`to_heads`."""
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
+        k, v = _repeated(k, v, repeats)
         return self.to_heads(k), self.to_heads(v)
 
     def key_gradients(self, d_k: Tensor, d_v: Tensor, heads: int, repeats: int) -> tuple[Tensor, Tensor]:
@@ -160,9 +166,7 @@ class Ulysses(SwappedHeads, GridChunks):
         if sinks is not None:
             attend = partial(attend, sinks=self.of_own_heads(sinks))
         repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, HEADS) for x in (k, v))
-        return self.by_heads(attend, q, k, v)
+        return self.by_heads(attend, q, *_repeated(k, v, repeats))
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().full_attention, q, k, v)

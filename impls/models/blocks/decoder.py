@@ -195,8 +195,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
                 for dims, once, ends, weights in projections:
                     letters = tuple((hidden | dims).items())
                     gathered = {"gathered_once": 1} if once else {}
+                    bias = {"bias": 1} if self.biases else {}
                     opens, closes = (
-                        {"mlp": n * weights} if weights else {} for n in (self.mlp_projections, 1)
+                        {"mlp": n * weights, **bias} if weights else {} for n in (self.mlp_projections, 1)
                     )
                     alike["linear_in", (*letters, *gathered.items(), *opens.items()), again] += 1
                     alike["linear_out", (*letters, *kept.items(), *closes.items()), again and not ends] += 1

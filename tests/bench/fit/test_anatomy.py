@@ -13,7 +13,8 @@ from spbench.bench.fit.answers import FIT
 from spbench.bench.fit.examine import shallow_peak
 from spbench.bench.fit.snapshot import snapshot
 from spbench.bench.fit.verdict import Verdict, gib, moment_text, ranks_text
-from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.allocator import CachingAllocator, replay
+from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog
 
 MIB = 2**20
@@ -74,6 +75,20 @@ def test_a_snapshot_has_the_events_and_the_segments_at_the_end() -> None:
     assert [block["state"] for block in large["blocks"]] == ["active_allocated", "inactive"]
     assert (small["total_size"], small["allocated_size"], small["segment_type"]) == (2 * MIB, 0, "small")
     assert [frame["name"] for frame in events[1]["frames"]] == ["parameters", "forward of step 1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_first_stream"),
+    [(CachingAllocator, [("small", 2 * MIB)] * 2), (ExpandableSegments, [("small", 4 * MIB)])],
+)
+def test_segments_of_a_snapshot_are_of_their_stream_and_pool(
+    kind: type[CachingAllocator], of_first_stream: list[tuple[str, int]]
+) -> None:
+    """An expandable one of small blocks may be larger than others of these are."""
+    log = MemoryLog([MIB] * 4, [1, 2, 3, 4], [("forward", 0)], streams=[0, 0, 0, 7])
+    found = snapshot(log, kind)["segments"]
+    by_stream = [(s["stream"], (s["segment_type"], s["total_size"])) for s in found]
+    assert by_stream == [*((0, each) for each in of_first_stream), (7, ("small", 2 * MIB))]
 
 
 @pytest.mark.parametrize(

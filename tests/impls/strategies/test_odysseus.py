@@ -91,6 +91,6 @@ def test_an_mlp_sends_its_weights_or_nothing() -> None:
 def test_a_gathered_mlp_has_no_biases() -> None:
     model = model_preset("gpt3-tiny")
     planned = Odysseus.planned(2, options={"mlp": "gathered"})
-    with pytest.raises(Unsupported, match="mlp: gathered has no biases; use mlp: whole"):
-        planned.of_mlp.linear_in(model.hidden, model.inner)  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match="mlp: gathered has no biases, which this model's MLPs have"):
+        planned.check_sizes(model.sites(1, 8, 2))
     assert isinstance(Strategy.planned(1).of_mlp, Strategy)
