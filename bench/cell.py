@@ -89,7 +89,8 @@ class TrainingOptions(BaseModel):
         cublas_workspace: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count such as
             ":4096:8"; None: the cluster's.
         cuda_alloc_conf: as the environment variable PYTORCH_CUDA_ALLOC_CONF, "expandable_segments:True" (see
-            :class:`ExpandableSegments`); None: torch's defaults.
+            :class:`ExpandableSegments`) or "max_split_size_mb:N" (:class:`OversizeBlocks`); None: torch's
+            defaults.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)

@@ -8,14 +8,19 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import RankClass
+from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, max_split_size_mb
 from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay
 from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog, Peak
+from spbench.bench.meters.oversize_blocks import unsplit_from
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
     """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` sets it."""
-    return CachingAllocator if cell.training.cuda_alloc_conf is None else ExpandableSegments
+    conf = cell.training.cuda_alloc_conf
+    if conf is None:
+        return CachingAllocator
+    return ExpandableSegments if conf == EXPANDABLE_SEGMENTS else unsplit_from(max_split_size_mb(conf))
 
 
 @dataclass(frozen=True)
