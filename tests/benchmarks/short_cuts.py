@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from spbench.bench.config.scenario import load_scenario
 from spbench.bench.cell import Cell
+from spbench.bench.config.scenario import load_scenario
 from spbench.bench.engines import trace_cache, traces, virtual
 from spbench.bench.measurement import run_cell
 from spbench.bench.meters import fast_recorder
