@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
@@ -14,18 +15,17 @@ from spbench.bench.advise.references import as_text
 from spbench.bench.advise.waiting import Waiting
 from spbench.impls.strategies.nesting import PLUS
 
-#: seconds may be off by this much more than what was learned says, and by this much for each doubling of
-#: ranks along an axis from what was traced, and for a backend and a size of micro-batches that were traced
-#: nowhere
-_MARGIN, _MARGIN_OF_STEP = 1.03, 1.08
+#: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
+#: a backend or a size of micro-batches, before anything was traced
+_NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
+#: seconds may be off by this much more for each doubling of ranks along an axis from what was traced
+_MARGIN_OF_STEP = 1.08
 #: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much
 UNKNOWN = 1.6
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
-#: weights of the pull of factors to 1
-_PULL_OF_WAY, _PULL = 1e-3, 0.3
 
 
 class Excess(NamedTuple):
@@ -63,8 +63,9 @@ class Learned:
     """How far estimates were off.
 
     Of seconds, traced over estimated: a factor of each way, times one of each backend and one of each size of
-    micro-batches, by least squares of their logarithms. Of bytes, what was not foreseen of the candidates
-    that are most alike.
+    micro-batches, by Bayesian least squares of their logarithms. So a size that was traced only with ways
+    that were traced with no other is as good as unknown: its factor cannot be told from theirs. Of bytes,
+    what was not foreseen of the candidates that are most alike.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,9 @@ class Learned:
         self._parts: dict[str, list[Way]] = {}
         self._of_ways: dict[Way, float] = {}
         self._of_variants: dict[Variant, float] = {}
-        self._nearest: dict[Way, tuple[float, float]] = {}
+        self._columns: dict[Hashable, int] = {}
+        self._covariance: np.ndarray = np.zeros((0, 0))
+        self._nearest: dict[Way, tuple[float, float, Way | None]] = {}
         self._of_relatives: dict[str, float] = {}
         self._excess: dict[Hashable, list[Excess]] = {}
 
@@ -99,35 +102,54 @@ class Learned:
             return
         ways = list(self._of_ways)
         variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
-        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*ways, *variants])}
+        self._columns = columns = {name: at for at, name in enumerate([*ways, *variants])}
         matrix = np.zeros((len(self._seen), len(columns)))
         for row, (candidate, _) in enumerate(self._seen):
             for name in (candidate.layout.way, *candidate.variants):
                 matrix[row, columns[name]] = 1.0
         off = np.array([each for _, each in self._seen])
-        # a little pull to 1, so that what one way alone was traced with is not taken for the way's own
-        pull = np.diag([_PULL_OF_WAY] * len(ways) + [_PULL] * len(variants))
-        factors = np.linalg.solve(matrix.T @ matrix + pull, matrix.T @ off)
+        before = np.array([_SD_OF_WAY] * len(ways) + [_SD] * len(variants))
+        self._covariance = np.linalg.inv(matrix.T @ matrix / _NOISE**2 + np.diag(before**-2.0))
+        factors = self._covariance @ matrix.T @ off / _NOISE**2
         self._of_ways = {way: float(factors[columns[way]]) for way in ways}
         self._of_variants = {name: float(factors[columns[name]]) for name in variants}
 
     def expected_s(self, waiting: Waiting) -> np.ndarray:
         """Seconds that candidates probably take."""
-        ways = np.array([self._of_way(way)[0] for way in waiting.ways], dtype=float)
-        variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
-        off = ways[waiting.way_at] + variants[waiting.variants_at].sum(axis=1)
-        found: np.ndarray = waiting.estimated_s * np.exp(off)
+        found: np.ndarray = waiting.estimated_s * np.exp(self._off(waiting))[waiting.alike_at]
         return found
 
     def least_s(self, waiting: Waiting) -> np.ndarray:
         """Seconds that they take at the least."""
-        steps = np.array([self._of_way(way)[1] for way in waiting.ways], dtype=float)[waiting.way_at]
-        unknown = np.array([each not in self._of_variants for each in waiting.variants], dtype=int)
-        margins = _MARGIN * _MARGIN_OF_STEP ** (steps + unknown[waiting.variants_at].sum(axis=1))
-        found: np.ndarray = np.where(
-            np.isnan(steps), waiting.estimated_s / UNKNOWN, self.expected_s(waiting) / margins
-        )
+        steps = np.array([self._of_way(way)[1] for way in waiting.ways], dtype=float)[waiting.alike[:, 0]]
+        margins = self._deviations(waiting) + steps * math.log(_MARGIN_OF_STEP)
+        least = np.where(np.isnan(steps), -math.log(UNKNOWN), self._off(waiting) - margins)
+        found: np.ndarray = waiting.estimated_s * np.exp(least)[waiting.alike_at]
         return found
+
+    def _off(self, waiting: Waiting) -> np.ndarray:
+        """Logarithms of the factors of each group of candidates that are alike."""
+        ways = np.array([self._of_way(way)[0] for way in waiting.ways], dtype=float)
+        variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
+        way_at, *variants_at = waiting.alike.T
+        off: np.ndarray = ways[way_at] + sum(variants[at] for at in variants_at)
+        return off
+
+    def _deviations(self, waiting: Waiting) -> np.ndarray:
+        """Standard deviations of these, each way taken for the one that is nearest to it."""
+        nearest = [self._of_way(way)[2] for way in waiting.ways]
+        unknown = len(self._columns)  # has the variance that it had before, and depends on nothing
+        ways = np.array([self._columns.get(way, unknown) for way in nearest], dtype=int)
+        variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
+        way_at, *variants_at = waiting.alike.T
+        columns = [ways[way_at], *(variants[at] for at in variants_at)]
+        own = np.append(np.diag(self._covariance), _SD**2)
+        others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
+        variance = sum(own[at] for at in columns) + 2 * sum(
+            others[a, b] for a, b in itertools.combinations(columns, 2)
+        )
+        deviations: np.ndarray = np.sqrt(variance)
+        return deviations
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
@@ -150,16 +172,16 @@ class Learned:
             if known := self._excess.get(key):
                 yield margin, known
 
-    def _of_way(self, way: Way) -> tuple[float, float]:
-        """(the factor, as a logarithm, of the way of the same strategy that is most like this one and was
-        traced; how many doublings of ranks along an axis lie between); nan doublings if none was traced."""
+    def _of_way(self, way: Way) -> tuple[float, float, Way | None]:
+        """Of the way of the same strategy that is most like this one and was traced: (its factor, as a
+        logarithm; how many doublings of ranks along an axis lie between; it). Nan doublings if none was."""
         if way not in self._nearest:
             alike = [known for known in self._of_ways if known.strategy == way.strategy]
             if alike:
                 nearest = min(alike, key=lambda known: _doublings(way, known))
-                self._nearest[way] = self._of_ways[nearest], float(_doublings(way, nearest))
+                self._nearest[way] = self._of_ways[nearest], float(_doublings(way, nearest)), nearest
             else:
-                self._nearest[way] = self._relatives(way.strategy), math.nan
+                self._nearest[way] = self._relatives(way.strategy), math.nan, None
         return self._nearest[way]
 
     def _relatives(self, strategy: str) -> float:

@@ -17,7 +17,9 @@ class Waiting:
         candidates: all, also those that were taken.
         estimated_s: of each.
         ways, variants: that they have.
-        way_at, variants_at: of each candidate, the place of its way, and those of its variants.
+        alike: the candidates of one way with the same variants are alike; of each such group the place of its
+            way, and those of its variants.
+        alike_at: of each candidate, the place of its group.
         left: whether each still waits.
     """
 
@@ -26,11 +28,16 @@ class Waiting:
         self.estimated_s = np.array([each.estimated_s for each in candidates], dtype=float)
         ways: dict[Way, int] = {}
         variants: dict[Variant, int] = {}
-        self.way_at = np.array(
-            [ways.setdefault(each.layout.way, len(ways)) for each in candidates], dtype=int
-        )
-        places = [[variants.setdefault(v, len(variants)) for v in each.variants] for each in candidates]
-        self.variants_at = np.array(places, dtype=int).reshape(len(candidates), -1)
+        alike: dict[tuple[int, ...], int] = {}
+        places = [
+            (
+                ways.setdefault(each.layout.way, len(ways)),
+                *(variants.setdefault(variant, len(variants)) for variant in each.variants),
+            )
+            for each in candidates
+        ]
+        self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
+        self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
         self.ways, self.variants = [*ways], [*variants]
         self.left = np.ones(len(candidates), dtype=bool)
 

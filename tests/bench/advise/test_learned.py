@@ -16,6 +16,7 @@ from spbench.bench.advise.layouts import Refused, backend_settings
 from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.references import as_text
+from spbench.bench.advise.waiting import Waiting
 from tests.bench.advise.questions import asked
 
 SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
@@ -87,6 +88,29 @@ def test_bytes_are_within_the_bounds_whatever_is_traced() -> None:
             assert learned.least_bytes(c) <= true(c) <= learned.most_bytes(c), (seed, c)
         # and they are of use: without a trace both are farther off
         assert all(learned.least_bytes(c) > Learned().least_bytes(c) for c in known if share[c.strategy] > 1)
+
+
+def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
+    """Larger micro-batches were traced with one way alone, which was traced with no others: whether its steps
+    are long by the way or by the size is not known, so another way may be fast with that size."""
+    every = of(asked(8, batch=8, only=["ulysses", "ring_attention", "zero3"]))
+    by_size: dict[tuple[str, int], Candidate] = {}
+    for c in every:
+        if c.layout.way.axes in ({"sp": 2}, {"sp": 4}) and c.layout.pp == 1 and not c.twin:
+            by_size.setdefault((str(c.layout.way), c.layout.micro_batch), c)
+    ways = sorted({way for way, _ in by_size})
+    first, other = (next(way for way in ways if name in way) for name in ("ring", "ulysses"))
+    learned = Learned()
+    for way, size in ((first, 2), (other, 1)):
+        learned.add(by_size[way, size], by_size[way, size].estimated_s, 0.0)
+    learned.fit()
+    known, unknown = Waiting([by_size[other, 1]]), Waiting([by_size[other, 2]])
+    assert learned.least_s(known) > 0.95 * known.estimated_s
+    assert learned.least_s(unknown) < 0.9 * unknown.estimated_s
+    # the first way with both sizes tells them apart
+    learned.add(by_size[first, 1], by_size[first, 1].estimated_s, 0.0)
+    learned.fit()
+    assert learned.least_s(unknown) > 0.93 * unknown.estimated_s
 
 
 def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
