@@ -14,8 +14,23 @@ from spbench.bench.meters.memory_log import MemoryLog, Peak
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
-    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` sets it."""
-    return CachingAllocator if cell.training.cuda_alloc_conf is None else ExpandableSegments
+    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` and ``alloc_retries`` set it."""
+    plain = cell.training.cuda_alloc_conf is None
+    if cell.training.alloc_retries:
+        return CachingAllocator if plain else ExpandableSegments
+    return OneTryCachingAllocator if plain else OneTryExpandableSegments
+
+
+class OneTryCachingAllocator(CachingAllocator):
+    """Out of memory where torch's would give cached memory back."""
+
+    retries = False
+
+
+class OneTryExpandableSegments(ExpandableSegments):
+    """As :class:`OneTryCachingAllocator`."""
+
+    retries = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Failure:
         where = f"{self.phase} of step {self.step}" if self.step else self.phase
         who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
         stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
+        where += "" if error.retried else " without a retry of the allocator"
         return (
             f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
             f"and {error.reserved / MIB:.0f} MiB reserved, in {where} on {who}{stage}"

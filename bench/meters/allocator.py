@@ -55,8 +55,9 @@ class Block:
 class OutOfMemory(Exception):
     """No room for ``requested`` bytes."""
 
-    def __init__(self, requested: int, allocated: int, reserved: int):
+    def __init__(self, requested: int, allocated: int, reserved: int, retried: bool = True):
         self.requested, self.allocated, self.reserved = requested, allocated, reserved
+        self.retried = retried
         super().__init__(f"{requested} bytes with {allocated} allocated, {reserved} reserved")
 
 
@@ -73,6 +74,8 @@ class CachingAllocator:
 
     #: of a large block, the fewest bytes that are split off it
     least_rest: ClassVar[int] = SMALL_LIMIT + GRANULE
+    #: whether cached memory is given back to a full card, and the request tried again
+    retries: ClassVar[bool] = True
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
@@ -144,15 +147,19 @@ class CachingAllocator:
         else:
             segment = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
         if self.capacity is not None and self.reserved + segment > self.capacity:
-            self._release_cached()
+            self._make_room()
             if self.reserved + segment > self.capacity:
-                raise OutOfMemory(size, self.allocated, self.reserved)
+                raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
         block = Block(self._next_address, segment, pool)
         self._next_address += segment
         self._blocks[block.address] = block
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
+
+    def _make_room(self) -> None:
+        if self.retries:
+            self._release_cached()
 
     def _release_cached(self) -> None:
         for pool in self._free.values():

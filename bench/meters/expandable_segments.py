@@ -81,10 +81,10 @@ class ExpandableSegments(CachingAllocator):
     def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
         block = self._grown(size, pool)
         if block is None:
-            self._release_cached()
+            self._make_room()
             block = self._grown(size, pool)
         if block is None:
-            raise OutOfMemory(size, self.allocated, self.reserved)
+            raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
         self._remove_free(block)
         return block
 

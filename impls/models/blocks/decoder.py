@@ -139,7 +139,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         return [
             {"checkpointing": True} | one | in_place,
             # 7 divides none of the 72 tokens that 1 to 4 ranks share
-            {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
+            {"recompute": "full", "recompute_reentrant": True, "checkpoints": "host"}
+            | {"mlp_tile": 7, "loss_tile": 7}
+            | one,
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
