@@ -8,7 +8,6 @@ same bytes: so both follow from traces of two depths and two counts. Peaks of a 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from spbench.bench.advise.looks import Depth
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
+from spbench.bench.engines.deep_models import stage_layers, with_layers
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.engines.traces import ClassTraces
@@ -25,7 +25,6 @@ from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
 from spbench.bench.simulator.costs import RatesUnknown
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
 
 
 @dataclass(frozen=True)
@@ -104,16 +103,6 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     return found
 
 
-def stage_layers(cell: Cell) -> tuple[int, int]:
-    """(layers of a stage, in runs that are computed again together; layers of the model for one of these);
-    0 where a model has no number of layers, or its kinds of layers do not repeat in each stage alike."""
-    model = model_preset(*cell.model_arguments)
-    together = getattr(model, "recompute_layers", 1) if getattr(model, "recomputes_layers", False) else 1
-    unit = cell.sizes.pp * cell.training.virtual_stages * math.lcm(together, model.period)
-    layers = getattr(model, "layers", 0)
-    return 0 if model.period > 1 and layers % unit else layers // unit, unit
-
-
 def _counts(cell: Cell) -> list[int]:
     """The numbers of micro-batches that are traced: two from which on each more takes as long as the one
     before, or all if there are no more."""
@@ -126,14 +115,9 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
     """The cell with other numbers of layers and micro-batches, these as large as they are."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     batch, _ = cell.shape
-    options = cell.model_options if layers is None else {**cell.model_options, "layers": layers}
-    return cell.model_copy(
-        update={
-            "training": training,
-            "batch": batch // cell.training.micro_batches * micro_batches,
-            "model_options": options,
-        }
-    )
+    batch = batch // cell.training.micro_batches * micro_batches
+    made = cell.model_copy(update={"training": training, "batch": batch})
+    return made if layers is None else with_layers(made, layers)
 
 
 def _grown(steps: Mapping[int, Step], micro_batches: int) -> Step:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 @click.option(
     "--plain-trace",
     is_flag=True,
-    help="Ask torch about every operator, read no trace from disk and simulate every rank: slow, to check "
-    "that the quick way gives the same numbers. Implies --fresh.",
+    help="Ask torch about every operator of every layer, read no trace from disk and simulate every rank: "
+    "slow, to check that the quick way gives the same numbers. Implies --fresh.",
 )
 @click.option(
     "--memory",

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import trace_cache
+from spbench.bench.engines.deep_models import deep_trace
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.garbage import no_cyclic_collection
 from spbench.bench.engines.pipeline_stages import NotAlike, Turns, put_together, same
@@ -41,8 +42,8 @@ from spbench.impls.axes import device_mesh, ranks_along
 from spbench.impls.training.pipeline import forwards_ahead
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
-#: step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is simulated
-#: (:mod:`spbench.bench.simulator.folding`)
+#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is
+#: simulated (:mod:`spbench.bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
@@ -103,7 +104,12 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
     if cell.meters or _plain():
         made = _traced(cell, rank, events)
     else:
-        made = trace_cache.kept(cell, rank, events, lambda: _traced(cell, rank, events))
+
+        def kept(one: Cell) -> Trace:
+            return trace_cache.kept(one, rank, events, lambda: _traced(one, rank, events))
+
+        # what is put together is not kept: that takes longer than putting it together again
+        made = deep_trace(cell, kept)
     return replace(made, memory=made.memory.with_workspaces(workspace_bytes(cell)))
 
 

@@ -125,6 +125,9 @@ class Backend(ABC):
     searched: ClassVar[bool] = True
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
+    #: whether it holds nothing of several layers together but lists of tensors; not where buffers of all
+    #: weights are cut into shards, whose borders depend on how many layers there are
+    layers_apart: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
     #: whether a pipeline stage keeps the last hidden states that it received, and their gradient, until it

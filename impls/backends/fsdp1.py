@@ -47,6 +47,7 @@ class FullySharded1(FlatFullySharded):
     are held whole, with gradients and moments of their dtype."""
 
     name = "fsdp1"
+    layers_apart = False
     options_type = FullySharded1Options
     options: FullySharded1Options
 

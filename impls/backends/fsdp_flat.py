@@ -34,6 +34,7 @@ class FlatFullySharded(Backend):
     """One flat unit for all parameters whose gradients are summed over the same group."""
 
     name = "fsdp_flat"
+    layers_apart = False
     searched = False
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False

@@ -105,6 +105,7 @@ class LegacyDistributedDataParallel(Backend):
     each of them, and then one over the replicas, of all gradients."""
 
     name = "legacy_ddp"
+    layers_apart = False
     searched = False
     shares_out = frozenset()
     host_waits_for_transfers = True

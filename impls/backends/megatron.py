@@ -84,6 +84,7 @@ class Megatron(Backend):
     """bf16 weights with float32 main gradients, and all or a part of the optimizer on every rank."""
 
     name = "megatron"
+    layers_apart = False
     frees_sent_outputs = True
     keeps_stage_inputs = True  # set_input_tensor of its core/transformer/transformer_block.py
     host_waits_for_transfers = True

@@ -32,6 +32,7 @@ class ShardedOptimizer(DistributedDataParallel):
     """Gradients in buckets, whole on every rank; masters and moments of a shard alone."""
 
     name = "zero1"
+    layers_apart = False
     shares_out = frozenset({"optimizer_state"})
 
     def prepare(self) -> Optimizer:

@@ -12,11 +12,13 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+from spbench.bench.cell import Cell
 from spbench.bench.config.scenario import load_scenario
-from spbench.bench.engines import trace_cache, traces
+from spbench.bench.engines import trace_cache, traces, virtual
 from spbench.bench.measurement import run_cell
 from spbench.bench.meters import fast_recorder
 from spbench.bench.ranks import processes
@@ -37,6 +39,10 @@ def _nothing_chosen(_: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _all_layers(cell: Cell, traced: Callable[[Cell], traces.Trace]) -> traces.Trace:
+    return traced(cell)
+
+
 def _no_key(*_: Any) -> None:
     return None
 
@@ -46,6 +52,7 @@ _simulator = traces.ClassTraces.simulator
 _OFF: dict[str, tuple[Any, str, Any]] = {
     "remembered operators": (fast_recorder, "key_of", _no_key),
     "repeated steps": (fast_recorder, "choosing_steps", _nothing_chosen),
+    "layers put together": (virtual, "deep_trace", _all_layers),
     "folding": (traces.ClassTraces, "simulator", _every_rank),
     "extrapolation": (search, "Programs", _not_one_program),
     "preloaded": (processes, "START_METHOD", "spawn"),

@@ -1,0 +1,87 @@
+"""Models of few layers whose traces that of a deep one is put together from.
+
+A layer takes as long to trace as any other, and the layers of a model are alike. So few are traced: models of
+3 and 5 layers, from which that of all layers is put together, and one of 4, which is the proof: what is put
+together for 4 layers must equal it in every field. If it does not, or a list of the two is no list of like
+blocks, the whole model is traced.
+
+What the proof cannot show is a limit that 5 layers do not reach. So nothing may grow with the number of
+layers that could have one (:mod:`spbench.bench.engines.deepened_traces`); a backend that cuts buffers of all
+layers says so (:attr:`Backend.layers_apart`), a model says how often its kinds of layers repeat
+(:attr:`Model.period`), and it is trusted that a layer does not depend on its number otherwise. A test
+compares traces with whole ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from spbench.bench.cell import Cell
+from spbench.bench.engines.deepened_traces import DeepTrace
+from spbench.bench.engines.pipeline_stages import same
+from spbench.bench.engines.repeating_runs import NotAlike
+from spbench.bench.engines.traces import Trace
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
+
+#: the layers of the shallowest model: with fewer, a first or last one would be beside each other
+_FEWEST = 3
+#: the fewest layers of which tracing all takes longer than tracing 3, 4 and 5
+LEAST = 20
+
+_log = logging.getLogger(__name__)
+
+
+def stage_layers(cell: Cell) -> tuple[int, int]:
+    """(layers of a stage, in runs that are computed again together; layers of the model for one of these);
+    0 where a model has no number of layers, or its kinds of layers do not repeat in each stage alike."""
+    model = model_preset(*cell.model_arguments)
+    together = getattr(model, "recompute_layers", 1) if getattr(model, "recomputes_layers", False) else 1
+    unit = cell.sizes.pp * cell.training.virtual_stages * math.lcm(together, model.period)
+    layers = getattr(model, "layers", 0)
+    return 0 if model.period > 1 and layers % unit else layers // unit, unit
+
+
+def with_layers(cell: Cell, layers: int) -> Cell:
+    """The cell of a model with that many layers."""
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
+
+
+def deep_trace(cell: Cell, traced: Callable[[Cell], Trace]) -> Trace:
+    """The trace of a cell, put together from those of few layers where that is quicker and exact.
+
+    Args:
+        traced: traces the same rank of a cell.
+    """
+    layers, unit = stage_layers(cell)
+    is_training = cell.training.step == "training"
+    apart = not is_training or backend_class(cell.training.backend).layers_apart
+    if layers >= LEAST and apart and cell.training.stage_layers is None:
+        try:
+            return _put_together(cell, layers, unit, traced)
+        except (NotAlike, Unsupported) as error:
+            _log.info("%s is traced with all layers: %s", cell.key, error)
+    return traced(cell)
+
+
+def _put_together(cell: Cell, layers: int, unit: int, traced: Callable[[Cell], Trace]) -> Trace:
+    """As :func:`deep_trace`.
+
+    Raises:
+        NotAlike: it is not exact.
+        Unsupported: the strategy cannot run so few layers.
+    """
+    left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
+
+    def of(few: int) -> Trace:
+        return traced(with_layers(cell, few * unit + left_over))
+
+    deep = DeepTrace(of(_FEWEST), of(_FEWEST + 2))
+    proof, ours = of(_FEWEST + 1), deep.by(1)
+    if not same(ours, proof) or ours.memory.places != proof.memory.places:
+        raise NotAlike("what is put together is not what is traced")
+    return replace(deep.by(layers - _FEWEST), cell=cell)
