@@ -99,6 +99,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "library": "torch",
         "unfused": (),
         "recompute": "none",
+        "recompute_reentrant": False,
         "checkpoints": "device",
         "mlp_tile": 0,
         "loss_tile": 0,
@@ -129,8 +130,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile))
 
     def variants(self) -> list[Mapping[str, Any]]:
-        others = ("checkpointing", "recompute", "checkpoints", "unfused", "mlp_tile", "loss_tile")
-        plain = {k: v for k, v in self.plain_options.items() if k not in others}
+        others = {"checkpointing", "recompute", "recompute_reentrant", "checkpoints", "unfused"}
+        plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}

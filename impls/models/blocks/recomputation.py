@@ -38,12 +38,11 @@ def recomputed(
     runs again as far as the last tensor that its backward needs, as torch's own default is. ``reentrant``:
     what torch's reentrant checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""
     first = random.number
-    if reentrant:
-        block = BackwardFrame(block)
+    within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
 
     def run(*inputs: Any) -> Output:
         random.number = first  # the same dropout masks when backward runs it again
-        return block(*inputs)
+        return within(*inputs)
 
     contexts = _keeping if keep else noop_context_fn
     where = nullcontext() if on_host is None else on_host.keeping()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -22,43 +21,19 @@ class BackwardFrame:
     another, which DeepSpeed's do not; only what is held is the reentrant one's. Gradients are the same.
     """
 
-    def __init__(self, block: Callable[..., Tensor]):
+    def __init__(self, block: Callable[..., Any]):
         self.block = block
         #: of this backward
         self.held: list[Tensor] = []
         self._runs = 0
 
-    def __call__(self, x: Tensor, *others: Any) -> Tensor:
+    def __call__(self, x: Tensor, *others: Any) -> Any:
         self._runs += 1
-        y: Tensor = _Opens.apply(self.block(_Closes.apply(x, self), *others), self)
-        if self._runs > 1:  # in backward
+        x = x.view_as(x)  # its gradient is that of this use alone
+        y = self.block(x, *others)
+        if self._runs > 1:  # in backward, whose graph is that of the first run
             self.held += (x.detach(), y.detach())
+        elif x.requires_grad:
+            y.register_hook(self.held.append)
+            x.register_hook(lambda _: self.held.clear())
         return y
-
-
-class _Opens(torch.autograd.Function):
-    """Where backward enters the block: the gradient of its output is held from here on."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, frame: BackwardFrame) -> Tensor:
-        ctx.frame = frame
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
-        ctx.frame.held.append(d_y)
-        return d_y, None
-
-
-class _Closes(torch.autograd.Function):
-    """Where backward leaves the block."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, frame: BackwardFrame) -> Tensor:
-        ctx.frame = frame
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
-        ctx.frame.held.clear()
-        return d_x, None
