@@ -8,29 +8,20 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import RankClass
-from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay
+from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, max_split_size_mb
+from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay, without_retries
 from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog, Peak
+from spbench.bench.meters.oversize_blocks import unsplit_from
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
     """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` and ``alloc_retries`` set it."""
-    plain = cell.training.cuda_alloc_conf is None
-    if cell.training.alloc_retries:
-        return CachingAllocator if plain else ExpandableSegments
-    return OneTryCachingAllocator if plain else OneTryExpandableSegments
-
-
-class OneTryCachingAllocator(CachingAllocator):
-    """Out of memory where torch's would give cached memory back."""
-
-    retries = False
-
-
-class OneTryExpandableSegments(ExpandableSegments):
-    """As :class:`OneTryCachingAllocator`."""
-
-    retries = False
+    kind: type[CachingAllocator] = CachingAllocator
+    conf = cell.training.cuda_alloc_conf
+    if conf is not None:
+        kind = ExpandableSegments if conf == EXPANDABLE_SEGMENTS else unsplit_from(max_split_size_mb(conf))
+    return kind if cell.training.alloc_retries else without_retries(kind)
 
 
 @dataclass(frozen=True)

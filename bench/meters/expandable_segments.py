@@ -80,8 +80,8 @@ class ExpandableSegments(CachingAllocator):
 
     def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
         block = self._grown(size, pool)
-        if block is None:
-            self._make_room()
+        if block is None and self.retries:
+            self._release_cached()
             block = self._grown(size, pool)
         if block is None:
             raise OutOfMemory(size, self.allocated, self.reserved, self.retries)

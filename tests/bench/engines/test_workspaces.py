@@ -90,7 +90,7 @@ def test_a_cell_can_have_expandable_segments() -> None:
     assert cell_of(training={"cuda_alloc_conf": "expandable_segments:False"}).key == cell_of().key
 
 
-@pytest.mark.parametrize("config", [None, "expandable_segments:True"])
+@pytest.mark.parametrize("config", [None, "expandable_segments:True", "max_split_size_mb:128"])
 def test_a_card_on_which_cached_memory_must_be_given_back_can_count_as_full(config: str | None) -> None:
     cells = [cell_of(training={"cuda_alloc_conf": config, "alloc_retries": may}) for may in (True, False)]
     # of 80 MiB 40 are free again and 20 in use; 60 are asked for
@@ -115,8 +115,17 @@ def test_the_buffer_of_gradients_is_held_throughout() -> None:
 
 
 def test_other_settings_of_the_allocator_are_refused() -> None:
-    with pytest.raises(ValueError, match="expandable_segments:True is modelled, not 'max_split_size_mb:128'"):
-        TrainingOptions(cuda_alloc_conf="max_split_size_mb:128")
+    with pytest.raises(ValueError, match="max_split_size_mb:N are modelled, not 'backend:cudaMallocAsync'"):
+        TrainingOptions(cuda_alloc_conf="backend:cudaMallocAsync")
+    with pytest.raises(ValueError, match="torch has max_split_size_mb of more than 20, not"):
+        TrainingOptions(cuda_alloc_conf="max_split_size_mb:20")
+
+
+def test_a_cell_can_have_blocks_that_are_not_split() -> None:
+    asked = cell_of(training={"cuda_alloc_conf": "max_split_size_mb:128"})
+    assert allocator_of(asked).split_limit == 128 * MIB
+    assert trace_key(asked, 0, True) == trace_key(cell_of(), 0, True)
+    assert asked.key != cell_of().key
 
 
 @pytest.mark.parametrize("config", ["", "4096:8", ":4096", ":4096:8:", ":4 MiB:8", ":-1:8"])

@@ -35,7 +35,11 @@ def by_torch(run: Callable[..., Any], *inputs: Any, **_: Any) -> Any:
     return checkpoint(run, *inputs, use_reentrant=True, preserve_rng_state=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"mlp_tile": 16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mlp_tile": 8, "attention": "flash_attention_2", "kv_heads": 1}],
+    ids=["mlp", "attention"],
+)
 def test_the_peak_is_that_of_the_reentrant_checkpoint(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
