@@ -17,7 +17,6 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -242,7 +241,6 @@ class Replay:
     out_of_memory: OutOfMemory | None = None
 
 
-@cache
 def without_retries(kind: type[CachingAllocator]) -> type[CachingAllocator]:
     """The allocator, out of memory where it would give cached memory back to the card and try again."""
     return type(kind.__name__, (kind,), {"retries": False})
