@@ -173,7 +173,7 @@ def test_gated_recurrences(
 ) -> None:
     """fla's kernels have a state before each block of each document, mamba_ssm's one before each block of the
     chunk; neither keeps them."""
-    for module in (gated_delta_operators, state_space):
+    for module in (gated_delta_operators, state_space_operators):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
     for rank in ranks(cls, count, {}):
         n, strategy = rank.length, rank.strategy
