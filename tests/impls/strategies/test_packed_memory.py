@@ -22,7 +22,7 @@ from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.documents import document_of_positions, seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.axes import Place
-from spbench.impls.kernels import gated_delta_operators, linear_attention, state_space
+from spbench.impls.kernels import gated_delta_operators, linear_attention, state_space_operators
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.recurrence import Rule
