@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
@@ -18,6 +17,7 @@ from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile, read_job
 from spbench.bench.jobs.megatron_arguments import known_arguments
 from spbench.bench.reproduction.megatron_cases import cases
+from spbench.bench.yaml_files import parse_yaml
 
 ROOT = Path(__file__).parents[3]
 
