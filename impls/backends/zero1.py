@@ -10,20 +10,22 @@ a gradient's part is copied to the host, wide, and the shard comes back into the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from spbench.impls.backends.backend import PlannedStep
-from spbench.impls.backends.buckets import BucketedGradients
+from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
-from spbench.impls.backends.flat import FlatShard, padded
+from spbench.impls.backends.flat import FlatShard, covered, padded
 from spbench.impls.backends.host_layout import DEEPSPEED_STAGE_1
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
+from spbench.impls.composition import by_partial_axes
 from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.traffic import Traffic
 
@@ -32,7 +34,6 @@ class ShardedOptimizer(DistributedDataParallel):
     """Gradients in buckets, whole on every rank; masters and moments of a shard alone."""
 
     name = "zero1"
-    layers_apart = False
     shares_out = frozenset({"optimizer_state"})
 
     def prepare(self) -> Optimizer:
@@ -93,6 +94,20 @@ class ShardedOptimizer(DistributedDataParallel):
     def held(self) -> dict[str, list[Tensor]]:
         shards = [x for unit in self.units for x in (unit.weights, unit.gradient) if x is not None]
         return {**super().held(), "optimizer_state": [*shards, *self.optimizer.tensors()]}
+
+    @classmethod
+    def cuts(cls, step: PlannedStep) -> Hashable:
+        found = []
+        module = step.build().to(step.precision.parameters)
+        for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items():
+            place, sizes = step.around.place, [p.numel() for p in parameters]
+            ranks, rank = place.size("dp", *axes), place.rank("dp", *axes)
+            whole, ends = padded(sum(sizes), ranks), [*accumulate(sizes)]
+            each = whole // ranks
+            part = covered([0, *ends[:-1]], ends, rank * each, (rank + 1) * each)
+            buckets = {tuple(p.numel() for p in bucket) for bucket in in_buckets(parameters)}
+            found.append((axes, whole - sum(sizes), part, frozenset(buckets)))
+        return tuple(found)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
