@@ -7,6 +7,9 @@ import re
 #: by the option of training
 VARIABLES = {"cublas_workspace": "CUBLAS_WORKSPACE_CONFIG", "cuda_alloc_conf": "PYTORCH_CUDA_ALLOC_CONF"}
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
+MAX_SPLIT_SIZE = r"max_split_size_mb:\d+"
+#: which torch refuses, MiB: its large segment
+LEAST_SPLIT_SIZE = 20
 
 
 def checked(option: str, value: str | None) -> str | None:
@@ -23,8 +26,18 @@ def checked(option: str, value: str | None) -> str | None:
         return value
     if value == "expandable_segments:False":
         return None
-    if value != EXPANDABLE_SEGMENTS:
+    if value == EXPANDABLE_SEGMENTS:
+        return value
+    if not re.fullmatch(MAX_SPLIT_SIZE, value):
         raise ValueError(
-            f"of PYTORCH_CUDA_ALLOC_CONF {EXPANDABLE_SEGMENTS} is modelled, not {value!r}; leave the rest out"
+            f"of PYTORCH_CUDA_ALLOC_CONF {EXPANDABLE_SEGMENTS} and max_split_size_mb:N are modelled, not "
+            f"{value!r}; leave the rest out"
         )
+    if max_split_size_mb(value) <= LEAST_SPLIT_SIZE:
+        raise ValueError(f"torch has max_split_size_mb of more than {LEAST_SPLIT_SIZE}, not {value!r}")
     return value
+
+
+def max_split_size_mb(value: str) -> int:
+    """N of "max_split_size_mb:N"."""
+    return int(value.rpartition(":")[2])

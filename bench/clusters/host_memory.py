@@ -15,6 +15,9 @@ class HostMemory(StrictModel):
         total_bytes: of a node; null: no limit.
         link_bandwidth_bytes_per_s: of copies between a device and pinned memory, one direction; null: they
             cannot be timed.
+        pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
+            just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
+        pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.
         update_bytes_per_s: that AdamW on all cores of a node reads and writes, 28 a float32 parameter; null:
             a step that updates there cannot be timed.
         devices_per_link: how many devices share a link, all of which copy at once.
@@ -22,6 +25,8 @@ class HostMemory(StrictModel):
 
     total_bytes: Sourced[PositiveInt] = Sourced(value=None, source="not known")
     link_bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    pageable_to_host_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    pageable_to_device_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     update_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     devices_per_link: PositiveInt = 1
 

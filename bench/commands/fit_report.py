@@ -20,7 +20,7 @@ _SMALL = 0.002
 NOT_MODELLED = (
     "NCCL's buffers",
     "what kernels allocate inside (cuDNN)",
-    "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments",
+    "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments and max_split_size_mb",
     "blocks that record_stream holds back",
     "what else runs on the card",
 )

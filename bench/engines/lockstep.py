@@ -180,7 +180,7 @@ def _trained(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str
         all_reduce(loss, group)
     yield "loss", (loss, lambda x: x)
     scale = training.optimizer.scale.item() if PRECISIONS[cell.precision].loss_scale else 1.0
-    kept = training.backend.weight_parts()
+    kept = training.backend.gradient_places()
     for name, part in training.backend.gradient_parts().items():
 
         def mine(x: Tensor, name: str = name) -> Tensor:

@@ -1,7 +1,7 @@
 """A replay of the CUDA caching allocator: what a card reserves for the events of a memory log.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (others are those of
-:mod:`.expandable_segments`), unchanged from PyTorch 1.7
+:mod:`.expandable_segments` and :mod:`.oversize_blocks`), unchanged from PyTorch 1.7
 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments of 2 MiB, a pool of larger ones in
 segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2 MiB; best fit; a block is split if
 what remains is at least 512 B (small) or more than 1 MiB (large); free neighbours merge; where the card has
@@ -12,6 +12,7 @@ may be behind it. Not replayed: blocks that record_stream keeps from being given
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -55,8 +56,9 @@ class Block:
 class OutOfMemory(Exception):
     """No room for ``requested`` bytes."""
 
-    def __init__(self, requested: int, allocated: int, reserved: int):
+    def __init__(self, requested: int, allocated: int, reserved: int, retried: bool = True):
         self.requested, self.allocated, self.reserved = requested, allocated, reserved
+        self.retried = retried
         super().__init__(f"{requested} bytes with {allocated} allocated, {reserved} reserved")
 
 
@@ -73,6 +75,10 @@ class CachingAllocator:
 
     #: of a large block, the fewest bytes that are split off it
     least_rest: ClassVar[int] = SMALL_LIMIT + GRANULE
+    #: whether cached memory is given back to a full card, and the request tried again
+    retries: ClassVar[bool] = True
+    #: bytes from which on a request has a large block whole
+    split_limit: ClassVar[float] = math.inf
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
@@ -96,7 +102,7 @@ class CachingAllocator:
         small = size <= SMALL_LIMIT
         block = self._take(size, (stream, small)) or self._new_segment(size, (stream, small))
         remaining = block.size - size
-        if remaining >= (GRANULE if small else self.least_rest):
+        if remaining >= (GRANULE if small else self.least_rest) and size < self.split_limit:
             self._add_free(self._cut(block, size))
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -143,10 +149,11 @@ class CachingAllocator:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
-        if self.capacity is not None and self.reserved + segment > self.capacity:
-            self._release_cached()
-            if self.reserved + segment > self.capacity:
-                raise OutOfMemory(size, self.allocated, self.reserved)
+        if not self._has_room(segment):
+            if self.retries:
+                self._make_room(size, segment, pool)
+            if not self._has_room(segment):
+                raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
         block = Block(self._next_address, segment, pool)
         self._next_address += segment
         self._blocks[block.address] = block
@@ -154,12 +161,24 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
 
+    def _has_room(self, segment: int) -> bool:
+        return self.capacity is None or self.reserved + segment <= self.capacity
+
+    def _make_room(self, size: int, segment: int, of: tuple[int, bool]) -> None:
+        """Return free segments to the card, for a segment of that many bytes and a request for ``size``."""
+        self._release_cached()
+
     def _release_cached(self) -> None:
         for pool in self._free.values():
             for entry in [e for e in pool if self._blocks[e[1]].whole_segment]:
                 pool.remove(entry)
-                self.reserved -= entry[0]
-                del self._blocks[entry[1]]
+                self._release(entry)
+
+    def _release(self, entry: tuple[int, int]) -> None:
+        """Return a segment, which has been taken out of its pool."""
+        nbytes, address = entry
+        self.reserved -= nbytes
+        del self._blocks[address]
 
     def _join(self, block: Block) -> Block:
         """Make a block free, as one with free neighbours; returns that."""
@@ -220,6 +239,11 @@ class Replay:
     reserved: list[int]
     events: int
     out_of_memory: OutOfMemory | None = None
+
+
+def without_retries(kind: type[CachingAllocator]) -> type[CachingAllocator]:
+    """The allocator, out of memory where it would give cached memory back to the card and try again."""
+    return type(kind.__name__, (kind,), {"retries": False})
 
 
 def replay(

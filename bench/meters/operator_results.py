@@ -1,5 +1,5 @@
-"""What an operator returns on fake tensors, by the metadata of its arguments: described, and for operators of
-ours worked out without FakeTensorMode."""
+"""What an operator returns on fake tensors, by the metadata of its arguments: described, and for most of them
+worked out without FakeTensorMode."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ _UNUSUAL_TAGS = (
 )
 _UNUSUAL = frozenset(
     {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
+)
+#: operators of torch whose results lie where their arguments do, in a layout that no device chooses, beside
+#: views and what goes element by element
+_OF_METADATA_ALONE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "bmm", "addmm", "baddbmm_", "cat", "stack", "clone", "_to_copy", "_unsafe_view", "copy_"),
+        *("empty_like", "zeros_like", "new_empty", "new_zeros", "fill_", "zero_", "normal_"),
+        *("sum", "mean", "amax", "gather", "scatter_add_", "select_backward", "slice_backward"),
+        *("embedding", "embedding_dense_backward", "nll_loss_forward", "nll_loss_backward"),
+        *("_log_softmax", "_log_softmax_backward_data", "_fused_adamw_"),
+    )
 )
 _PLAIN_SCALARS = (
     *(bool, int, float, str, type(None)),
@@ -121,6 +133,20 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     """What is to be built at the next call with this key; None where it must take the plain path."""
     if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
         return None
+    made = result if type(result) in (tuple, list) else [] if result is None else [result]
+    if any(type(x) is not FakeTensor or x.constant is not None for x in made):
+        return None
+    return _remembered(args, kwargs, result)
+
+
+def _remembered(
+    args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, attributes: Mapping[str, Any] | None = None
+) -> Remembered | None:
+    """What is to be built for the results of a call; None where it cannot be said.
+
+    Args:
+        attributes: of fake tensors in place of the results, with their device; None: the results' own.
+    """
     if result is None:
         return Remembered(None, None)
     several = type(result) in (tuple, list)
@@ -129,7 +155,7 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     storages: dict[int, Path | None] = {storage_key(x): path for path, x in arguments.items()}
     results: list[Made | Argument] = []
     for x in result if several else [result]:
-        if type(x) is not FakeTensor or x.constant is not None:
+        if not isinstance(x, Tensor):
             return None
         same = next((path for path, argument in arguments.items() if argument is x), None)
         if same is not None:
@@ -140,8 +166,9 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
             if offset or x.untyped_storage().nbytes() != _dense_bytes(x) or storage_key(x) in storages:
                 return None
             storages[storage_key(x)] = None
-        attributes = {name: value for name, value in x.__dict__.items() if name != "fake_mode"}
-        results.append(Made(tuple(x.shape), x.stride(), x.dtype, x.fake_device, attributes, path, offset))
+        its = attributes or {name: value for name, value in vars(x).items() if name != "fake_mode"}
+        made = tuple(x.shape), x.stride(), x.dtype, its["_fake_device"], its, path, offset
+        results.append(Made(*made))
     return Remembered(tuple(results), type(result) if several else None, _several_views(results))
 
 
@@ -161,44 +188,47 @@ def _several_views(made: Sequence[Made | Argument]) -> Views | None:
 def worked_out(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> Remembered | None:
-    """What an operator of ours returns, by its fake on tensors of the meta device, which takes a tenth of the
-    time that FakeTensorMode does; None: it is to be asked.
+    """What an operator returns, by running it on tensors of the meta device, which takes a tenth of the time
+    that FakeTensorMode does; None: it is to be asked.
 
     Args:
         args, kwargs: for which there is a key.
         attributes: of tensors as the mode makes them.
     """
-    schema = schema_of(func)
-    aliases = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
-    if func.namespace != "spbench" or aliases or makes_on_host(func):
+    if not _is_of_metadata_alone(func) or makes_on_host(func):
         return None
     devices = {x.fake_device for _, x in _tensors((), args, kwargs)}  # type: ignore[attr-defined]
-    if len(devices) != 1:
+    if len(devices) != 1 or any(type(value) is torch.device for value in (*args, *kwargs.values())):
         return None
-    with without_dispatch():
-        result = func(*_on_meta(args), **{name: _on_meta(value) for name, value in kwargs.items()})
-    several = type(result) in (tuple, list)
-    results = list(result) if several else [result]
-    if not all(_is_dense(x) for x in results) or len({*map(storage_key, results)}) < len(results):
+    try:
+        with without_dispatch():
+            args, kwargs = _on_meta(args), {name: _on_meta(value) for name, value in kwargs.items()}
+            result = func(*args, **kwargs)
+    except NotImplementedError:  # the mode may take it apart into others
         return None
     (device,) = devices
-    attributes = {**attributes, "_fake_device": device}
-    made = (Made(tuple(x.shape), x.stride(), x.dtype, device, attributes) for x in results)
-    return Remembered(tuple(made), type(result) if several else None)
+    return _remembered(args, kwargs, result, {**attributes, "_fake_device": device})
+
+
+def _is_of_metadata_alone(func: Any) -> bool:
+    """Whether the mode does nothing about an operator but run it on the meta device: ours, views, and the
+    operators of torch that a step calls most. Others may put their results elsewhere, as constructors do, or
+    choose their layout by the device, as convolutions do."""
+    schema = schema_of(func)
+    if func.namespace == "spbench":
+        return not any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    if schema.name in _UNUSUAL or any(tag in func.tags for tag in _UNUSUAL_TAGS):
+        return False
+    by_element_or_view = func.is_view or torch.Tag.pointwise in func.tags
+    return schema.name in _OF_METADATA_ALONE or (func.namespace == "aten" and by_element_or_view)
 
 
 def _on_meta(value: Any) -> Any:
-    """An argument with a tensor of the meta device for each fake one."""
+    """An argument with a tensor of the meta device for each fake one, in the same storage."""
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        x = torch.empty(0, dtype=value.dtype, device="meta")
+        return x.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     return type(value)(map(_on_meta, value)) if type(value) in (tuple, list) else value
-
-
-def _is_dense(x: Any) -> bool:
-    """Whether a result has a storage of its own, as ``empty_strided`` makes it."""
-    return (
-        isinstance(x, Tensor) and not x.storage_offset() and x.untyped_storage().nbytes() == _dense_bytes(x)
-    )
 
 
 def _dense_bytes(x: Tensor) -> int:

@@ -30,6 +30,7 @@ from spbench.bench.simulator.program import (
     PRECISION_NAMES,
     Program,
 )
+from spbench.impls.kernels.host_copies import FROM_PAGEABLE, TO_PAGEABLE
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
 _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {
@@ -154,6 +155,15 @@ class Costs:
                 "device and host copy"
             )
         seconds[copies] = program.nbytes[copies] / bytes_per_s
+        memory = self.cluster.host_memory
+        of_pageable = {
+            TO_PAGEABLE: memory.pageable_to_host_bytes_per_s.value,
+            FROM_PAGEABLE: memory.pageable_to_device_bytes_per_s.value,
+        }
+        for name, rate in of_pageable.items():
+            if rate is not None and name in program.names:
+                these = program.name == program.names.index(name)
+                seconds[these] = program.nbytes[these] / min(rate, bytes_per_s)
 
     def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
         """Put what the host's cores take for updates into ``seconds``; the ranks of a node update at once."""

@@ -50,7 +50,7 @@ def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
 
 def check_elements(checked: VerifiedRun) -> tuple[str, Discrepancy]:
     """Every element of a parameter must lie on equally many ranks, for the same reason."""
-    kept = checked.backend.weight_parts()
+    kept = checked.backend.gradient_places()
     counts = []
     for name, shape in checked.shapes.items():
         count = torch.zeros(shape, dtype=torch.int64, device=checked.device)

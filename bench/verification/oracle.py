@@ -240,7 +240,7 @@ class VerifiedRun:
                 shared = self.part.sequence_dims[name] is None
                 found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
         gradients = self.backend.gradient_parts()
-        for name in self.backend.weight_parts():
+        for name in self.backend.gradient_places():
             found[f"gradient of {name}"] = gradients[name].values if name in gradients else None
         return found
 
@@ -278,7 +278,7 @@ def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
 def _share(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
     """This rank's share of what one device computed."""
     strategy, part = checked.strategy, checked.part
-    kept = checked.backend.weight_parts()
+    kept = checked.backend.gradient_places()
     share = {}
     for name, x in whole.tensors().items():
         assert x is not None, f"the oracle has no {name}"

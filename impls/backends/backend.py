@@ -251,6 +251,10 @@ class Backend(ABC):
         """After :meth:`synchronize`: what this rank holds of each parameter's gradient."""
         return {name: HeldPart(p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
 
+    def gradient_places(self) -> dict[str, HeldPart]:
+        """The parts of weights whose gradients :meth:`gradient_parts` has."""
+        return self.weight_parts()
+
     def weight_parts(self) -> dict[str, HeldPart]:
         """Between steps: what this rank holds of each parameter."""
         return {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}

@@ -4,6 +4,9 @@ A rank updates its shard of the float32 masters and all-gathers the weights, whi
 tensor. torch's ZeroRedundancyOptimizer gives whole parameters to ranks, so shards are uneven, and knows no
 master weights.
 
+With ``gradients: late`` they are summed as DeepSpeed's stage 1 sums them, see :class:`LateGradients`: a rank
+holds no gradient while forward runs, and after backward its shard alone.
+
 With ``optimizer: host`` as DeepSpeed's offload_optimizer of ZeRO-1 has it: the device has no copy of a shard,
 a gradient's part is copied to the host, wide, and the shard comes back into the flat tensor.
 """
@@ -11,23 +14,50 @@ a gradient's part is copied to the host, wide, and the shard comes back into the
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spbench.impls.backends.backend import PlannedStep
+from spbench.impls.backends.backend import HeldPart, PlannedStep
 from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.flat import FlatShard, covered, padded
 from spbench.impls.backends.host_layout import DEEPSPEED_STAGE_1
 from spbench.impls.backends.host_optimizer import HostOptimizer
+from spbench.impls.backends.late_gradients import LateGradients
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
 from spbench.impls.composition import by_partial_axes
 from spbench.impls.kernels.host_copies import to_host_
+from spbench.impls.options import check_choices
 from spbench.impls.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class ShardedOptimizerOptions(OptimizerOptions):
+    """What may be chosen about :class:`ShardedOptimizer`.
+
+    Attributes:
+        gradients: "buckets": they are summed in backward, in buckets that stay, as under DDP; "late": after
+            backward, in a buffer, as DeepSpeed's.
+        bucket_elements: of gradients "late": that the buffer has, DeepSpeed's ``reduce_bucket_size``.
+
+    Raises:
+        ValueError: a word is none of these, or the buffer has no elements.
+    """
+
+    gradients: Literal["buckets", "late"] = "buckets"
+    bucket_elements: int = 500_000_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self, {"gradients": ("buckets", "late")})
+        if self.bucket_elements < 1:
+            raise ValueError(f"bucket_elements is at least 1, not {self.bucket_elements}")
 
 
 class ShardedOptimizer(DistributedDataParallel):
@@ -35,6 +65,8 @@ class ShardedOptimizer(DistributedDataParallel):
 
     name = "zero1"
     shares_out = frozenset({"optimizer_state"})
+    options_type = ShardedOptimizerOptions
+    options: ShardedOptimizerOptions
 
     def prepare(self) -> Optimizer:
         sums = list(self.summed())
@@ -48,12 +80,17 @@ class ShardedOptimizer(DistributedDataParallel):
                 p.data = view
             if self.on_host:
                 unit.weights = flat.chunk(unit.size)[unit.rank]
-            else:
+            elif self.options.gradients == "buckets":
                 unit.gradient = torch.zeros_like(unit.weights)
             self.units.append(unit)
             self.flats.append(flat)
         self.parameters = {name: p for p, name in self.names.items()}
-        self.buckets = BucketedGradients(sums, list(self.names))
+        #: gradients that are summed after backward; None: in buckets
+        self.late: LateGradients | None = None
+        if self.options.gradients == "late":
+            self.late = LateGradients(sums, self.options.bucket_elements)
+        else:
+            self.buckets = BucketedGradients(sums, list(self.names))
         shards = [unit.weights for unit in self.units]
         if self.on_host and shards:
             settings = self.optimizer_settings([unit.group for unit in self.units])
@@ -61,18 +98,64 @@ class ShardedOptimizer(DistributedDataParallel):
         # the masters
         return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 
+    def zero(self) -> None:
+        if self.late is None:
+            super().zero()
+            return
+        self.late.zero()
+        for unit in self.units:
+            unit.gradient = None
+
+    def begin_last_backward(self, stage: nn.Module) -> None:
+        if self.late is None:
+            super().begin_last_backward(stage)
+        else:
+            self.late.expect_last()
+
+    def synchronize(self) -> None:
+        if self.late is None:
+            super().synchronize()
+            return
+        self.around.add_tied(self.module)
+        if not self.on_host:
+            for unit in self.units:
+                unit.gradient = unit.weights.new_zeros(len(unit.weights), dtype=self.precision.parameters)
+        parts = self._late_parts()
+
+        def take(p: nn.Parameter, gradient: Tensor) -> None:
+            part = parts.get(self.names[p])
+            if part is not None and self.on_host:
+                to_host_(part.values, part.of(gradient).to(part.values.dtype))
+            elif part is not None:
+                part.values.copy_(part.of(gradient))
+
+        self.late.finish(take)
+
+    def _late_parts(self) -> dict[str, HeldPart]:
+        """What the shards hold of each gradient that is summed after backward."""
+        parts, optimizer = {}, self.optimizer
+        for number, unit in enumerate(self.units):
+            held = optimizer.gradient(number) if isinstance(optimizer, HostOptimizer) else unit.gradient
+            assert held is not None
+            parts.update(unit.parts(held))
+        return parts
+
     def step(self) -> None:
         if isinstance(self.optimizer, HostOptimizer):
             self._step_on_host(self.optimizer)
             return
         for unit in self.units:
             assert unit.gradient is not None
-            for name, part in unit.parts(unit.gradient).items():
-                gradient = self.parameters[name].grad
-                assert gradient is not None
-                part.values.copy_(part.of(gradient))
-            unit.weights.grad = unit.gradient
+            if self.late is None:
+                for name, part in unit.parts(unit.gradient).items():
+                    gradient = self.parameters[name].grad
+                    assert gradient is not None
+                    part.values.copy_(part.of(gradient))
+            unit.weights.grad = unit.gradient.to(unit.weights.dtype)
         super().step()
+        if self.late is not None:
+            for unit in self.units:
+                unit.weights.grad = unit.gradient = None
         for unit, flat in zip(self.units, self.flats, strict=True):
             weights = unit.weights.to(self.precision.parameters)
             if unit.group is None:
@@ -81,7 +164,7 @@ class ShardedOptimizer(DistributedDataParallel):
                 all_gather_flat(weights, unit.group, into=flat)
 
     def _step_on_host(self, optimizer: HostOptimizer) -> None:
-        for number, unit in enumerate(self.units):
+        for number, unit in enumerate(self.units if self.late is None else ()):
             for name, part in unit.parts(optimizer.gradient(number)).items():
                 gradient = self.parameters[name].grad
                 assert gradient is not None
@@ -95,10 +178,26 @@ class ShardedOptimizer(DistributedDataParallel):
         shards = [x for unit in self.units for x in (unit.weights, unit.gradient) if x is not None]
         return {**super().held(), "optimizer_state": [*shards, *self.optimizer.tensors()]}
 
+    def held_gradients(self) -> list[Tensor]:
+        return super().held_gradients() if self.late is None else []
+
+    def gradient_parts(self) -> dict[str, HeldPart]:
+        if self.late is None:
+            return super().gradient_parts()
+        return self._late_parts()
+
+    def gradient_places(self) -> dict[str, HeldPart]:
+        if self.late is None:
+            return super().gradient_places()
+        return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
+
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
-        found = []
+        assert isinstance(step.options, ShardedOptimizerOptions)
+        found: list[Hashable] = []
         module = step.build().to(step.precision.parameters)
+        if step.options.gradients == "late":  # the buffer holds some of all, whatever it has room for
+            return tuple(p.shape for p in module.parameters())
         for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items():
             place, sizes = step.around.place, [p.numel() for p in parameters]
             ranks, rank = place.size("dp", *axes), place.rank("dp", *axes)
@@ -111,10 +210,12 @@ class ShardedOptimizer(DistributedDataParallel):
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
+        assert isinstance(step.options, ShardedOptimizerOptions)
+        phase = "gradient_sync" if step.options.gradients == "late" else "backward"
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
             whole = padded(summed.elements, summed.size) * step.element_bytes
-            yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload, summed.group_axes)
+            yield Traffic(phase, "gradients, all buckets", "all_reduce", 1, payload, summed.group_axes)
             yield Traffic("optimizer", "updated weights", "all_gather", 1, whole, summed.group_axes)
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)

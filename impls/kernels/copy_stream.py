@@ -55,6 +55,11 @@ class CopyStream:
         self._module.current_stream().wait_stream(self._stream)
         self._leaving.clear()
 
+    def wait_on_host(self) -> None:
+        """:meth:`wait`, and the program waits until the device has come there."""
+        self.wait()
+        self._module.synchronize()
+
     @contextmanager
     def _behind(self) -> Iterator[None]:
         """On this stream, after all that the computing stream has been given."""
@@ -82,4 +87,7 @@ class NoCopies(CopyStream):
         pass
 
     def wait(self) -> None:
+        pass
+
+    def wait_on_host(self) -> None:
         pass

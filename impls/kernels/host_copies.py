@@ -16,8 +16,10 @@ from torch import Tensor
 #: names of the operators that make tensors in the host's memory that is not pinned, and in any of it
 MAKES_PAGEABLE = ("pageable_zeros", "pageable_empty_like")
 MAKES_ON_HOST = ("host_empty_like", "host_zeros", *MAKES_PAGEABLE)
+#: names of the operators that copy to and from the host's memory that is not pinned
+TO_PAGEABLE, FROM_PAGEABLE = "to_pageable_", "from_pageable_"
 #: names of the operators that copy between host and device, of which the second argument is what is read
-OVER_HOST_LINK = ("to_host_", "to_device_")
+OVER_HOST_LINK = ("to_host_", "to_device_", TO_PAGEABLE, FROM_PAGEABLE)
 
 
 @torch.library.custom_op("spbench::host_empty_like", mutates_args=())
@@ -82,5 +84,28 @@ def to_device_(x: Tensor, host: Tensor) -> None:
 
 
 @to_device_.register_fake
+def _(x: Tensor, host: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op(f"spbench::{TO_PAGEABLE}", mutates_args=("host",))
+def to_pageable_(host: Tensor, x: Tensor) -> None:
+    """Copy x of the device into memory of the host that is not pinned, as ``tensor.to("cpu")`` does; the
+    host waits."""
+    host.copy_(x)
+
+
+@to_pageable_.register_fake
+def _(host: Tensor, x: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op(f"spbench::{FROM_PAGEABLE}", mutates_args=("x",))
+def from_pageable_(x: Tensor, host: Tensor) -> None:
+    """Copy what memory of the host that is not pinned holds into x of the device; the host waits."""
+    x.copy_(host)
+
+
+@from_pageable_.register_fake
 def _(x: Tensor, host: Tensor) -> None:
     pass

@@ -7,7 +7,8 @@ swaps them for whole positions of some heads as in :mod:`spbench.impls.strategie
 chunk's queries to the keys of the chunks so far, and swaps the output back. Queries, keys, values, outputs
 and hidden states wait in pinned memory of the host. Keys and values of earlier chunks come back one after
 another, each while those before it are attended to (section 4.2, a double buffer), and their attention is
-merged by the logarithms of the denominators.
+merged by the logarithms of the denominators. The program waits for the device after each block, as
+DeepSpeed's does, so that a block's launches are not hidden behind the block before.
 
 Backward, the outer loop goes over chunks of keys, whose gradients stay on the device, and the inner one over
 the chunks of queries from there on, whose own gradients, in float32, wait on the host between (figure 7).
@@ -95,11 +96,12 @@ class _InChunks(torch.autograd.Function):
             def blocks(k: Tensor = k, v: Tensor = v) -> Iterator[Block]:
                 for _, (earlier_k, earlier_v) in in_turn(attending, keys):
                     yield ALL, earlier_k, earlier_v, False
+                    attending.wait_on_host()
                     del earlier_k, earlier_v
                 yield ALL, k, v, True
 
             o, lse = attend_blocks(q, blocks())
-            attending.wait()
+            attending.wait_on_host()
             del q, k, v, blocks
             keys.append(own)
             waiting.wait()
@@ -141,6 +143,7 @@ class _InChunks(torch.autograd.Function):
                 d_q, d_keys, d_values = flash_attention_backward(
                     d_of_chunk, q, k, v, o, lse, scale, step == 0
                 )
+                attending.wait_on_host()
                 d_q = sums[1].add_(d_q) if sums else d_q.to(precise)
                 if step == 0:
                     own, d_k, d_v = d_q, d_keys.to(precise), d_values.to(precise)

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from spbench.impls.kernels.host_copies import host_empty_like, pageable_empty_like, to_device_, to_host_
+from spbench.impls.kernels.host_copies import (
+    from_pageable_,
+    host_empty_like,
+    pageable_empty_like,
+    to_device_,
+    to_host_,
+    to_pageable_,
+)
 from spbench.impls.rings import wait_for_device
 
 
@@ -109,14 +116,15 @@ class HostCheckpoints:
 
 class PageableCheckpoints(HostCheckpoints):
     """In memory that is not pinned, as ALST's checkpoint function (``CheckpointFunctionWithCPUOffload`` of
-    ArcticTraining) keeps them: the computing stream copies an input away when its run begins, and back when
-    backward asks for it; the program waits meanwhile, and no input is fetched ahead."""
+    ArcticTraining) and DeepSpeed's (``checkpoint_in_cpu`` until 0.19) keep them, by ``tensor.to``: the
+    computing stream copies an input away when its run begins, and back when backward asks for it; the program
+    waits meanwhile, and no input is fetched ahead."""
 
     def _keep(self, x: Tensor) -> Any:
         if not x.numel():
             return x
         host = pageable_empty_like(x)
-        to_host_(host, x)
+        to_pageable_(host, x)
         wait_for_device(x)
         return host, x.device
 
@@ -125,7 +133,8 @@ class PageableCheckpoints(HostCheckpoints):
             return kept
         host, device = kept
         x = torch.empty(host.shape, dtype=host.dtype, device=device)
-        to_device_(x, host)
+        from_pageable_(x, host)
+        wait_for_device(x)
         return x
 
 

@@ -146,6 +146,17 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
     assert slow.breakdown["exposed_communication_s"] == pytest.approx(slow.step_time_s, rel=1e-3)
 
 
+def test_pageable_memory_has_rates_of_its_own(tmp_path: Path) -> None:
+    """All inputs go there and all come back, each at its rate, at most the link's; pinned ones do not."""
+    figures = {"pageable_to_host_bytes_per_s": 500, "pageable_to_device_bytes_per_s": 2000}
+    options = {"layers": LAYERS, "recompute": "full", "checkpoints": "pageable"}
+    on = with_host(tmp_path, link_bandwidth_bytes_per_s=1000, **figures)
+    pageable = VirtualEngine().measure(cell(on, model_options=options))
+    assert pageable.step_time_s == pytest.approx(LAYERS * 6912 * (1 / 500 + 1 / 1000), rel=1e-3)
+    pinned = VirtualEngine().measure(cell(on))
+    assert pinned.step_time_s == pytest.approx((2 * LAYERS - 1) * 6912 / 1000, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_a_search_is_bounded_by_the_host(tmp_path: Path) -> None:
     asked = cell(

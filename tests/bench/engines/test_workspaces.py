@@ -14,6 +14,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DistributedEngine
+from spbench.bench.engines.plan import plan
 from spbench.bench.engines.rank_memory import RankMemory, allocator_of
 from spbench.bench.engines.trace_cache import trace_key
 from spbench.bench.engines.virtual import VirtualEngine
@@ -89,6 +90,21 @@ def test_a_cell_can_have_expandable_segments() -> None:
     assert cell_of(training={"cuda_alloc_conf": "expandable_segments:False"}).key == cell_of().key
 
 
+@pytest.mark.parametrize("config", [None, "expandable_segments:True", "max_split_size_mb:128"])
+def test_a_card_on_which_cached_memory_must_be_given_back_can_count_as_full(config: str | None) -> None:
+    cells = [cell_of(training={"cuda_alloc_conf": config, "alloc_retries": may}) for may in (True, False)]
+    # of 80 MiB 40 are free again and 20 in use; 60 are asked for
+    log = MemoryLog(sizes=[40 * MIB, 20 * MIB, 60 * MIB], events=[1, 2, -1, 3], marks=[("forward", 0)])
+    may, may_not = (RankMemory.of(log, 80 * MIB, allocator_of(cell)) for cell in cells)
+    assert may_not.failure is not None
+    assert may_not.failure.error.reserved >= 60 * MIB
+    reason = may_not.failure.reason(plan(cells[1]).class_of(0))
+    assert "without a retry of the allocator" in reason
+    assert may.failure is None
+    assert trace_key(cells[0], 0, True) == trace_key(cells[1], 0, True)
+    assert cells[0].key != cells[1].key
+
+
 def test_the_buffer_of_gradients_is_held_throughout() -> None:
     sharded = {"backend": "zero3"}
     buffered = cell_of(training={**sharded, "gradient_buffer_kib": 2048})
@@ -99,8 +115,17 @@ def test_the_buffer_of_gradients_is_held_throughout() -> None:
 
 
 def test_other_settings_of_the_allocator_are_refused() -> None:
-    with pytest.raises(ValueError, match="expandable_segments:True is modelled, not 'max_split_size_mb:128'"):
-        TrainingOptions(cuda_alloc_conf="max_split_size_mb:128")
+    with pytest.raises(ValueError, match="max_split_size_mb:N are modelled, not 'backend:cudaMallocAsync'"):
+        TrainingOptions(cuda_alloc_conf="backend:cudaMallocAsync")
+    with pytest.raises(ValueError, match="torch has max_split_size_mb of more than 20, not"):
+        TrainingOptions(cuda_alloc_conf="max_split_size_mb:20")
+
+
+def test_a_cell_can_have_blocks_that_are_not_split() -> None:
+    asked = cell_of(training={"cuda_alloc_conf": "max_split_size_mb:128"})
+    assert allocator_of(asked).split_limit == 128 * MIB
+    assert trace_key(asked, 0, True) == trace_key(cell_of(), 0, True)
+    assert asked.key != cell_of().key
 
 
 @pytest.mark.parametrize("config", ["", "4096:8", ":4096", ":4096:8:", ":4 MiB:8", ":-1:8"])

@@ -11,8 +11,8 @@ class NaiveAllocator:
     """The allocator with nothing but lists: a segment is [(stream, small), [size, handle or None], ...] in
     order of addresses, and everything is found by looking at all of them."""
 
-    def __init__(self, capacity: int | None):
-        self.capacity = capacity
+    def __init__(self, capacity: int | None, limit: float = float("inf")):
+        self.capacity, self.limit = capacity, limit
         self.segments: list[tuple[tuple[int, bool], list[list]]] = []
 
     @property
@@ -27,18 +27,21 @@ class NaiveAllocator:
         size = (nbytes + 511) // 512 * 512
         small = size <= MIB
         pool = (stream, small)
-        if self._smallest(size, pool) is None:
+        found = self._smallest(size, pool)
+        if found is None:
             segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            if self.capacity is not None and self.reserved + segment > self.capacity:
+                self._release_oversize(max(size, self.limit), pool)
             if self.capacity is not None and self.reserved + segment > self.capacity:
                 self.segments = [s for s in self.segments if len(s[1]) > 1 or s[1][0][1] is not None]
             if self.capacity is not None and self.reserved + segment > self.capacity:
                 raise OutOfMemory(size, self.allocated, self.reserved)
             self.segments.append((pool, [[segment, None]]))
-        found = self._smallest(size, pool)
-        assert found is not None
-        blocks, index = found
+            blocks, index = self.segments[-1][1], 0
+        else:
+            blocks, index = found
         remains = blocks[index][0] - size
-        if remains >= (512 if small else MIB + 1):
+        if remains >= 512 if small else remains > MIB and size < self.limit:
             blocks[index : index + 1] = [[size, handle], [remains, None]]
         else:
             blocks[index][1] = handle
@@ -59,7 +62,23 @@ class NaiveAllocator:
             for i, block in enumerate(blocks)
             if kind == pool and block[1] is None and block[0] >= size
         ]
-        return (self.segments[min(free)[1]][1], min(free)[2]) if free else None
+        if not free:
+            return None
+        nbytes, segment, index = min(free)
+        too_large = size + 20 * MIB if size >= self.limit else self.limit
+        return None if nbytes >= too_large else (self.segments[segment][1], index)
+
+    def _release_oversize(self, least: float, pool: tuple[int, bool]) -> None:
+        """Return oversize free segments of the pool: the smallest that is large enough, else the largest ones
+        until they are together."""
+        free = [s for s in self.segments if s[0] == pool and len(s[1]) == 1 and s[1][0][1] is None]
+        oversize = sorted((s for s in free if s[1][0][0] >= self.limit), key=lambda s: s[1][0][0])
+        enough = [s for s in oversize if s[1][0][0] >= least]
+        released = 0
+        for segment in enough[:1] or oversize[::-1]:
+            if released < least:
+                released += segment[1][0][0]
+                self.segments = [s for s in self.segments if s is not segment]
 
 
 class NaiveExpandable:

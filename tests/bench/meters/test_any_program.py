@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from spbench.bench.meters.allocator import CachingAllocator, OutOfMemory
 from spbench.bench.meters.expandable_segments import ExpandableSegments
+from spbench.bench.meters.oversize_blocks import unsplit_from
 from tests.bench.meters.naive_allocator import MIB, NaiveAllocator, NaiveExpandable
 
 KIB = 2**10
@@ -17,11 +19,11 @@ KIB = 2**10
 SIZES = st.one_of(
     st.integers(1, 4 * KIB),
     st.integers(1, 2 * MIB),
-    st.integers(MIB, 24 * MIB),
+    st.integers(MIB, 48 * MIB),
     # at the rules' limits, and a granule to either side
     st.builds(
         lambda base, off: base + off,
-        st.sampled_from([512, MIB, 2 * MIB, 9 * MIB + MIB // 2, 10 * MIB, 11 * MIB, 12 * MIB, 20 * MIB]),
+        st.sampled_from([512, 9 * MIB + MIB // 2, *(n * MIB for n in (1, 2, 10, 11, 12, 20, 21, 41))]),
         st.sampled_from([-512, -1, 0, 1, 512]),
     ).filter(lambda n: n > 0),
 )
@@ -38,11 +40,12 @@ STEPS = st.lists(
 ALLOCATORS = {
     "segments": (CachingAllocator, NaiveAllocator),
     "expandable segments": (ExpandableSegments, NaiveExpandable),
+    "blocks that are not split": (unsplit_from(21), partial(NaiveAllocator, limit=21 * MIB)),
 }
 
 
 @pytest.mark.parametrize("setting", ALLOCATORS)
-@given(STEPS, st.one_of(st.none(), st.integers(20, 90).map(lambda n: n * MIB)))
+@given(STEPS, st.one_of(st.none(), st.integers(20, 130).map(lambda n: n * MIB)))
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_any_program_as_the_naive_allocator(
     setting: str, steps: list[tuple[str, int, int]], capacity: int | None

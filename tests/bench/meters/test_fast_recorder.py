@@ -4,7 +4,7 @@ and kind of step; a fault in what is remembered is seen by the comparison."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -155,23 +155,50 @@ def test_results_are_the_arguments_or_views_of_them_where_they_were() -> None:
             assert all(piece.untyped_storage()._cdata == x.untyped_storage()._cdata for piece in pieces)
 
 
-def test_operators_of_ours_are_worked_out_as_the_mode_does() -> None:
+def operators() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """An operator of each kind that is worked out, with arguments; to be asked for inside a mode."""
+    aten, ours = torch.ops.aten, torch.ops.spbench
+    q, k = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16), torch.empty(2, 2, 5, 8, dtype=torch.bfloat16)
+    x, y = torch.empty(6, 8)[1:, ::2], torch.empty(4, 5)
+    yield ours.flash_attention.default, (q, k, k, 0.5, True), {}
+    yield aten.transpose.int, (x, 0, 1), {}
+    yield aten.split.Tensor, (x, 2, 1), {}
+    yield aten.view.default, (torch.empty(6, 8)[2:], [2, 16]), {}
+    yield aten.add.Tensor, (x, x.t().clone().t()), {}
+    yield aten.mul_.Tensor, (x, 2.0), {}
+    yield aten.logaddexp.out, (x, x), {"out": torch.empty(5, 4)}
+    yield aten._to_copy.default, (x,), {"dtype": torch.bfloat16}
+    yield aten.addmm.default, (torch.empty(5), x, y), {}
+    yield aten._log_softmax.default, (x, 1, False), {}
+
+
+def test_operators_are_worked_out_as_the_mode_does() -> None:
     mode = FakeTensorMode()
     with mode:
-        q, k = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16), torch.empty(2, 2, 5, 8, dtype=torch.bfloat16)
-        attributes = {name: value for name, value in vars(q).items() if name != "fake_mode"}
-        operator, args = torch.ops.spbench.flash_attention.default, (q, k, k, 0.5, True)
-        found, expected = (
-            worked_out(operator, args, {}, attributes),
-            described(operator, args, {}, operator(*args)),
-        )
-        assert found is not None
-        assert expected is not None
-        assert (found.results, found.container) == (expected.results, expected.container)
-        # the mode knows where others put their results, and what is written in place
-        in_place = torch.ops.spbench.cross_entropy_gradient_.default
-        for other, its in ((torch.ops.aten.add.Tensor, (q, q)), (in_place, (q, q, q))):
-            assert worked_out(other, its, {}, attributes) is None
+        for operator, args, kwargs in operators():
+            attributes = {name: value for name, value in vars(torch.empty(0)).items() if name != "fake_mode"}
+            found = worked_out(operator, args, kwargs, attributes)
+            expected = described(operator, args, kwargs, operator(*args, **kwargs))
+            assert found is not None, operator
+            assert expected is not None
+            assert (found.results, found.container) == (expected.results, expected.container), operator
+
+
+def test_what_the_mode_knows_better_is_not_worked_out() -> None:
+    """Where results lie that are not beside the arguments, layouts that a device chooses, and what is written
+    in place by operators of ours."""
+    with FakeTensorMode():
+        x, image = torch.empty(4, 4), torch.empty(1, 2, 8, 8)
+        convolution = (image, torch.empty(2, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        for operator, args, kwargs in (
+            (torch.ops.spbench.cross_entropy_gradient_.default, (x, x, x), {}),
+            (torch.ops.aten.convolution.default, convolution, {}),
+            (torch.ops.aten.zeros.default, ([4],), {}),
+            (torch.ops.aten.zeros_like.default, (x,), {"device": torch.device("cpu")}),
+            (torch.ops.aten.add.Tensor, (x, torch.empty((), device="meta")), {}),
+            (torch.ops.aten.lift_fresh.default, (x,), {}),
+        ):
+            assert worked_out(operator, args, kwargs, {}) is None, operator
 
 
 @pytest.mark.parametrize("most", [0, 5])

@@ -90,8 +90,8 @@ class _OneLate(CopyStream):
 
     def to_device(self, host: Tensor) -> Tensor:
         held: dict[Any, Tensor] = self.__dict__.setdefault("held", {})
-        before = held.get(host.shape, host)
-        held[host.shape] = host
+        before = held.get((host.shape, host.dtype), host)
+        held[host.shape, host.dtype] = host
         return super().to_device(before)
 
 

@@ -1,6 +1,6 @@
 """Every registered strategy computes what one device computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ from spbench.bench.verification.oracle import Case
 from spbench.impls.axes import Place
 from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
-from spbench.impls.models.model import model_preset, models
+from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
@@ -33,18 +33,19 @@ TINY = [name for name in models() if "-tiny" in name]
 PARALLEL = [cls for cls in strategies().values() if cls.axes]
 
 
-def can_run(strategy: type[Strategy], model: str) -> bool:
-    """Whether a strategy runs the model on some number of ranks, and so on 1 to 4 but for :func:`refused`."""
+def ranks_for(strategy: type[Strategy], model: Model) -> int | None:
+    """Ranks on which a strategy runs a model: three, a first, a middle and a last one, or else four or two;
+    None: it does not run it, but for :func:`refused` on any number."""
 
     def runs(size: int) -> bool:
         plan = strategy.planned(size)
         try:
-            plan.check(models()[model].sites(3, 24, plan.vocabulary_parts))
+            plan.check(model.sites(3, 24, plan.vocabulary_parts))
         except Unsupported:
             return False
         return True
 
-    return any(map(runs, (2, 3, 4)))
+    return next(filter(runs, (3, 4, 2)), None)
 
 
 def refused(strategy: str, model: str) -> set[int]:
@@ -53,32 +54,60 @@ def refused(strategy: str, model: str) -> set[int]:
     return {3} if strategies()[strategy].splits_features and of_keys else set()
 
 
-CAN_RUN = [(strategy, model) for strategy in PARALLEL for model in TINY if can_run(strategy, model)]
+CAN_RUN = [
+    (strategy, model) for strategy in PARALLEL for model in TINY if ranks_for(strategy, models()[model])
+]
 
 
 #: a model of each kind of attention
 ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
 
 
-def in_float64() -> Iterator[Any]:
-    """Strategies, models, ranks and parts; by default on three ranks: a first, a middle and a last one.
-
-    By default a strategy runs a model of each kind of attention and a sixth of the others, another sixth
-    than the strategy before it, each whole: its parts alone, which name what is wrong, are in the slow run.
-    """
-    for (i, strategy), (j, model) in product(enumerate(strategies()), enumerate(TINY)):
-        marks = () if model in ONE_OF_EACH_KIND or (i + j) % 6 == 0 else pytest.mark.slow
-        yield pytest.param(strategy, model, {3}, ["model"], id=f"{strategy}-{model}-3", marks=marks)
-        yield pytest.param(
-            strategy, model, {1, 2, 3, 4}, None, marks=pytest.mark.slow, id=f"{strategy}-{model}-all"
-        )
+def largest_part(model: Model) -> str:
+    return [*model.parts()][-1]
 
 
-@pytest.mark.parametrize(("strategy", "model", "sizes", "parts"), [*in_float64()])
-def test_all_parts_in_float64(
-    pool: RankPool, strategy: str, model: str, sizes: set[int], parts: list[str] | None
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("strategy", "model"), CAN_RUN)
+def test_whole_models_in_float64(pool: RankPool, strategy: type[Strategy], model: str) -> None:
+    preset = models()[model]
+    assert_green(pool, Case(strategy, preset, largest_part(preset)), ranks_for(strategy, preset) or 0)
+
+
+def variants() -> Iterator[Any]:
+    """Every variant of every model, with one strategy after another of those that run it."""
+    for i, name in enumerate(TINY):
+        for j, varying in enumerate(models()[name].variants()):
+            model = model_preset(name, varying)
+            able = [cls for cls in PARALLEL if ranks_for(cls, model)]
+            spelled = " ".join(f"{option}={value}" for option, value in varying.items())
+            yield pytest.param(able[(i + j) % len(able)], name, varying, id=f"{name}-{spelled}")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("strategy", "name", "variant"), [*variants()])
+def test_variants_in_float64(
+    pool: RankPool, strategy: type[Strategy], name: str, variant: Mapping[str, Any]
 ) -> None:
-    rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], parts, pool=pool))
+    model = model_preset(name, variant)
+    assert_green(pool, Case(strategy, model, largest_part(model)), ranks_for(strategy, model) or 0)
+
+
+def test_what_a_strategy_cannot_run_is_a_row(pool: RankPool) -> None:
+    cannot = {*product(PARALLEL, TINY)} - {*CAN_RUN}
+    for strategy, name in cannot:
+        model = models()[name]
+        assert verify_case(pool, Case(strategy, model, largest_part(model)), 3).status == "unsupported"
+    assert len(cannot) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("strategy", strategies())
+def test_all_parts_in_float64(pool: RankPool, strategy: str, model: str) -> None:
+    """Also the parts alone, which name what is wrong, and all variants."""
+    sizes = {1, 2, 3, 4}
+    rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
     can = (strategies()[strategy], model) in CAN_RUN

@@ -32,7 +32,7 @@ def runnable(pair: str, pool: RankPool, dtype: str = "fp64") -> VerifyRow:
     return row
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_pair(pool: RankPool, pair: str) -> None:
     row = runnable(pair, pool)

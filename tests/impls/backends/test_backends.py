@@ -28,7 +28,7 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
 from spbench.bench.verification.oracle import Case
-from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
@@ -77,12 +77,14 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
     with mock.patch("spbench.impls.training.step.backend_class", return_value=cls):
         training, strategy, around = build_training(asked, mesh, noted)
     gradients: dict[str, Tensor] = {}
+    places: dict[str, HeldPart] = {}
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         if name == "optimizer":
             parts = training.backend.gradient_parts()
             gradients.update({n: part.values.clone() for n, part in parts.items()})
+            places.update(training.backend.gradient_places())
         yield
 
     errors: dict[str, float] = {}
@@ -104,7 +106,7 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
         held = {name: part.values.flatten() for name, part in parts.items()}
         expected = {name: mine(name, truth[name].detach()) for name in parts}
         errors |= {f"weight {step} {name}": e for name, e in relative_errors(expected, held).items()}
-        expected = {name: mine(name, truth[name].grad) for name in parts}
+        expected = {name: mine(name, truth[name].grad, places) for name in places}
         held = {name: x.flatten() for name, x in gradients.items()}
         errors |= {f"gradient {step} {name}": e for name, e in relative_errors(expected, held).items()}
     # all parts of all ranks must make each whole, or else equal parts would show little

@@ -59,6 +59,8 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "host_unscale_": ([x, y], torch.zeros(()), torch.tensor(2.0)),
         "to_host_": (y.clone(), x),
         "to_device_": (y.clone(), x),
+        "to_pageable_": (y.clone(), x),
+        "from_pageable_": (y.clone(), x),
         "layer_norm": (x, row, row, 1e-5),
         "layer_norm_backward": (y, x, statistics, statistics, row, row),
         "linear_attention_states": (scores, v, rates, 3),
