@@ -91,6 +91,9 @@ class TrainingOptions(BaseModel):
         cuda_alloc_conf: as the environment variable PYTORCH_CUDA_ALLOC_CONF, "expandable_segments:True" (see
             :class:`ExpandableSegments`) or "max_split_size_mb:N" (:class:`OversizeBlocks`); None: torch's
             defaults.
+        alloc_retries: of simulated allocators, whether one whose card is full gives cached memory back and
+            tries again, as torch's does (``num_alloc_retries`` of torch.cuda.memory_stats; DeepSpeed warns of
+            steps with such "cache flushes", runtime/zero/stage3.py). False: that is out of memory.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -108,6 +111,7 @@ class TrainingOptions(BaseModel):
     steps: Repeats = 1
     cublas_workspace: str | None = None
     cuda_alloc_conf: str | None = None
+    alloc_retries: bool = True
 
     @model_validator(mode="after")
     def _check_virtual_stages(self) -> TrainingOptions:

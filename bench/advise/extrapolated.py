@@ -14,12 +14,12 @@ from typing import Any
 
 from spbench.bench.advise.looks import Depth
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.deep_models import stage_layers, with_layers
 from spbench.bench.engines.plan import plan
 from spbench.bench.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.engines.traces import ClassTraces
+from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
@@ -132,7 +132,7 @@ def _grown(steps: Mapping[int, Step], micro_batches: int) -> Step:
 def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
     """The peak of the rank class with the largest, and whether that fits the card."""
     shallow = by_depth[DEPTHS[0]]
-    usable = load_cluster(cell.cluster).usable_memory_bytes
+    usable = usable_memory_bytes(cell)
     peaks = []
     for at in range(len(shallow.classes)):
 

@@ -77,11 +77,11 @@ def known_cells(
     second, traced on virtual ranks."""
     cells = next(iter(scenario.cells.values()))
     known = []
-    for row in table.rows(scenario.path.parent):
+    for row, matched in table.matched(table.rows(scenario.path.parent), cells):
         published = row.value(quantity)
-        cell = next((c for c in cells if table.matches(row, c)), None)
-        if published is None or cell is None:
+        if published is None or not matched:
             continue
+        cell = matched[0]
         on_trace(cell)
         simulator = trace_classes(cell, events=True).simulator()
         seconds = _published_seconds(cell, table.quantities[quantity], published)

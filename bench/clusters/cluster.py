@@ -38,6 +38,8 @@ class Device(StrictModel):
     Attributes:
         memory_total_bytes: what the card has.
         memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
+        memory_peer_bytes: what NCCL takes beside that for each other device of the node that is in a group of
+            all-to-alls; null counts as none.
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
         compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
@@ -64,6 +66,7 @@ class Device(StrictModel):
     name: str
     memory_total_bytes: Sourced[PositiveInt]
     memory_context_bytes: Sourced[NonNegativeInt]
+    memory_peer_bytes: Sourced[NonNegativeInt] = NOT_MEASURED
     memory_bandwidth_bytes_per_s: Sourced[PositiveFloat]
     peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
     compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
@@ -193,7 +196,8 @@ class Cluster(StrictModel):
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """Bytes of a device that tensors and the allocator's own waste can have; None: no limit."""
+        """Bytes of a device that tensors, the allocator's own waste and NCCL's buffers of all-to-alls can
+        have; None: no limit."""
         total = self.device.memory_total_bytes.value
         return None if total is None else total - (self.device.memory_context_bytes.value or 0)
 

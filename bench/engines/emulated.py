@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.engines.engine import Engine
@@ -36,6 +35,7 @@ from spbench.bench.engines.setup import record_step, refuse_variables
 from spbench.bench.engines.step_times import add_step_time, can_time, utilization
 from spbench.bench.engines.timed_steps import add_timed_steps
 from spbench.bench.engines.traces import ClassTraces, Trace, mismatched
+from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.meter import meter_classes
 from spbench.bench.meters.recorder import Recorder
@@ -146,7 +146,7 @@ def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
 
         fraction = 1.0
         if cell.device == "cuda":
-            fraction = memory_fraction(load_cluster(cell.cluster).usable_memory_bytes, run(_gpu_memory_bytes))
+            fraction = memory_fraction(usable_memory_bytes(cell), run(_gpu_memory_bytes))
         yield lambda at, rank, *, timed: run(_played_alone, at, rank, timed, fraction)
 
 
@@ -202,7 +202,7 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
         recorder, training, inputs = _metered(cell, mesh)
         trace = Trace.of(cell, rank, recorder)
         timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
-        usable = load_cluster(cell.cluster).usable_memory_bytes
+        usable = usable_memory_bytes(cell)
         alone = trace.measurement(None if cell.device == "cuda" else usable)
         metered = mismatched(limit_by_host(alone, cell, [alone]))
         found = add_timed_steps(metered, rank, lambda: training.step(inputs), timing, cell.device)

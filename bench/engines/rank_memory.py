@@ -9,18 +9,19 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import RankClass
 from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, max_split_size_mb
-from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay
+from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay, without_retries
 from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog, Peak
 from spbench.bench.meters.oversize_blocks import unsplit_from
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
-    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` sets it."""
+    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` and ``alloc_retries`` set it."""
+    kind: type[CachingAllocator] = CachingAllocator
     conf = cell.training.cuda_alloc_conf
-    if conf is None:
-        return CachingAllocator
-    return ExpandableSegments if conf == EXPANDABLE_SEGMENTS else unsplit_from(max_split_size_mb(conf))
+    if conf is not None:
+        kind = ExpandableSegments if conf == EXPANDABLE_SEGMENTS else unsplit_from(max_split_size_mb(conf))
+    return kind if cell.training.alloc_retries else without_retries(kind)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Failure:
         where = f"{self.phase} of step {self.step}" if self.step else self.phase
         who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
         stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
+        where += "" if error.retried else " without a retry of the allocator"
         return (
             f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
             f"and {error.reserved / MIB:.0f} MiB reserved, in {where} on {who}{stage}"

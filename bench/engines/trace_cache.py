@@ -107,7 +107,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
 def trace_key(cell: Cell, rank: int, events: bool) -> str:
     """A digest of all that a trace depends on."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
-    for name in VARIABLES:  # as a cluster's figures, they count afterwards
+    for name in (*VARIABLES, "alloc_retries"):  # as a cluster's figures, they count afterwards
         del settings["training"][name]
     content = {
         "cell": settings,

@@ -15,6 +15,7 @@ from spbench.bench.engines.packed_ranks import imbalance
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.rank_memory import RankMemory, allocator_of, needs
 from spbench.bench.engines.step_times import add_simulated_time
+from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory_log import MemoryLog
@@ -149,7 +150,7 @@ class ClassTraces:
     @no_cyclic_collection()
     def by_class(self) -> list[Measurement]:
         """The measurement of each class, without times."""
-        capacity = load_cluster(self.cell.cluster).usable_memory_bytes
+        capacity = usable_memory_bytes(self.cell)
         planned = plan(self.cell)
         return [trace.measurement(capacity, planned) for trace in self.traces]
 

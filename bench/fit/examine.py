@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
+from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.fit.anatomy import anatomy
 from spbench.bench.fit.answers import FIT
 from spbench.bench.fit.stages import OneStage
@@ -70,7 +70,7 @@ def attempt(cell: Cell) -> Measurement:
     ranks say that it needs plainly more than its card has: then that, oom, and no memory by class."""
     if cell.search is not None:
         return run_cell(cell)
-    usable = load_cluster(cell.cluster).usable_memory_bytes
+    usable = usable_memory_bytes(cell)
     estimate = shallow_peak(cell)
     if usable is not None and estimate is not None and estimate > _PLAINLY_TOO_MUCH * usable:
         reason = f"about {estimate / 2**30:.0f} GiB by traces of few layers"

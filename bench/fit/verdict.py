@@ -8,6 +8,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines.usable_memory import exchange_memory_bytes
 from spbench.bench.fit.answers import FIT
 
 _GIB = 2**30
@@ -77,13 +78,13 @@ class Verdict:
 
     def nvidia_smi(self) -> dict[str, Any]:
         """What nvidia-smi would show on the fullest ranks: ``reserved_bytes`` by PyTorch, ``context_bytes``
-        of CUDA with their ``context_source``, and ``nccl_bytes``; None: not known."""
+        of CUDA with their ``context_source``, and ``nccl_bytes`` of all-to-alls; None: not known."""
         context = load_cluster(self.cell.cluster).device.memory_context_bytes
         return {
             "reserved_bytes": min(self.anatomy["reserved_memory_bytes"], self.usable_bytes),
             "context_bytes": context.value,
             "context_source": context.source,
-            "nccl_bytes": None,
+            "nccl_bytes": exchange_memory_bytes(self.cell),
         }
 
     def on_host(self) -> str:

@@ -96,6 +96,8 @@ class DeepSpeedJob:
             k.took("use_reentrant", kwargs)
             if reentrant is False:
                 k.set("model_options.recompute_early_stop", True, kwargs, note="without reentrance")
+            else:
+                k.set("model_options.recompute_reentrant", True, kwargs, note="the default is reentrant")
         k.ignore("nothing runs again", again, by_fsdp, kwargs)
         if k.value(f"{_TRAINER}.torch_compile"):
             remark = (

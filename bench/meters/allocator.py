@@ -56,8 +56,9 @@ class Block:
 class OutOfMemory(Exception):
     """No room for ``requested`` bytes."""
 
-    def __init__(self, requested: int, allocated: int, reserved: int):
+    def __init__(self, requested: int, allocated: int, reserved: int, retried: bool = True):
         self.requested, self.allocated, self.reserved = requested, allocated, reserved
+        self.retried = retried
         super().__init__(f"{requested} bytes with {allocated} allocated, {reserved} reserved")
 
 
@@ -74,6 +75,8 @@ class CachingAllocator:
 
     #: of a large block, the fewest bytes that are split off it
     least_rest: ClassVar[int] = SMALL_LIMIT + GRANULE
+    #: whether cached memory is given back to a full card, and the request tried again
+    retries: ClassVar[bool] = True
     #: bytes from which on a request has a large block whole
     split_limit: ClassVar[float] = math.inf
 
@@ -147,9 +150,10 @@ class CachingAllocator:
         else:
             segment = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
         if not self._has_room(segment):
-            self._make_room(size, segment, pool)
+            if self.retries:
+                self._make_room(size, segment, pool)
             if not self._has_room(segment):
-                raise OutOfMemory(size, self.allocated, self.reserved)
+                raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
         block = Block(self._next_address, segment, pool)
         self._next_address += segment
         self._blocks[block.address] = block
@@ -235,6 +239,11 @@ class Replay:
     reserved: list[int]
     events: int
     out_of_memory: OutOfMemory | None = None
+
+
+def without_retries(kind: type[CachingAllocator]) -> type[CachingAllocator]:
+    """The allocator, out of memory where it would give cached memory back to the card and try again."""
+    return type(kind.__name__, (kind,), {"retries": False})
 
 
 def replay(

@@ -80,11 +80,11 @@ class ExpandableSegments(CachingAllocator):
 
     def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
         block = self._grown(size, pool)
-        if block is None:
+        if block is None and self.retries:
             self._release_cached()
             block = self._grown(size, pool)
         if block is None:
-            raise OutOfMemory(size, self.allocated, self.reserved)
+            raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
         self._remove_free(block)
         return block
 

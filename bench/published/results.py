@@ -16,7 +16,7 @@ from spbench.bench.published_number import InferredSetting, PublishedNumber
 #: fields of a measurement that a cluster's scalars and rates change
 TIMED = ("step_time_s", "tokens_per_s", "samples_per_s")
 #: limits of a cluster that change nothing but what fits, and the field that says what does
-CAPACITIES = ("device.memory_total_bytes", "device.memory_context_bytes")
+CAPACITIES = ("device.memory_total_bytes", "device.memory_context_bytes", "device.memory_peer_bytes")
 CAPACITY_FIELD = "answer"
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.host_memory import host_is_full
@@ -21,6 +20,7 @@ from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces, Trace
+from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.allocator import replay
 from spbench.bench.search.extrapolate import DEPTHS, NotOneProgram, Programs
@@ -219,7 +219,8 @@ class Boundary:
 
 def largest_that_fits(cell: Cell) -> Measurement:
     """As :func:`search`, on virtual ranks."""
-    candidates, capacity = Candidates(cell), load_cluster(cell.cluster).usable_memory_bytes
+    candidates = Candidates(cell)
+    capacity = usable_memory_bytes(cell.at(candidates.values[0]))
     if capacity is None:
         raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
     boundary = Boundary(candidates, capacity)

@@ -11,253 +11,27 @@ those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels import state_space_operators as operators
 from spbench.impls.kernels.recurrence import Backward, Forward, InputGradients, Rule
-from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks, block_sums
-
-#: positions in a block (chunk_size of mamba_ssm's Mamba2)
-BLOCK = 256
-
-OPS = torch.ops.spbench
-
-
-def _block(x: Tensor) -> int:
-    return min(BLOCK, x.shape[1])
-
-
-def _split(heads: int, *tensors: Tensor) -> list[Tensor]:
-    return [Blocks(x.shape[1], _block(x)).of(x, heads) for x in tensors]
-
-
-def _together(x: Tensor, like: Tensor) -> Tensor:
-    """What :func:`_split` makes, back to the shape and dtype of ``like``."""
-    return Blocks(like.shape[1], _block(like)).back(x, like)
-
-
-def _decay(sums: Tensor, starts: Sequence[int]) -> BlockDecay:
-    return BlockDecay(sums, Blocks(sums.shape[1], _block(sums), starts))
-
-
-def _sums(g: Tensor, from_end: bool = False) -> Tensor:
-    """Blocks go on over documents, whose first position's decay no pair uses."""
-    return block_sums(g, _block(g), from_end, [])
-
-
-def _for_heads(scores: Tensor, heads: int) -> Tensor:
-    return scores.repeat_interleave(heads // scores.shape[1], 1)
-
-
-@torch.library.custom_op("spbench::state_space_scores", mutates_args=())
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T of each block [B, G, C, block, block], all pairs."""
-    queries, keys = _split(q.shape[2], q, k)
-    return queries @ keys.mT
-
-
-@torch.library.custom_op("spbench::state_space_block_states", mutates_args=())
-def _block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
-    """What each block alone writes to the state after it [B, Z, C, D, A]."""
-    keys, values, strength = _split(v.shape[2], k, v, b)
-    return (keys * strength.unsqueeze(-1) * _decay(sums, starts).to_end).mT @ values
-
-
-@torch.library.custom_op("spbench::state_space_carry", mutates_args=())
-def _carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -> Tensor:
-    """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
-    way back to the one before it."""
-    across, state, blocks = (
-        _decay(sums, starts).across,
-        torch.zeros_like(states[:, :, 0]),
-        range(states.shape[2]),
-    )
-    for c in reversed(blocks) if backward else blocks:
-        state = across[:, :, c] * state + states[:, :, c]
-    return torch.cat((state.flatten(2), across.prod(2).squeeze(-1)), -1)
-
-
-@torch.library.custom_op("spbench::state_space_passed", mutates_args=())
-def _passed(
-    states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool, starts: Sequence[int]
-) -> Tensor:
-    """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of
-    ``like``, from what :func:`_carry` is given and the first of them."""
-    across, state = _decay(sums, starts).across, torch.zeros_like(states[:, :, 0]) if first is None else first
-    passed, blocks = [state] * states.shape[2], range(states.shape[2])
-    for c in reversed(blocks) if backward else blocks:
-        passed[c] = state
-        state = across[:, :, c] * state + states[:, :, c]
-    return torch.stack(passed, 2).to(like.dtype)
-
-
-@torch.library.custom_op("spbench::state_space_output", mutates_args=())
-def _output(
-    scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
-) -> Tensor:
-    (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums, starts)
-    pairs = _for_heads(scores, v.shape[2]) * decay.between() * strength.unsqueeze(-2)
-    return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
-
-
-@torch.library.custom_op("spbench::state_space_output_state_gradients", mutates_args=())
-def _output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
-    """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
-    queries, d_outputs = _split(d_o.shape[2], q, d_o)
-    return (_decay(sums, starts).from_start * queries).mT @ d_outputs
-
-
-@torch.library.custom_op("spbench::state_space_score_gradients", mutates_args=())
-def _score_gradients(
-    v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, starts: Sequence[int]
-) -> Tensor:
-    """The gradient of the products [B, G, C, block, block]."""
-    values, d_outputs, strength = _split(v.shape[2], v, d_o, b)
-    d_pairs = d_outputs @ values.mT * _decay(sums, starts).between() * strength.unsqueeze(-2)
-    return d_pairs.unflatten(1, (groups, -1)).sum(2)
-
-
-@torch.library.custom_op("spbench::state_space_input_gradients", mutates_args=())
-def _input_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor,
-    b: Tensor,
-    d_o: Tensor,
-    scores: Tensor,
-    d_scores: Tensor,
-    states: Tensor,
-    d_states: Tensor,
-    starts: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, v, of the sums of g, and of b."""
-    heads = v.shape[2]
-    queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
-    decay, products = _decay(sums, starts), _for_heads(scores, heads)
-    between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
-    # without b: what a block's pairs do, and what a position's key does by way of the state after it
-    pairs, d_written = d_outputs @ values.mT * products * between, decay.to_end * (values @ d_after.mT)
-    d_read, of_writing = decay.from_start * (d_outputs @ before.mT), (keys * d_written).sum(-1)
-    d_b = pairs.sum(-2) + of_writing
-    d_sums = (queries * d_read).sum(-1) + (pairs @ strength.unsqueeze(-1)).squeeze(-1) - strength * d_b
-    of_ends = (strength * of_writing).sum(-1) + (decay.across * before * d_after).sum((-1, -2))
-    decay.add_at_ends(d_sums, of_ends)
-    d_v = (products * between).mT @ d_outputs + decay.to_end * keys @ d_after
-    strong = strength.unsqueeze(-1)
-    # products are of a group of heads, so their gradients come once
-    q_once, k_once = _split(q.shape[2], q, k)
-    return (
-        _together(d_read, q) + _together(d_scores @ k_once, q),
-        _together(strong * d_written, k) + _together(d_scores.mT @ q_once, k),
-        _together(strong * d_v, v),
-        _together(d_sums, sums),
-        _together(d_b, b),
-    )
-
-
-def _states_shape(k: Tensor, v: Tensor) -> list[int]:
-    return [len(v), v.shape[2], -(-v.shape[1] // _block(v)), k.shape[-1], v.shape[-1]]
-
-
-@_scores.register_fake
-def _(q: Tensor, k: Tensor) -> Tensor:
-    block = _block(q)
-    return q.new_empty(len(q), q.shape[2], -(-q.shape[1] // block), block, block, dtype=state_dtype(q.dtype))
-
-
-@_block_states.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, *_: Any) -> Tensor:
-    return sums.new_empty(_states_shape(k, v))
-
-
-@_output_state_gradients.register_fake
-def _(q: Tensor, d_o: Tensor, sums: Tensor, *_: Any) -> Tensor:
-    return sums.new_empty(_states_shape(q, d_o))
-
-
-@_carry.register_fake
-def _(states: Tensor, *_: Any) -> Tensor:
-    return states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1)
-
-
-@_passed.register_fake
-def _(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, *_: Any) -> Tensor:
-    return states.new_empty(states.shape, dtype=like.dtype)
-
-
-@_output.register_fake
-def _(scores: Tensor, q: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-@_score_gradients.register_fake
-def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, *_: Any) -> Tensor:
-    block = _block(v)
-    return sums.new_empty(len(v), groups, -(-v.shape[1] // block), block, block)
-
-
-@_input_gradients.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, sums, b))
-
-
-Shape = Sequence[int]
-
-
-@register_flop_formula(OPS.state_space_scores)
-def _score_flops(q: Shape, k: Shape, **_: Any) -> int:
-    batch, length, groups, d = q
-    return 2 * batch * length * groups * min(BLOCK, length) * d
-
-
-@register_flop_formula([OPS.state_space_block_states, OPS.state_space_output_state_gradients])
-def _state_flops(q: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    return 2 * batch * length * heads * q[-1] * a
-
-
-@register_flop_formula(OPS.state_space_output)
-def _output_flops(scores: Shape, q: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    # tiles above the diagonal are left out
-    return 2 * batch * length * heads * a * (min(BLOCK, length) // 2 + q[-1])
-
-
-@register_flop_formula(OPS.state_space_score_gradients)
-def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    return 2 * batch * length * heads * a * min(BLOCK, length)
-
-
-@register_flop_formula(OPS.state_space_input_gradients)
-def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    block, d = min(BLOCK, length), q[-1]
-    # of heads: d_v within the block and by way of the state, d_q and d_k by way of it, d_o v^T once more for
-    # the decay (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
-    of_heads = heads * (a * (block // 2 + 3 * d) + a * block // 2)
-    return 2 * batch * length * (of_heads + 2 * q[2] * block * d)
 
 
 class _Forward(Forward):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, starts: list[int]):
         self.q, self.k, self.v, self.b, self.starts = q, k, v, b, starts
-        self.sums = _sums(g)
-        self.states = _block_states(k, v, self.sums, b, starts)
+        self.sums = operators.summed(g)
+        self.states = operators.block_states(k, v, self.sums, b, starts)
 
     def carry(self) -> Tensor:
-        return _carry(self.states, self.sums, False, self.starts)
+        return operators.carry(self.states, self.sums, False, self.starts)
 
     def output(self, initial: Tensor | None) -> Tensor:
-        before = _passed(self.states, self.sums, initial, self.v, False, self.starts)
+        before = operators.passed(self.states, self.sums, initial, self.v, False, self.starts)
         del self.states
-        return _output(_scores(self.q, self.k), self.q, self.v, self.sums, self.b, before, self.starts)
+        return operators.output(
+            operators.scores(self.q, self.k), self.q, self.v, self.sums, self.b, before, self.starts
+        )
 
 
 class _Backward(Backward):
@@ -273,21 +47,21 @@ class _Backward(Backward):
         d_o: Tensor,
     ):
         self.q, self.k, self.v, self.b, self.d_o, self.starts = q, k, v, b, d_o, starts
-        self.sums, self.scores = _sums(g), _scores(q, k)
-        own = _block_states(k, v, self.sums, b, starts)
-        self.before = _passed(own, self.sums, initial, v, False, starts)
+        self.sums, self.scores = operators.summed(g), operators.scores(q, k)
+        own = operators.block_states(k, v, self.sums, b, starts)
+        self.before = operators.passed(own, self.sums, initial, v, False, starts)
         del own
-        self.d_before = _output_state_gradients(q, d_o, self.sums, starts)
+        self.d_before = operators.output_state_gradients(q, d_o, self.sums, starts)
 
     def carry(self) -> Tensor:
-        return _carry(self.d_before, self.sums, True, self.starts)
+        return operators.carry(self.d_before, self.sums, True, self.starts)
 
     def inputs(self, d_final: Tensor | None) -> InputGradients:
-        d_after = _passed(self.d_before, self.sums, d_final, self.v, True, self.starts)
+        d_after = operators.passed(self.d_before, self.sums, d_final, self.v, True, self.starts)
         del self.d_before
         groups = self.q.shape[2]
-        d_scores = _score_gradients(self.v, self.d_o, self.sums, self.b, groups, self.starts)
-        d_q, d_k, d_v, d_sums, d_b = _input_gradients(
+        d_scores = operators.score_gradients(self.v, self.d_o, self.sums, self.b, groups, self.starts)
+        d_q, d_k, d_v, d_sums, d_b = operators.input_gradients(
             self.q,
             self.k,
             self.v,
@@ -300,7 +74,7 @@ class _Backward(Backward):
             d_after,
             self.starts,
         )
-        return d_q, d_k, d_v, _sums(d_sums, True), d_b
+        return d_q, d_k, d_v, operators.summed(d_sums, True), d_b
 
 
 class StateSpace(Rule):

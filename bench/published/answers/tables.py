@@ -86,12 +86,24 @@ class PublishedTable(Answer):
             columns.setdefault(quantity.named or column, quantity)
         return columns
 
-    def matches(self, row: PublishedRow, cell: Cell) -> bool:
-        """Whether the cell is the one that the row speaks of."""
-        wanted = [self.cells, *(words.get(row.text[column], {}) for column, words in self.settings.items())]
-        return all(has_fields(cell, fields) for fields in wanted) and all(
-            self._same(column, row.text[column], field_value(cell, field))
-            for column, field in self.match.items()
+    def matched(
+        self, rows: Sequence[PublishedRow], cells: Sequence[Cell]
+    ) -> list[tuple[PublishedRow, list[Cell]]]:
+        """Each row, and the cells that it speaks of."""
+        # asked of each cell once, not for each row
+        values = [
+            (cell, [field_value(cell, field) for field in self.match.values()])
+            for cell in self.selected(cells)
+        ]
+        return [(row, [cell for cell, its in values if self._speaks_of(row, cell, its)]) for row in rows]
+
+    def _speaks_of(self, row: PublishedRow, cell: Cell, values: Sequence[Any]) -> bool:
+        """Whether a row speaks of a cell, whose values of the matched fields are these."""
+        return all(
+            self._same(column, row.text[column], value)
+            for column, value in zip(self.match, values, strict=True)
+        ) and all(
+            has_fields(cell, words.get(row.text[column], {})) for column, words in self.settings.items()
         )
 
     def _same(self, column: str, text: str, value: Any) -> bool:
@@ -178,8 +190,7 @@ class PublishedTable(Answer):
         """Each row must speak of one cell on each cluster and engine, and no two rows of the same unless they
         are repeated measurements of it."""
         spoken_of: dict[str, int] = {}
-        for row in rows:
-            matched = [cell for cell in declared if self.matches(row, cell)]
+        for row, matched in self.matched(rows, declared):
             what = ", ".join(f"{column} {row.text[column]}" for column in self.match)
             where = f"row {row.line} of {self.published.file} ({what})"
             if not matched:
@@ -196,9 +207,9 @@ class PublishedTable(Answer):
     # -- comparison --------------------------------------------------------------------------------------
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
+        matched = self.matched(self.rows(results.folder), results.cells)
         for column, quantity in self.quantities.items():
-            for row in self.rows(results.folder):
-                cells = [cell for cell in results.cells if self.matches(row, cell)]
+            for row, cells in matched:
                 for number in quantity.numbers(row, column):
                     if number.value is not None or self._status(row) != "ok":
                         for cell in cells:

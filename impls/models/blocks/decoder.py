@@ -99,6 +99,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "library": "torch",
         "unfused": (),
         "recompute": "none",
+        "recompute_reentrant": False,
         "checkpoints": "device",
         "mlp_tile": 0,
         "loss_tile": 0,
@@ -129,8 +130,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile))
 
     def variants(self) -> list[Mapping[str, Any]]:
-        others = ("checkpointing", "recompute", "checkpoints", "unfused", "mlp_tile", "loss_tile")
-        plain = {k: v for k, v in self.plain_options.items() if k not in others}
+        others = {"checkpointing", "recompute", "recompute_reentrant", "checkpoints", "unfused"}
+        plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
@@ -139,7 +140,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         return [
             {"checkpointing": True} | one | in_place,
             # 7 divides none of the 72 tokens that 1 to 4 ranks share
-            {"recompute": "full", "checkpoints": "host", "mlp_tile": 7, "loss_tile": 7} | one,
+            {"recompute": "full", "recompute_reentrant": True, "checkpoints": "host"}
+            | {"mlp_tile": 7, "loss_tile": 7}
+            | one,
             plain | {"heads": 3} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks

@@ -169,6 +169,6 @@ class LoneDecoderLayer(nn.Module):
         if self.model.recomputes_layers:
             if self.on_host is not None:
                 self.on_host.begin()
-            how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
+            how = self.model.recomputation
             return {"y": recomputed(self.layer, self.strategy.random, x, places, on_host=self.on_host, **how)}
         return {"y": self.layer(x, places)}

@@ -77,7 +77,7 @@ class Decoder(nn.Module):
             self.on_host.begin()
         for names, again in self.runs:
             if again:
-                how = {"early_stop": self.model.recompute_early_stop, "keep": self.model.keeps_operators}
+                how = self.model.recomputation
                 x = recomputed(self._run, self.strategy.random, x, places, names, on_host=self.on_host, **how)
             else:
                 x = self._run(x, places, names)

@@ -75,6 +75,9 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         recompute_early_stop: of full recomputation: it ends at the last tensor that backward needs, so that a
             run's last product does not run again, as where programs use torch's checkpoint without
             use_reentrant.
+        recompute_reentrant: of full recomputation: a run's input, its output, made again, and the gradient of
+            that live through the run's backward, as where programs use torch's checkpoint with use_reentrant,
+            Hugging Face's default; see :class:`BackwardFrame`.
         checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
             "device", or in pinned memory of the "host", see :class:`HostCheckpoints`, or in "pageable" memory
             there, see :class:`PageableCheckpoints`.
@@ -110,6 +113,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     recompute_method: str = "uniform"
     recompute_layers: int = 1
     recompute_early_stop: bool = False
+    recompute_reentrant: bool = False
     checkpoints: str = "device"
     checkpointing: bool = False
     mlp_tile: int = 0
@@ -139,6 +143,10 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             )
         if self.recompute_early_stop and not self.recomputes_layers:
             raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
+        if self.recompute_reentrant and (self.keeps_operators or not self.recomputes_layers):
+            raise ValueError("recompute_reentrant is of recompute: full; set that, or leave it out")
+        if self.recompute_reentrant and self.recompute_early_stop:
+            raise ValueError("a reentrant checkpoint runs whole; leave recompute_early_stop out")
         if self.checkpoints != "device" and (self.keeps_operators or not self.recomputes_layers):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} is of recompute: full; set that, or leave it out"
@@ -189,6 +197,15 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         if self.recompute_method == "interval":
             return [([layer], place % n == 0) for place, layer in enumerate(layers, 1)]
         return [*(([layer], True) for layer in layers[:n]), (layers[n:], False)]
+
+    @property
+    def recomputation(self) -> dict[str, bool]:
+        """How layers are recomputed, as :func:`recomputed` is told."""
+        return {
+            "early_stop": self.recompute_early_stop,
+            "keep": self.keeps_operators,
+            "reentrant": self.recompute_reentrant,
+        }
 
     @property
     def mlp_tiling(self) -> Tiling:

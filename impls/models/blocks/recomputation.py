@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.kept_results import KeptResults, keeping
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
+from spbench.impls.models.blocks.reentrant_frames import BackwardFrame
 
 Output = TypeVar("Output")
 
@@ -28,17 +29,20 @@ def recomputed(
     *inputs: Any,
     early_stop: bool = False,
     keep: bool = False,
+    reentrant: bool = False,
     on_host: HostCheckpoints | None = None,
 ) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what
     every other matrix product made, attention, and sums that are scattered (torchtitan's selective
     checkpointing by "op"). With ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it
-    runs again as far as the last tensor that its backward needs, as torch's own default is."""
+    runs again as far as the last tensor that its backward needs, as torch's own default is. ``reentrant``:
+    what torch's reentrant checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""
     first = random.number
+    within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
 
     def run(*inputs: Any) -> Output:
         random.number = first  # the same dropout masks when backward runs it again
-        return block(*inputs)
+        return within(*inputs)
 
     contexts = _keeping if keep else noop_context_fn
     where = nullcontext() if on_host is None else on_host.keeping()

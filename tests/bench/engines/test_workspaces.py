@@ -14,6 +14,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines import virtual
 from spbench.bench.engines.distributed import DistributedEngine
+from spbench.bench.engines.plan import plan
 from spbench.bench.engines.rank_memory import RankMemory, allocator_of
 from spbench.bench.engines.trace_cache import trace_key
 from spbench.bench.engines.virtual import VirtualEngine
@@ -87,6 +88,21 @@ def test_a_cell_can_have_expandable_segments() -> None:
     assert trace_key(expandable, 0, True) == trace_key(cell_of(), 0, True)
     assert expandable.key != cell_of().key
     assert cell_of(training={"cuda_alloc_conf": "expandable_segments:False"}).key == cell_of().key
+
+
+@pytest.mark.parametrize("config", [None, "expandable_segments:True", "max_split_size_mb:128"])
+def test_a_card_on_which_cached_memory_must_be_given_back_can_count_as_full(config: str | None) -> None:
+    cells = [cell_of(training={"cuda_alloc_conf": config, "alloc_retries": may}) for may in (True, False)]
+    # of 80 MiB 40 are free again and 20 in use; 60 are asked for
+    log = MemoryLog(sizes=[40 * MIB, 20 * MIB, 60 * MIB], events=[1, 2, -1, 3], marks=[("forward", 0)])
+    may, may_not = (RankMemory.of(log, 80 * MIB, allocator_of(cell)) for cell in cells)
+    assert may_not.failure is not None
+    assert may_not.failure.error.reserved >= 60 * MIB
+    reason = may_not.failure.reason(plan(cells[1]).class_of(0))
+    assert "without a retry of the allocator" in reason
+    assert may.failure is None
+    assert trace_key(cells[0], 0, True) == trace_key(cells[1], 0, True)
+    assert cells[0].key != cells[1].key
 
 
 def test_the_buffer_of_gradients_is_held_throughout() -> None:

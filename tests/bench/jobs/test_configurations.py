@@ -168,6 +168,8 @@ def test_stages_of_zero() -> None:
     assert (two["model_options.recompute_early_stop"], two["seq_len"]) == (True, 4096)
     assert (three["training.backend"], three["strategy"], three["sizes.sp"]) == ("zero3", "ulysses", 8)
     assert "model_options.recompute_early_stop" not in three
+    assert three["model_options.recompute_reentrant"] is True
+    assert "model_options.recompute_reentrant" not in two
     assert three["model_options.separate_projections"] is True
 
 

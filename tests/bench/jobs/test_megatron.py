@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from spbench.bench.config.scenario import load_scenario
 from spbench.bench.errors import UserError
@@ -18,6 +17,7 @@ from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile, read_job
 from spbench.bench.jobs.megatron_arguments import known_arguments
 from spbench.bench.reproduction.megatron_cases import cases
+from spbench.bench.yaml_files import parse_yaml
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,7 +42,7 @@ def settings(arguments: str, **more: Any) -> dict[str, Any]:
 def test_every_argument_and_variable_of_the_functional_tests_is_accounted_for() -> None:
     kinds: Counter[str] = Counter()
     for case in {case.case: case for case in cases()}.values():
-        given = yaml.safe_load(case.text)
+        given = parse_yaml(Path(case.case), case.text.encode())
         argued = [a for a in case.job.arguments if a.name.startswith("--")]
         assert {a.name.removeprefix("--") for a in argued} == given["MODEL_ARGS"].keys()
         assert {a.name for a in case.job.arguments} - {a.name for a in argued} == given["ENV_VARS"].keys()

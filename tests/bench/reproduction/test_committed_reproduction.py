@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from spbench.bench.commands.reproduce import Reproduction
 from spbench.bench.commands.reproduce_times import fit_bands
@@ -21,6 +20,7 @@ from spbench.bench.reproduction.order_of_splits import orders_by_scenario
 from spbench.bench.reproduction.papers import papers, scenarios_of
 from spbench.bench.trust.bands import packaged_model
 from spbench.bench.trust.memory_errors import MEMORY_ERRORS_FILE, packaged_errors
+from spbench.bench.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[3]
 PAPERS = [*papers()]
@@ -47,7 +47,7 @@ def test_a_table_of_several_models_names_them() -> None:
 def test_scenarios_name_papers_that_are_known() -> None:
     known = {name for paper in papers().values() for name in (paper.name, paper.source)}
     for path in (ROOT / "scenarios").glob("*.yaml"):
-        assert yaml.safe_load(path.read_text()).get("paper", "") in {*known, ""}, path
+        assert read_yaml(path).get("paper", "") in {*known, ""}, path
     ((paper, of_rsa),) = scenarios_of("rsa")
     assert paper.name == "rsa"
     assert {"max_batch", "max_seqlen", "communication"} <= {scenario.name for scenario in of_rsa}

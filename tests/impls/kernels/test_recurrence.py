@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spbench.impls.kernels import gated_delta_operators, state_space
+from spbench.impls.kernels import gated_delta_operators, state_space_operators
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.gated_norm import gated_norm
 from spbench.impls.kernels.l2_norm import l2_norm, plain_l2_norm
@@ -33,7 +33,7 @@ def inputs(length: int) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gated_delta_operators, state_space):
+    for module in (gated_delta_operators, state_space_operators):
         monkeypatch.setattr(module, "BLOCK", 4)
 
 

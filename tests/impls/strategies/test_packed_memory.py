@@ -22,7 +22,7 @@ from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.verification.documents import document_of_positions, seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.axes import Place
-from spbench.impls.kernels import gated_delta_operators, linear_attention, state_space
+from spbench.impls.kernels import gated_delta_operators, linear_attention, state_space_operators
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.recurrence import Rule
@@ -173,7 +173,7 @@ def test_gated_recurrences(
 ) -> None:
     """fla's kernels have a state before each block of each document, mamba_ssm's one before each block of the
     chunk; neither keeps them."""
-    for module in (gated_delta_operators, state_space):
+    for module in (gated_delta_operators, state_space_operators):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
     for rank in ranks(cls, count, {}):
         n, strategy = rank.length, rank.strategy

@@ -1,0 +1,236 @@
+"""The operators of the state space duality's forward and backward passes; see
+:mod:`spbench.impls.kernels.state_space`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks, block_sums
+
+#: positions in a block (chunk_size of mamba_ssm's Mamba2)
+BLOCK = 256
+
+OPS = torch.ops.spbench
+
+
+def _block(x: Tensor) -> int:
+    return min(BLOCK, x.shape[1])
+
+
+def _split(heads: int, *tensors: Tensor) -> list[Tensor]:
+    return [Blocks(x.shape[1], _block(x)).of(x, heads) for x in tensors]
+
+
+def _together(x: Tensor, like: Tensor) -> Tensor:
+    """What :func:`_split` makes, back to the shape and dtype of ``like``."""
+    return Blocks(like.shape[1], _block(like)).back(x, like)
+
+
+def _decay(sums: Tensor, starts: Sequence[int]) -> BlockDecay:
+    return BlockDecay(sums, Blocks(sums.shape[1], _block(sums), starts))
+
+
+def summed(g: Tensor, from_end: bool = False) -> Tensor:
+    """Blocks go on over documents, whose first position's decay no pair uses."""
+    return block_sums(g, _block(g), from_end, [])
+
+
+def _for_heads(scores: Tensor, heads: int) -> Tensor:
+    return scores.repeat_interleave(heads // scores.shape[1], 1)
+
+
+@torch.library.custom_op("spbench::state_space_scores", mutates_args=())
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T of each block [B, G, C, block, block], all pairs."""
+    queries, keys = _split(q.shape[2], q, k)
+    return queries @ keys.mT
+
+
+@torch.library.custom_op("spbench::state_space_block_states", mutates_args=())
+def block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
+    """What each block alone writes to the state after it [B, Z, C, D, A]."""
+    keys, values, strength = _split(v.shape[2], k, v, b)
+    return (keys * strength.unsqueeze(-1) * _decay(sums, starts).to_end).mT @ values
+
+
+@torch.library.custom_op("spbench::state_space_carry", mutates_args=())
+def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -> Tensor:
+    """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
+    way back to the one before it."""
+    across, state, blocks = (
+        _decay(sums, starts).across,
+        torch.zeros_like(states[:, :, 0]),
+        range(states.shape[2]),
+    )
+    for c in reversed(blocks) if backward else blocks:
+        state = across[:, :, c] * state + states[:, :, c]
+    return torch.cat((state.flatten(2), across.prod(2).squeeze(-1)), -1)
+
+
+@torch.library.custom_op("spbench::state_space_passed", mutates_args=())
+def passed(
+    states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool, starts: Sequence[int]
+) -> Tensor:
+    """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of
+    ``like``, from what :func:`carry` is given and the first of them."""
+    across, state = _decay(sums, starts).across, torch.zeros_like(states[:, :, 0]) if first is None else first
+    passed, blocks = [state] * states.shape[2], range(states.shape[2])
+    for c in reversed(blocks) if backward else blocks:
+        passed[c] = state
+        state = across[:, :, c] * state + states[:, :, c]
+    return torch.stack(passed, 2).to(like.dtype)
+
+
+@torch.library.custom_op("spbench::state_space_output", mutates_args=())
+def output(
+    scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
+) -> Tensor:
+    (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums, starts)
+    pairs = _for_heads(scores, v.shape[2]) * decay.between() * strength.unsqueeze(-2)
+    return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
+
+
+@torch.library.custom_op("spbench::state_space_output_state_gradients", mutates_args=())
+def output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
+    """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
+    queries, d_outputs = _split(d_o.shape[2], q, d_o)
+    return (_decay(sums, starts).from_start * queries).mT @ d_outputs
+
+
+@torch.library.custom_op("spbench::state_space_score_gradients", mutates_args=())
+def score_gradients(
+    v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, starts: Sequence[int]
+) -> Tensor:
+    """The gradient of the products [B, G, C, block, block]."""
+    values, d_outputs, strength = _split(v.shape[2], v, d_o, b)
+    d_pairs = d_outputs @ values.mT * _decay(sums, starts).between() * strength.unsqueeze(-2)
+    return d_pairs.unflatten(1, (groups, -1)).sum(2)
+
+
+@torch.library.custom_op("spbench::state_space_input_gradients", mutates_args=())
+def input_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    b: Tensor,
+    d_o: Tensor,
+    scores: Tensor,
+    d_scores: Tensor,
+    states: Tensor,
+    d_states: Tensor,
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v, of the sums of g, and of b."""
+    heads = v.shape[2]
+    queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
+    decay, products = _decay(sums, starts), _for_heads(scores, heads)
+    between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
+    # without b: what a block's pairs do, and what a position's key does by way of the state after it
+    pairs, d_written = d_outputs @ values.mT * products * between, decay.to_end * (values @ d_after.mT)
+    d_read, of_writing = decay.from_start * (d_outputs @ before.mT), (keys * d_written).sum(-1)
+    d_b = pairs.sum(-2) + of_writing
+    d_sums = (queries * d_read).sum(-1) + (pairs @ strength.unsqueeze(-1)).squeeze(-1) - strength * d_b
+    of_ends = (strength * of_writing).sum(-1) + (decay.across * before * d_after).sum((-1, -2))
+    decay.add_at_ends(d_sums, of_ends)
+    d_v = (products * between).mT @ d_outputs + decay.to_end * keys @ d_after
+    strong = strength.unsqueeze(-1)
+    # products are of a group of heads, so their gradients come once
+    q_once, k_once = _split(q.shape[2], q, k)
+    return (
+        _together(d_read, q) + _together(d_scores @ k_once, q),
+        _together(strong * d_written, k) + _together(d_scores.mT @ q_once, k),
+        _together(strong * d_v, v),
+        _together(d_sums, sums),
+        _together(d_b, b),
+    )
+
+
+def _states_shape(k: Tensor, v: Tensor) -> list[int]:
+    return [len(v), v.shape[2], -(-v.shape[1] // _block(v)), k.shape[-1], v.shape[-1]]
+
+
+@scores.register_fake
+def _(q: Tensor, k: Tensor) -> Tensor:
+    block = _block(q)
+    return q.new_empty(len(q), q.shape[2], -(-q.shape[1] // block), block, block, dtype=state_dtype(q.dtype))
+
+
+@block_states.register_fake
+def _(k: Tensor, v: Tensor, sums: Tensor, *_: Any) -> Tensor:
+    return sums.new_empty(_states_shape(k, v))
+
+
+@output_state_gradients.register_fake
+def _(q: Tensor, d_o: Tensor, sums: Tensor, *_: Any) -> Tensor:
+    return sums.new_empty(_states_shape(q, d_o))
+
+
+@carry.register_fake
+def _(states: Tensor, *_: Any) -> Tensor:
+    return states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1)
+
+
+@passed.register_fake
+def _(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, *_: Any) -> Tensor:
+    return states.new_empty(states.shape, dtype=like.dtype)
+
+
+@output.register_fake
+def _(scores: Tensor, q: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@score_gradients.register_fake
+def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, *_: Any) -> Tensor:
+    block = _block(v)
+    return sums.new_empty(len(v), groups, -(-v.shape[1] // block), block, block)
+
+
+@input_gradients.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, sums, b))
+
+
+Shape = Sequence[int]
+
+
+@register_flop_formula(OPS.state_space_scores)
+def _score_flops(q: Shape, k: Shape, **_: Any) -> int:
+    batch, length, groups, d = q
+    return 2 * batch * length * groups * min(BLOCK, length) * d
+
+
+@register_flop_formula([OPS.state_space_block_states, OPS.state_space_output_state_gradients])
+def _state_flops(q: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    return 2 * batch * length * heads * q[-1] * a
+
+
+@register_flop_formula(OPS.state_space_output)
+def _output_flops(scores: Shape, q: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    # tiles above the diagonal are left out
+    return 2 * batch * length * heads * a * (min(BLOCK, length) // 2 + q[-1])
+
+
+@register_flop_formula(OPS.state_space_score_gradients)
+def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    return 2 * batch * length * heads * a * min(BLOCK, length)
+
+
+@register_flop_formula(OPS.state_space_input_gradients)
+def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    batch, length, heads, a = v
+    block, d = min(BLOCK, length), q[-1]
+    # of heads: d_v within the block and by way of the state, d_q and d_k by way of it, d_o v^T once more for
+    # the decay (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
+    of_heads = heads * (a * (block // 2 + 3 * d) + a * block // 2)
+    return 2 * batch * length * (of_heads + 2 * q[2] * block * d)
