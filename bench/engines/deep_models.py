@@ -6,22 +6,23 @@ together for 4 layers must equal it in every field. If it does not, or a list of
 blocks, the whole model is traced.
 
 What the proof cannot show is a limit that 5 layers do not reach. So nothing may grow with the number of
-layers that could have one (:mod:`spbench.bench.engines.deepened_traces`); a backend that cuts buffers of all
-layers says so (:attr:`Backend.layers_apart`), a model says how often its kinds of layers repeat
-(:attr:`Model.period`), and it is trusted that a layer does not depend on its number otherwise. A test
-compares traces with whole ones.
+layers that could have one (:mod:`spbench.bench.engines.deepened_traces`), unless the backend says that it
+cuts its buffers alike in all four models (:meth:`Backend.cuts`); if it does not, the whole one is traced at
+once. A model says how often its kinds of layers repeat (:attr:`Model.period`), and it is trusted that a layer
+does not depend on its number otherwise. A test compares traces with whole ones.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.deepened_traces import DeepTrace
 from spbench.bench.engines.pipeline_stages import same
+from spbench.bench.engines.plan import planned_step
 from spbench.bench.engines.repeating_runs import NotAlike
 from spbench.bench.engines.traces import Trace
 from spbench.impls.layout import Unsupported
@@ -51,37 +52,41 @@ def with_layers(cell: Cell, layers: int) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
 
 
-def deep_trace(cell: Cell, traced: Callable[[Cell], Trace]) -> Trace:
+def deep_trace(cell: Cell, rank: int, traced: Callable[[Cell], Trace]) -> Trace:
     """The trace of a cell, put together from those of few layers where that is quicker and exact.
 
     Args:
-        traced: traces the same rank of a cell.
+        traced: traces the rank of a cell.
     """
     layers, unit = stage_layers(cell)
-    is_training = cell.training.step == "training"
-    apart = not is_training or backend_class(cell.training.backend).layers_apart
-    if layers >= LEAST and apart and cell.training.stage_layers is None:
+    if layers >= LEAST and cell.training.stage_layers is None:
         try:
-            return _put_together(cell, layers, unit, traced)
+            return _put_together(cell, rank, layers, unit, traced)
         except (NotAlike, Unsupported) as error:
             _log.info("%s is traced with all layers: %s", cell.key, error)
     return traced(cell)
 
 
-def _put_together(cell: Cell, layers: int, unit: int, traced: Callable[[Cell], Trace]) -> Trace:
+def _put_together(cell: Cell, rank: int, layers: int, unit: int, traced: Callable[[Cell], Trace]) -> Trace:
     """As :func:`deep_trace`.
 
     Raises:
         NotAlike: it is not exact.
         Unsupported: the strategy cannot run so few layers.
     """
-    left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
-
-    def of(few: int) -> Trace:
-        return traced(with_layers(cell, few * unit + left_over))
-
-    deep = DeepTrace(of(_FEWEST), of(_FEWEST + 2))
-    proof, ours = of(_FEWEST + 1), deep.by(1)
-    if not same(ours, proof) or ours.memory.places != proof.memory.places:
+    more = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
+    few, proof, some = (with_layers(cell, n * unit + more) for n in range(_FEWEST, _FEWEST + 3))
+    cuts = {_cuts(each, rank) for each in (few, proof, some, cell)}
+    if len(cuts) > 1:
+        raise NotAlike("its backend cuts buffers of all layers otherwise than those of few")
+    deep = DeepTrace(traced(few), traced(some), grows=cuts != {None})
+    ours, theirs = deep.by(1), traced(proof)
+    if not same(ours, theirs) or ours.memory.places != theirs.memory.places:
         raise NotAlike("what is put together is not what is traced")
     return replace(deep.by(layers - _FEWEST), cell=cell)
+
+
+def _cuts(cell: Cell, rank: int) -> Hashable:
+    if cell.training.step == "inference":
+        return None
+    return backend_class(cell.training.backend).cuts(planned_step(cell, rank, ()))

@@ -1,22 +1,22 @@
 """The trace of a deep model, put together from those of two shallow ones.
 
-Each list of a trace is aligned by itself (:mod:`spbench.bench.engines.repeating_runs`). Two things may grow
-with the number of layers: what an operator that takes lists of tensors reads and writes, as an optimizer's
-does, and the host's work. Nothing else may: a buffer or a message of all layers has a size at which it is cut
-or padded otherwise, and shallow models do not show which.
+Each list of a trace is aligned by itself (:mod:`spbench.bench.engines.repeating_runs`). Two things may always
+grow with the number of layers: what an operator that takes lists of tensors reads and writes, as an
+optimizer's does, and the host's work. A buffer or a message of all layers may where the backend says that its
+cuts do not depend on how many there are (:meth:`Backend.cuts`), outside forward and backward alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import starmap
 from typing import Any
 
 import numpy as np
 
-from spbench.bench.engines.repeating_runs import Deepened, Entries, NotAlike
+from spbench.bench.engines.marked_lists import DeepList, MarkedList, numbered
+from spbench.bench.engines.pipeline_stages import OF_TURNS
+from spbench.bench.engines.repeating_runs import NotAlike
 from spbench.bench.engines.traces import Trace
 from spbench.bench.meters.communication import CommunicationMeter
 from spbench.bench.meters.memory_log import MemoryLog
@@ -24,123 +24,86 @@ from spbench.bench.simulator.program import WAIT, Program
 
 #: how operators begin that take lists of tensors, of which a deeper model has longer ones
 _OF_LISTS = ("_foreach_", "_fused_")
+#: what stands for a number that grows
+_GROWS = -1
 #: the most that a column of :attr:`Program.host` can be
 _MOST_HOST_WORK = 2**15 - 1
 #: what ends a traced step, among the phases that begin
 _END = None
 
-#: of words (phases, tags, workspaces) numbers by which those of two lists are compared
-_NUMBERS: dict[str | None, int] = {None: 0}
+
+def _outside(marks: Sequence[tuple[str, int]], length: int) -> np.ndarray:
+    """[length]: whether each entry of a list is outside forward and backward."""
+    first = [0, *(start for _, start in marks), length]
+    outside = [True, *(name not in OF_TURNS for name, _ in marks)]
+    return np.repeat(outside, np.diff(first))
 
 
-def _numbered(words: Iterable[str | None]) -> np.ndarray:
-    return np.array([_NUMBERS.setdefault(word, len(_NUMBERS)) for word in words], dtype=np.int64)
+def _without_what_grows(
+    shallow: np.ndarray, deeper: np.ndarray, may: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two columns with _GROWS for the numbers of one that the other has not, where entries ``may`` grow."""
+    columns = shallow, deeper
+    others = deeper, shallow
+    made = [
+        np.where(each & ~np.isin(column, other[each_of_other]), _GROWS, column)
+        for column, other, each, each_of_other in zip(columns, others, may, may[::-1], strict=True)
+    ]
+    return made[0], made[1]
 
 
-def _tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows]: numbers of 64 bits, which are equal where the rows of these columns are."""
-    tokens = np.zeros(len(columns[0]), dtype=np.uint64)
-    for column in columns:
-        whole = column if column.dtype == np.float64 else column.astype(np.int64)
-        tokens = (tokens ^ whole.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        tokens ^= tokens >> np.uint64(32)
-    return tokens
+def _grown(column: np.ndarray, by_two_layers: np.ndarray, layers: int) -> np.ndarray:
+    """A column after its growth.
 
-
-class _Marked:
-    """A list with what is marked in it as entries of its own.
-
-    Args:
-        columns: of [length], what two alike have in common.
-        references: of each, the one that it refers to; -1: none.
-        marks: (word, the first after it).
-
-    Attributes:
-        source: of each entry, its number in the list; -1: it is a mark.
+    Raises:
+        NotAlike: a number would not be whole.
     """
-
-    def __init__(
-        self,
-        columns: Sequence[np.ndarray],
-        references: np.ndarray,
-        marks: Iterable[tuple[str | None, int]],
-    ):
-        in_order = sorted(marks, key=lambda mark: mark[1])
-        self.source = np.insert(np.arange(len(references)), [first for _, first in in_order], -1)
-        self.is_mark = self.source < 0
-        self.words = np.zeros(len(self.source), dtype=np.int64)
-        self.words[self.is_mark] = _numbered(word for word, _ in in_order)
-        place = np.flatnonzero(~self.is_mark)
-        there = np.full(len(self.source), -1)
-        there[place] = np.where(references < 0, -1, place[references])
-        whole = [np.zeros(len(self.source), dtype=column.dtype) for column in columns]
-        for column, given in zip(whole, columns, strict=True):
-            column[place] = given
-        self.entries = Entries(_tokens([self.is_mark, self.words, *whole]), there)
-
-
-class _DeepList:
-    """Two lists with marks, and what they say of that of a deeper model."""
-
-    def __init__(self, shallow: _Marked, deeper: _Marked):
-        self._shallow, self._deeper = shallow, deeper
-        self._whole = Deepened(shallow.entries, deeper.entries)
-
-    def by(self, layers: int) -> tuple[np.ndarray, np.ndarray, list[tuple[str | None, int]]]:
-        """See :meth:`Deepened.by`.
-
-        Returns:
-            (of each, the one of the deeper list that it is a copy of; what it refers to; marks)
-        """
-        like, references = self._whole.by(layers)
-        is_mark = self._deeper.is_mark[like]
-        number = np.cumsum(~is_mark) - ~is_mark
-        by_number = [*_NUMBERS]
-        marks = [
-            (by_number[word], first)
-            for word, first in zip(
-                self._deeper.words[like][is_mark].tolist(), number[is_mark].tolist(), strict=True
-            )
-        ]
-        references = references[~is_mark]
-        references = np.where(references < 0, -1, number[references])
-        return self._deeper.source[like][~is_mark], references, marks
-
-    def growth(self, of_shallow: np.ndarray, of_deeper: np.ndarray) -> np.ndarray:
-        """By how much a column of the list grows with two layers, for each row of the deeper one."""
-        there = self._whole.counterpart
-        both = (there >= 0) & ~self._deeper.is_mark
-        row, row_there = self._deeper.source[both], self._shallow.source[there[both]]
-        growth = np.zeros(of_deeper.shape, dtype=np.float64)
-        growth[row] = of_deeper[row].astype(np.float64) - of_shallow[row_there]
-        return growth
+    grown = column + by_two_layers * ((layers - 2) / 2)
+    if (grown != np.rint(grown)).any():
+        raise NotAlike("something does not grow by the same with each layer")
+    return grown.astype(column.dtype)
 
 
 class _DeepLog:
     """The memory log of a deeper model."""
 
-    def __init__(self, shallow: MemoryLog, deeper: MemoryLog):
+    def __init__(self, shallow: MemoryLog, deeper: MemoryLog, grows: bool):
         if shallow.place_names != deeper.place_names:
             raise NotAlike("other modules are called in a deeper model")
         self._log, self._events = deeper, np.asarray(deeper.events, dtype=np.int64)
-        self._list = _DeepList(*map(self._marked, (shallow, deeper)))
+        logs = shallow, deeper
+        # of each event, the bytes of its storage
+        sizes = [
+            np.asarray(log.sizes, dtype=np.int64)[np.abs(np.asarray(log.events, dtype=np.int64)) - 1]
+            for log in logs
+        ]
+        may = [grows & self._made_outside(log) for log in logs]
+        alike = _without_what_grows(sizes[0], sizes[1], (may[0], may[1]))
+        self._list = DeepList(*(self._marked(log, each) for log, each in zip(logs, alike, strict=True)))
+        self._growth = self._list.growth(*sizes)
 
     @staticmethod
-    def _marked(log: MemoryLog) -> _Marked:
+    def _made_outside(log: MemoryLog) -> np.ndarray:
+        """Of each event, whether its storage was made outside forward and backward."""
+        events = np.asarray(log.events, dtype=np.int64)
+        made = _outside(log.marks, len(events))[events > 0]
+        return made[np.abs(events) - 1]
+
+    @staticmethod
+    def _marked(log: MemoryLog, sizes: np.ndarray) -> MarkedList:
         events = np.asarray(log.events, dtype=np.int64)
         number, dies = np.abs(events) - 1, events < 0
         born_at = np.flatnonzero(~dies)
         storages = range(len(log.sizes))
         of_storages = [
-            np.asarray(log.sizes, dtype=np.int64),
             np.asarray(log.streams or [0] * len(storages), dtype=np.int64),
-            _numbered(map(log.tags.get, storages)),
-            _numbered(map(log.workspaces.get, storages)),
+            numbered(map(log.tags.get, storages)),
+            numbered(map(log.workspaces.get, storages)),
         ]
         marks = [*((_END, end) for end in log.ends), *log.marks]
         references = np.full(len(events), -1)
         references[dies] = born_at[number[dies]]
-        return _Marked([dies, *(each[number] for each in of_storages)], references, marks)
+        return MarkedList([dies, sizes, *(each[number] for each in of_storages)], references, marks)
 
     def by(self, layers: int) -> MemoryLog:
         source, references, marks = self._list.by(layers)
@@ -148,24 +111,24 @@ class _DeepLog:
         born = events > 0
         number = np.cumsum(born) - 1
         like = events[born] - 1  # of each storage, the one that it is a copy of
+        log = self._log
 
-        def of_storages(given: Sequence[int]) -> list[int]:
-            copied: list[int] = np.asarray(given, dtype=np.int64)[like].tolist() if given else []
-            return copied
+        def of_storages(given: Sequence[int]) -> np.ndarray:
+            return np.asarray(given, dtype=np.int64)[like if given else []]
 
         def named(given: dict[int, str]) -> dict[int, str]:
-            return {new: given[old] for new, old in enumerate(like.tolist()) if old in given} if given else {}
+            some = np.flatnonzero(np.isin(like, [*given]))
+            return {new: given[old] for new, old in zip(some.tolist(), like[some].tolist(), strict=True)}
 
-        log = self._log
         return MemoryLog(
-            sizes=of_storages(log.sizes),
+            sizes=_grown(of_storages(log.sizes), self._growth[source][born], layers).tolist(),
             events=np.where(born, number + 1, -number[references] - 1).tolist(),
             marks=[(word, first) for word, first in marks if word is not _END],
             tags=named(log.tags),
             ends=[first for word, first in marks if word is _END],
             workspaces=named(log.workspaces),
-            streams=of_storages(log.streams),
-            places=of_storages(log.places),
+            streams=of_storages(log.streams).tolist(),
+            places=of_storages(log.places).tolist(),
             place_names=log.place_names,
         )
 
@@ -173,7 +136,7 @@ class _DeepLog:
 class _DeepProgram:
     """The program of a deeper model."""
 
-    def __init__(self, shallow: Program, deeper: Program):
+    def __init__(self, shallow: Program, deeper: Program, grows: bool):
         self._program = deeper
         self._columns = {
             each.name: column
@@ -183,29 +146,40 @@ class _DeepProgram:
         others = [each.name for each in fields(Program) if each.name not in {*self._columns, "marks"}]
         if any(getattr(shallow, name) != getattr(deeper, name) for name in others):
             raise NotAlike("a deeper model calls other operators, or communicates in other groups")
-        self._list = _DeepList(*map(self._marked, (shallow, deeper)))
+        programs = shallow, deeper
+        may = [grows & _outside(program.marks, len(program)) for program in programs]
+        amounts = {
+            name: _without_what_grows(getattr(shallow, name), getattr(deeper, name), (may[0], may[1]))
+            for name in ("nbytes", "flops")
+        }
+        self._list = DeepList(
+            *(
+                self._marked(program, {name: each[number] for name, each in amounts.items()})
+                for number, program in enumerate(programs)
+            )
+        )
         self._growth = {
             name: self._list.growth(getattr(shallow, name), getattr(deeper, name))
-            for name in ("nbytes", "flops", "host")
+            for name in (*amounts, "host")
         }
 
-    def _marked(self, program: Program) -> _Marked:
+    def _marked(self, program: Program, amounts: dict[str, np.ndarray]) -> MarkedList:
         waits = program.kind == WAIT
         of_lists = np.array([name.startswith(_OF_LISTS) for name in program.names], dtype=bool)[program.name]
         columns = {
             **{name: getattr(program, name) for name in self._columns if name != "host"},
-            "nbytes": np.where(of_lists, 0.0, program.nbytes),
-            "flops": np.where(of_lists, 0.0, program.flops),
+            **{name: np.where(of_lists, _GROWS, amount) for name, amount in amounts.items()},
             "partner": np.where(waits, -1, program.partner),
         }
         by_column = [each for column in columns.values() for each in column.reshape(len(column), -1).T]
-        return _Marked(by_column, np.where(waits, program.partner, -1), program.marks)
+        return MarkedList(by_column, np.where(waits, program.partner, -1), program.marks)
 
     def by(self, layers: int) -> Program:
         source, references, marks = self._list.by(layers)
         columns = {name: column[source] for name, column in self._columns.items()}
         for name, growth in self._growth.items():
-            grown = columns[name] + growth[source] * ((layers - 2) / 2)
+            wide = columns[name].astype(np.float64)
+            grown = _grown(wide, growth[source], layers)
             if name == "host" and (grown > _MOST_HOST_WORK).any():
                 raise NotAlike("the host does more between two events than a program can have")
             columns[name] = grown.astype(columns[name].dtype)
@@ -217,18 +191,23 @@ class _DeepProgram:
 class _DeepCounts:
     """The counts of communication of a deeper model."""
 
-    def __init__(self, shallow: CommunicationMeter, deeper: CommunicationMeter):
-        if shallow.axes != deeper.axes or shallow.counts.keys() != deeper.counts.keys():
-            raise NotAlike("a deeper model sends other messages")
+    def __init__(self, shallow: CommunicationMeter, deeper: CommunicationMeter, grows: bool):
         self._shallow, self._deeper = shallow, deeper
+        alike = len(shallow.counts) == len(deeper.counts) and shallow.axes == deeper.axes
+        for a, b in zip(shallow.counts, deeper.counts, strict=False):
+            may = grows and b.phase not in OF_TURNS
+            alike = alike and a == (replace(b, payload_bytes=a.payload_bytes) if may else b)
+        if not alike:
+            raise NotAlike("a deeper model sends other messages")
 
     def by(self, layers: int) -> CommunicationMeter:
         made = CommunicationMeter(self._deeper.axes)
         made.current_phase = self._deeper.current_phase
-        before = self._shallow.counts
-        made.counts = Counter(
-            {which: n + (n - before[which]) * (layers - 2) // 2 for which, n in self._deeper.counts.items()}
-        )
+        pairs = zip(self._shallow.counts.items(), self._deeper.counts.items(), strict=True)
+        for (before, n), (which, more) in pairs:
+            growth = np.array([which.payload_bytes - before.payload_bytes, more - n], dtype=np.float64)
+            payload, count = _grown(np.array([which.payload_bytes, more]), growth, layers).tolist()
+            made.counts[replace(which, payload_bytes=payload)] = count
         return made
 
 
@@ -237,19 +216,20 @@ class DeepTrace:
 
     Args:
         shallow, deeper: of models of n and n + 2 layers, or runs of layers that repeat.
+        grows: whether buffers and messages of all layers may grow, outside forward and backward.
 
     Raises:
         NotAlike: they do not say it.
     """
 
-    def __init__(self, shallow: Trace, deeper: Trace):
+    def __init__(self, shallow: Trace, deeper: Trace, *, grows: bool):
         self._trace = deeper
-        pairs = (shallow.memory, deeper.memory), (shallow.host_memory, deeper.host_memory)
-        self._memory, self._host_memory = starmap(_DeepLog, pairs)
-        self._counts = _DeepCounts(shallow.communication, deeper.communication)
+        self._memory = _DeepLog(shallow.memory, deeper.memory, grows)
+        self._host_memory = _DeepLog(shallow.host_memory, deeper.host_memory, grows)
+        self._counts = _DeepCounts(shallow.communication, deeper.communication, grows)
         self._program = None
         if shallow.program is not None and deeper.program is not None:
-            self._program = _DeepProgram(shallow.program, deeper.program)
+            self._program = _DeepProgram(shallow.program, deeper.program, grows)
 
     def by(self, layers: int) -> Trace:
         """The trace of a model with that many layers more than the shallower one.

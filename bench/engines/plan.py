@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -179,8 +179,8 @@ def plan(cell: Cell) -> Plan:
         _check_inference(cell)
     elif not model.has_weights:
         raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
-    width = precision.parameters.itemsize
-    backend, micro_batches = backend_class(cell.training.backend), cell.training.micro_batches
+    width, micro_batches = precision.parameters.itemsize, cell.training.micro_batches
+    backend = backend_class(cell.training.backend)
     if cell.sizes.pp > 1 and not backend.pipelined:
         raise Unsupported(
             f"the backend {backend.name} shards a whole model and has no pipeline stages",
@@ -189,29 +189,37 @@ def plan(cell: Cell) -> Plan:
     traffic = []
     classes = rank_classes(cell)
     _check_schedule(cell)
-    options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
-    gradient_bytes = backend.gradient_dtype(precision, options).itemsize
     for each in classes:
-        role = planned_strategy(cell, each.coordinates)
         around = composition(cell, Place.of_rank(cell.mesh_sizes, each.first))
         asked = [sites(stage) for stage in around.stages]
         asked[0] += training_sites(precision)  # asked for once a step, whatever the stages
-        sums = planned_sums([*itertools.chain(*asked)], role, cell.sizes.dp)
-        build = partial(_without_values, model, role, seq_len, around)
-        entries = [
-            *itertools.chain(
-                *(
-                    composed_traffic(of_stage, role, stage, micro_batches, width, gradient_bytes)
-                    for of_stage, stage in zip(asked, around.stages, strict=True)
-                )
-            ),
-            *backend.traffic(PlannedStep(sums, micro_batches, precision, role, around, build, options)),
-        ]
+        step = planned_step(cell, each.first, [*itertools.chain(*asked)])
+        gradient_bytes = backend.gradient_dtype(precision, step.options).itemsize
+        of_stages = (
+            composed_traffic(of_stage, step.strategy, stage, micro_batches, width, gradient_bytes)
+            for of_stage, stage in zip(asked, around.stages, strict=True)
+        )
+        entries = [*itertools.chain(*of_stages), *backend.traffic(step)]
         if forward_only:
             entries = [t for t in entries if t.phase == "forward"]
         sizes = cell.mesh_sizes
         traffic.append([t for t in entries if t.sent_bytes(t.group_size(sizes))])
     return Plan(classes, traffic, cell.mesh_sizes)
+
+
+def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
+    """What closed forms of a cell's backend depend on, for a global rank.
+
+    Args:
+        asked: what its stages ask of its strategy.
+    """
+    place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
+    role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
+    build = partial(_without_values, model_preset(*cell.model_arguments), role, cell.shape[1], around)
+    backend, sums = backend_class(training.backend), planned_sums(asked, role, cell.sizes.dp)
+    options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
+    precision = PRECISIONS[cell.precision]
+    return PlannedStep(sums, training.micro_batches, precision, role, around, build, options)
 
 
 def _batch_parts(cell: Cell) -> int:

@@ -109,7 +109,7 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
             return trace_cache.kept(one, rank, events, lambda: _traced(one, rank, events))
 
         # what is put together is not kept: that takes longer than putting it together again
-        made = deep_trace(cell, kept)
+        made = deep_trace(cell, rank, kept)
     return replace(made, memory=made.memory.with_workspaces(workspace_bytes(cell)))
 
 

@@ -199,7 +199,7 @@ class MemoryMeter(Meter):
     def stop(self) -> MemoryLog:
         """End the record; later deaths are not noted."""
         self._watches.clear()
-        return self.log
+        return self.log.with_ordered_deaths()
 
 
 class HostMemoryMeter(MemoryMeter):

@@ -28,6 +28,8 @@ from spbench.bench.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, R
 PIECE = 128
 _FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", ""), strict=True))
 _JOINS = HOST_WORK.index("joins")
+#: M of a run of events without a kernel of the compute stream
+_NO_KERNEL = float("-inf")
 
 
 def host_seconds(host: Host, program: Program) -> np.ndarray:
@@ -86,7 +88,7 @@ class HostClock:
         host_s = np.concatenate([[0.0], np.cumsum(self.work)])
         kernels_s = np.concatenate([[0.0], np.cumsum(np.where(on_compute, taken, 0.0))])
         launched = np.concatenate([[0], np.cumsum(on_compute)])
-        through = np.where(on_compute, host_s[1:] - kernels_s[:-1], -np.inf)
+        through = np.where(on_compute, host_s[1:] - kernels_s[:-1], _NO_KERNEL)
         if len(first):
             through = np.maximum.reduceat(through, first) + kernels_s[end] - host_s[first] + self.latency
         allowed = launched[end] - (host.launches_ahead.value or launched[-1] + 1)
@@ -104,7 +106,8 @@ class HostClock:
             noted,
             behind[:-1] - 1,
         )
-        self.pieces = list(map(_Piece._make, zip(*(column.tolist() for column in columns), strict=True)))
+        #: the fields of each piece; of _Piece only where few are looked at, for there can be millions
+        self.pieces = list(zip(*(column.tolist() for column in columns), strict=True))
         #: of the pieces before each step, and of those after the last, the first; and the end
         before = np.searchsorted(steps.at, first)
         self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
@@ -118,7 +121,8 @@ class HostClock:
         for joins, kernels_s, host_s, through_s, noted, behind in self.pieces[first:end]:
             if joins:
                 host = np.maximum(host, stream)
-            stream = np.maximum(stream + kernels_s, host + through_s)
+            if through_s != _NO_KERNEL:  # else the stream stays where it is
+                stream = np.maximum(stream + kernels_s, host + through_s)
             host = host + host_s
             if noted >= 0:
                 self._done[noted, who] = stream
@@ -129,7 +133,7 @@ class HostClock:
     def of_rank(self, place: int) -> Callable[[int, float], float]:
         """For one simulated rank, when each event can start at the earliest; to be called with an event and
         the compute stream's clock before it, event by event."""
-        begins = dict(zip(self.cuts.tolist(), self.pieces, strict=False))
+        begins = dict(zip(self.cuts.tolist(), map(_Piece._make, self.pieces), strict=False))
         host, behind = self._begun, -1
 
         def launched(event: int, stream: float) -> float:
@@ -158,9 +162,7 @@ def posted_late(steps: Steps, reached: np.ndarray, left: np.ndarray) -> np.ndarr
     Args:
         reached, left: [steps, ranks]: when its stream reaches a step, and leaves a wait.
     """
-    kinds, streams, partners = (
-        np.array(x, dtype=np.int64) for x in (steps.kinds, steps.streams, steps.partners)
-    )
+    kinds, streams, partners = steps.columns
     waits = np.flatnonzero((kinds == WAIT) & (streams == COMPUTE_STREAM))
     waits = waits[(streams[partners[waits]] == COMPUTE_STREAM) & (kinds[partners[waits]] != RECORD)]
     late = reached[partners[waits]] - reached[waits]

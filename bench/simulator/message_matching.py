@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -72,6 +73,14 @@ class Steps:
     def __len__(self) -> int:
         return len(self.kinds)
 
+    @cached_property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``kinds``, ``streams`` and ``partners`` as arrays."""
+        kinds, streams, partners = (
+            np.array(x, dtype=np.int64) for x in (self.kinds, self.streams, self.partners)
+        )
+        return kinds, streams, partners
+
     def _peers_at_once(self) -> list[int]:
         kinds = self.program.kind[self.at]
         posts, sends = (kinds == SEND) | (kinds == RECV), kinds == SEND
@@ -80,7 +89,8 @@ class Steps:
         follows[1:] &= posts[:-1]
         batch = np.cumsum(posts & ~follows)[sends]
         partners = np.array(self.partners, dtype=np.int64)[sends]
-        different = np.unique(np.stack((batch, partners)), axis=1)[0]
+        many = len(self.program.peers) or 1
+        different = np.unique(batch * many + partners) // many
         at_once = np.ones(len(kinds), dtype=np.int64)
         at_once[sends] = np.bincount(different, minlength=1)[batch]
         return at_once.tolist()
@@ -141,7 +151,7 @@ _Posts = dict[tuple[int, tuple[int, ...]], list[int]]
 
 
 def _posts(steps: Steps) -> _Posts:
-    kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
+    kinds, _, partners = steps.columns
     return {
         (kind, by): np.flatnonzero((kinds == kind) & (partners == peer)).tolist()
         for peer, by in enumerate(steps.program.peers)

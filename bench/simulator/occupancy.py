@@ -58,7 +58,8 @@ class ProcessGroups:
         of: the simulated group of each of the program's simulated ranks.
         members: [simulated groups, size] positions in the program, or None where other programs take part or
             sizes differ.
-        everywhere: (program, position) of each simulated group's members, each once.
+        everywhere: of each simulated group, for each program that members run, the positions of these, each
+            once.
         free: when the last collective of each rank's group ended.
     """
 
@@ -79,9 +80,13 @@ class ProcessGroups:
             if len(found) > len(simulated):
                 simulated.append(one)
         self.of, self.simulated = number_of[of[: len(steps.ranks)]], np.array(simulated)
-        self.everywhere = list(found)
-        alike = all(p == number and len(m) == len(self.everywhere[0]) for m in self.everywhere for p, _ in m)
-        self.members = np.array([[place for _, place in m] for m in self.everywhere]) if alike else None
+        self.everywhere = [
+            [(p, np.array([place for q, place in places if q == p])) for p in sorted({q for q, _ in places})]
+            for places in found
+        ]
+        sizes = {len(places) for places in found}
+        alike = len(sizes) == 1 and all(p == number for members in self.everywhere for p, _ in members)
+        self.members = np.array([members[0][1] for members in self.everywhere]) if alike else None
         self.free = np.zeros(len(steps.ranks))
 
     def seconds(self, collective: str, nbytes: float) -> np.ndarray:

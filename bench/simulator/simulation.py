@@ -245,19 +245,19 @@ class Simulation:
             self._ended(number, step, who)
             return
         alike = self.world.alike[number][step]
-        for group in np.unique(groups.of[who]):
+        for group in np.unique(groups.of[who]).tolist():
             members = groups.everywhere[group]
-            if any(p not in alike or np.isnan(self.reached[p][alike[p], place]) for p, place in members):
+            if any(p not in alike or np.isnan(self.reached[p][alike[p], at]).any() for p, at in members):
                 continue
             # the end of the group's collective before this one is noted at each of its members
-            own = next(place for p, place in members if p == number)
-            ready_s = max(float(self.reached[p][alike[p], place]) for p, place in members)
-            start_s = max(ready_s, float(groups.free[own]))
-            for p, place in members:
-                self.start[p][alike[p], place] = start_s
-                self.end[p][alike[p], place] = start_s + cost[group]
-                self._groups_of(p, alike[p]).free[place] = start_s + cost[group]
-                self._ended(p, alike[p], np.array([place]))
+            own = next(at for p, at in members if p == number)
+            ready_s = max(float(self.reached[p][alike[p], at].max()) for p, at in members)
+            start_s = max(ready_s, float(groups.free[own[0]]))
+            for p, at in members:
+                self.start[p][alike[p], at] = start_s
+                self.end[p][alike[p], at] = start_s + cost[group]
+                self._groups_of(p, alike[p]).free[at] = start_s + cost[group]
+                self._ended(p, alike[p], at)
 
     def _groups_of(self, number: int, step: int) -> ProcessGroups:
         key = (number, self.steps[number].partners[step])

@@ -83,8 +83,8 @@ def _waits(
     steps: Steps, costs: Costs, crossing: _Crossing, places: slice, times: Times
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """What :class:`Waits` begins with, of the ranks at those places, of which the times are."""
-    kinds, partners = np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)
-    of_compute = np.array(steps.streams, dtype=np.int64) == COMPUTE_STREAM
+    kinds, streams, partners = steps.columns
+    of_compute = streams == COMPUTE_STREAM
     waits = np.flatnonzero((kinds == WAIT) & of_compute)
     busy = np.flatnonzero((kinds != WAIT) & (kinds != RECORD))
     start, end = times.start, times.end
@@ -123,16 +123,21 @@ class _Crossing:
         self._steps, self._cluster = steps, costs.cluster
         self._nodes = node_of(steps.ranks, self._cluster)
         self.some = node_of(steps.program.world - 1, self._cluster) > 0
-        codes = np.stack([np.array(steps.kinds, dtype=np.int64), np.array(steps.partners, dtype=np.int64)])
-        codes[1, ~np.isin(codes[0], (COLLECTIVE, SEND, RECV))] = -1
-        kinds, self._of = np.unique(codes, axis=1, return_inverse=True)
-        self._leaves = np.array([self._leave(*each) for each in kinds.T.tolist()] if self.some else ())
+        kinds, _, partners = steps.columns
+        moving = np.isin(kinds, (COLLECTIVE, SEND, RECV))
+        # one number of both, which is small, so that a table tells which there are
+        many = int(partners[moving].max(initial=0)) + 2
+        codes = kinds * many + np.where(moving, partners, -1) + 1
+        found = np.bincount(codes) > 0
+        self._of = (np.cumsum(found) - 1)[codes]
+        each = ((code // many, code % many - 1) for code in np.flatnonzero(found).tolist())
+        self._leaves = np.array([self._leave(*one) for one in each] if self.some else ())
 
     def shares(self, at: np.ndarray, places: slice) -> np.ndarray:
         """[steps, ranks]: 1.0 where a step, by its number, leaves the node of a rank, else 0.0."""
         if not self.some or not len(at):
             return np.zeros((len(at), len(self._nodes[places])))
-        found: np.ndarray = self._leaves[self._of.ravel()[at]][:, places].astype(float)
+        found: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
         return found
 
     def _leave(self, kind: int, partner: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -125,9 +125,6 @@ class Backend(ABC):
     searched: ClassVar[bool] = True
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
-    #: whether it holds nothing of several layers together but lists of tensors; not where buffers of all
-    #: weights are cut into shards, whose borders depend on how many layers there are
-    layers_apart: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
     #: whether a pipeline stage keeps the last hidden states that it received, and their gradient, until it
@@ -261,6 +258,13 @@ class Backend(ABC):
     def weight_parts(self) -> dict[str, HeldPart]:
         """Between steps: what this rank holds of each parameter."""
         return {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
+
+    @classmethod
+    def cuts(cls, step: PlannedStep) -> Hashable:
+        """How buffers of several layers' weights or gradients are cut over buckets and ranks, and padded, for
+        the rank of the step. Where that is the same for models of several depths, the buffers alone are
+        longer in a deeper one. None: there are no such buffers."""
+        return None
 
     @classmethod
     def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:

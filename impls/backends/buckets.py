@@ -49,7 +49,7 @@ class BucketedGradients:
         summed: Iterable[tuple[dist.ProcessGroup | None, list[nn.Parameter]]],
         order: list[nn.Parameter],
     ):
-        self.buckets = [Bucket(group, run) for group, ps in summed for run in _runs(ps)]
+        self.buckets = [Bucket(group, run) for group, ps in summed for run in in_buckets(ps)]
         # sent in this order on every rank, however backward goes there: by each bucket's last parameter
         place = {p: i for i, p in enumerate(order)}
         self.buckets.sort(key=lambda bucket: -place[bucket.parameters[0]])
@@ -103,7 +103,7 @@ class BucketedGradients:
             self.next += 1
 
 
-def _runs(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def in_buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """The parameters of each bucket, from the last on: backward reaches those first."""
     limit, run, nbytes = FIRST_BUCKET_BYTES, [], 0
     for p in reversed(parameters):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,13 @@ from spbench.impls.rings import wait_for_device
 def padded(elements: int, size: int) -> int:
     """Elements of a flat tensor that ``size`` ranks can share evenly."""
     return math.ceil(elements / size) * size
+
+
+def covered(starts: Sequence[int], ends: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
+    """Which of the pieces of a flat tensor a part of it has some of, and whether it has their starts and
+    ends."""
+    pieces = enumerate(zip(starts, ends, strict=True))
+    return tuple((i, a >= start, b <= end) for i, (a, b) in pieces if max(a, start) < min(b, end))
 
 
 class FlatShard:

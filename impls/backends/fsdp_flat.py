@@ -12,7 +12,7 @@ tensor that is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -34,7 +34,6 @@ class FlatFullySharded(Backend):
     """One flat unit for all parameters whose gradients are summed over the same group."""
 
     name = "fsdp_flat"
-    layers_apart = False
     searched = False
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
@@ -91,6 +90,11 @@ class FlatFullySharded(Backend):
 
     def weight_parts(self) -> dict[str, HeldPart]:
         return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
+
+    @classmethod
+    def cuts(cls, step: PlannedStep) -> Hashable:
+        # all are in one buffer that forward and backward need
+        return tuple(p.shape for p in step.build().parameters())
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,7 +105,6 @@ class LegacyDistributedDataParallel(Backend):
     each of them, and then one over the replicas, of all gradients."""
 
     name = "legacy_ddp"
-    layers_apart = False
     searched = False
     shares_out = frozenset()
     host_waits_for_transfers = True
@@ -126,6 +125,11 @@ class LegacyDistributedDataParallel(Backend):
 
     def held_gradients(self) -> list[Tensor]:
         return self.gradients.tensors()
+
+    @classmethod
+    def cuts(cls, step: PlannedStep) -> Hashable:
+        # all are in one buffer that forward and backward need
+        return tuple(p.shape for p in step.build().parameters())
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

@@ -36,7 +36,7 @@ not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
-from spbench.impls.backends.buffer_layout import laid_out
+from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
+from spbench.impls.backends.flat import covered
 from spbench.impls.backends.host_layout import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
@@ -84,7 +85,6 @@ class Megatron(Backend):
     """bf16 weights with float32 main gradients, and all or a part of the optimizer on every rank."""
 
     name = "megatron"
-    layers_apart = False
     frees_sent_outputs = True
     keeps_stage_inputs = True  # set_input_tensor of its core/transformer/transformer_block.py
     host_waits_for_transfers = True
@@ -222,6 +222,23 @@ class Megatron(Backend):
         return torch.float32 if in_fp32 else precision.parameters
 
     @classmethod
+    def cuts(cls, step: PlannedStep) -> Hashable:
+        options, found = step.options, set[Hashable]()
+        assert isinstance(options, MegatronOptions)
+        for chunk, axes, elements, layouts in _layouts(step, options):
+            place, full_at = step.around.place, options.full_at(step.around, chunk)
+            each = options.sharing(place.size("dp", *axes)) if options.distributed_optimizer else 1
+            for layout in layouts:
+                sizes = [elements[i] for i in layout.members]
+                ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
+                part = covered(layout.starts, ends, *layout.shard(place.rank("dp", *axes) % each, each))
+                padding = layout.end - layout.start - sum(sizes)
+                # the only bucket is of all layers, and others of some
+                within = None if full_at is None else tuple(sizes)
+                found.add((chunk, axes, padding, within, part if each > 1 else None))
+        return frozenset(found)
+
+    @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         options = step.options
         assert isinstance(options, MegatronOptions)
@@ -247,15 +264,25 @@ class Megatron(Backend):
 
 def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tuple[str, ...]]:
     """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
-    module, sizes = step.build(), {summed.axes: summed.size for summed in step.summed}
-    tied = step.around.tied(module)
     padded: Counter[tuple[str, ...]] = Counter()
+    for _, axes, _, layouts in _layouts(step, options):
+        padded[axes] += layouts[-1].end
+    return padded
+
+
+def _layouts(
+    step: PlannedStep, options: MegatronOptions
+) -> Iterator[tuple[int, tuple[str, ...], list[int], list[BucketLayout]]]:
+    """Of each buffer: the number of its chunk, the axes over which it is summed, the elements of its
+    parameters and its buckets."""
+    module, place = step.build(), step.around.place
+    tied = step.around.tied(module)
     for number, chunk in enumerate(chunks_of(module)):
         for axes, parameters in by_partial_axes(chunk.parameters(), step.strategy).items():
             elements, alone = [p.numel() for p in parameters], [p is tied for p in parameters]
-            full_at, sharding = options.full_at(step.around, number), options.sharding(sizes[axes])
-            padded[axes] += laid_out(elements, alone, full_at, sharding)[-1].end
-    return padded
+            full_at = options.full_at(step.around, number)
+            sharding = options.sharding(place.size("dp", *axes))
+            yield number, axes, elements, laid_out(elements, alone, full_at, sharding)
 
 
 def _of(chunk: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -13,23 +13,25 @@ a gradient's part is copied to the host, wide, and the shard comes back into the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import HeldPart, PlannedStep
-from spbench.impls.backends.buckets import BucketedGradients
+from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
-from spbench.impls.backends.flat import FlatShard, padded
+from spbench.impls.backends.flat import FlatShard, covered, padded
 from spbench.impls.backends.host_layout import DEEPSPEED_STAGE_1
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.late_gradients import LateGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
+from spbench.impls.composition import by_partial_axes
 from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.options import check_choices
 from spbench.impls.traffic import Traffic
@@ -62,7 +64,6 @@ class ShardedOptimizer(DistributedDataParallel):
     """Gradients in buckets, whole on every rank; masters and moments of a shard alone."""
 
     name = "zero1"
-    layers_apart = False
     shares_out = frozenset({"optimizer_state"})
     options_type = ShardedOptimizerOptions
     options: ShardedOptimizerOptions
@@ -189,6 +190,23 @@ class ShardedOptimizer(DistributedDataParallel):
         if self.late is None:
             return super().gradient_places()
         return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
+
+    @classmethod
+    def cuts(cls, step: PlannedStep) -> Hashable:
+        assert isinstance(step.options, ShardedOptimizerOptions)
+        found: list[Hashable] = []
+        module = step.build().to(step.precision.parameters)
+        if step.options.gradients == "late":  # the buffer holds some of all, whatever it has room for
+            return tuple(p.shape for p in module.parameters())
+        for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items():
+            place, sizes = step.around.place, [p.numel() for p in parameters]
+            ranks, rank = place.size("dp", *axes), place.rank("dp", *axes)
+            whole, ends = padded(sum(sizes), ranks), [*accumulate(sizes)]
+            each = whole // ranks
+            part = covered([0, *ends[:-1]], ends, rank * each, (rank + 1) * each)
+            buckets = {tuple(p.numel() for p in bucket) for bucket in in_buckets(parameters)}
+            found.append((axes, whole - sum(sizes), part, frozenset(buckets)))
+        return tuple(found)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

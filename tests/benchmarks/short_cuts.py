@@ -39,7 +39,7 @@ def _nothing_chosen(_: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _all_layers(cell: Cell, traced: Callable[[Cell], traces.Trace]) -> traces.Trace:
+def _all_layers(cell: Cell, _: int, traced: Callable[[Cell], traces.Trace]) -> traces.Trace:
     return traced(cell)
 
 

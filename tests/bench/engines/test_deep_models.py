@@ -55,7 +55,7 @@ def check(asked: Cell, monkeypatch: pytest.MonkeyPatch, rank: int = 0, *, events
     with traced.counted(monkeypatch):
         ours = virtual.trace(asked, rank, events=events)
     with monkeypatch.context() as patched:
-        patched.setattr(virtual, "deep_trace", lambda one, trace: trace(one))
+        patched.setattr(virtual, "deep_trace", lambda one, rank, trace: trace(one))
         theirs = virtual.trace(asked, rank, events=events)
     assert differences(ours, theirs) == []
     assert (ours.cell, ours.rank, ours.found) == (theirs.cell, theirs.rank, theirs.found)
@@ -120,7 +120,16 @@ OPTIONS = {
         ),
         [2 * LAYERS + 1],
     ),
-    "no layer apart": (deep("ulysses", training={"backend": "zero1"}), [LAYERS]),
+    # one buffer, which is all that grows
+    "main gradients": (deep("ulysses", training={"backend": "megatron"}), FEW),
+    "buckets of Megatron": (
+        deep(
+            "ulysses",
+            training={"backend": "megatron", "overlap_grad_reduce": True, "bucket_size": 10_000},
+        ),
+        FEW,
+    ),
+    "one buffer for forward and backward": (deep("ulysses", training={"backend": "fsdp1"}), [LAYERS]),
 }
 
 
@@ -153,6 +162,17 @@ def test_every_strategy_and_backend(strategy: str, backend: str, monkeypatch: py
 @pytest.mark.slow
 def test_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(deep("single"), monkeypatch, events=False) == FEW
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "layers"), [(65536, FEW), (7168, [LAYERS])], ids=["small parts", "large parts"]
+)
+def test_shards_of_all_weights(vocabulary: int, layers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixteenth of the weights is a part of the embedding; of a small one in models of up to 5 layers
+    alone, which their traces do not show."""
+    options = {"hidden": 4096, "vocabulary": vocabulary}
+    asked = deep("ulysses", model_options=options, training={"backend": "zero1"})
+    assert check(asked, monkeypatch) == layers
 
 
 def test_a_layer_unlike_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
