@@ -265,6 +265,28 @@ def test_the_order_of_programs_and_ranks_does_not_matter() -> None:
         assert forwards.breakdown_of(rank) == pytest.approx(backwards.breakdown_of(rank))
 
 
+def test_a_collective_of_several_programs_waits_for_the_slowest_rank_of_each() -> None:
+    """A chain whose last link comes after the collective, so that of the middle ranks one is the slowest."""
+    programs = []
+    for first, last in ((True, False), (False, False), (False, True)):
+        b = ProgramBuilder((1, 1, 1, 5))
+        if not first and not last:
+            b.wait(b.recv(1, (0, 0, 0, -1)))
+        if not last:
+            b.kernel("scan", flops=1)
+            b.send(1, (0, 0, 0, 1))
+        b.wait(b.collective("all_reduce", 1, everyone(5)))
+        if last:
+            b.wait(b.recv(1, (0, 0, 0, -1)))
+        b.kernel("scan", flops=3 if first else 1)
+        programs.append(b.program())
+    found = timed(programs, [[0], [1, 2, 3], [4]], INFINITE)
+    assert found.step_time_s == 7
+    assert found.by_rank["compute"].tolist() == [4, 2, 2, 2, 1]
+    waited = found.by_rank["bubble"] + found.by_rank["exposed_communication"]
+    assert waited == pytest.approx([3, 5, 5, 5, 6])
+
+
 def test_large_worlds_are_quick() -> None:
     """Loose bounds: seconds, not minutes; the point is that ranks go together."""
     start = time.process_time()
