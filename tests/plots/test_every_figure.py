@@ -97,7 +97,7 @@ def test_of_one_row_which_may_be_lost_and_of_none(scenario: str, name: str) -> N
         assert_nothing_overlaps(drawing_of(name).figure(few, sent_of(name, rows)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [COLUMN_INCHES, slow(PAGE_INCHES)])
 @pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
 def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str, width: float) -> None:
