@@ -135,11 +135,18 @@ class Boundary:
         as the allocator loses memory between blocks, ever further below."""
         if self.needs is None:
             return (self.low + self.high) // 2 if self._host_was_full() else self._between_probes()
+        if self.newest and len(self.proof) < 4 and not self.candidates.cell.training.alloc_retries:
+            return self.needs.last_that_fits(self.low, self.high, self._most(self.needs, self.newest))
         if self.disappointed and not self.low:
             return max(1, self.high - 2 ** (self.disappointed - 1))
         if self.disappointed:
             return (self.low + self.high) // 2
         return self.needs.last_that_fits(self.low, self.high)
+
+    def _most(self, needs: ShallowNeeds, newest: Probe) -> float:
+        """The need, as a part of the card, at which all of it is reserved, as in the newest whole trace."""
+        reserved = max(row["reserved_memory_bytes"] for row in newest.measurement.by_class)
+        return needs.part(newest.value // self.unit) * self.capacity / reserved
 
     def _between_probes(self) -> int:
         """Where a line through the peaks of two probes meets the card's memory: of the nearest that fits and
@@ -162,8 +169,7 @@ class Boundary:
 
     def _host_was_full(self) -> bool:
         """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
-        full = self.too_large
-        return full is not None and host_is_full(full.measurement, self.candidates.cell)
+        return bool(self.too_large and host_is_full(self.too_large.measurement, self.candidates.cell))
 
     def _seems_to_fit(self, units: int) -> bool:
         """Whether the allocator serves the events of the newest whole trace, resized; if that is of another

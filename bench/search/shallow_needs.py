@@ -38,10 +38,10 @@ class ShallowNeeds:
         on_host = low + (high - low) * (self._layers - DEPTHS[0])
         return max(of_card, part_of_host(self._cell, on_host))
 
-    def last_that_fits(self, low: int, high: int) -> int:
-        """The last size from ``low`` on, and below ``high``, of which the need is there; ``low`` if there is
-        none. Needs of cards grow nearly in a line with the size, which says where to look; those of hosts
-        in steps, so every third look is in the middle."""
+    def last_that_fits(self, low: int, high: int, most: float = 1.0) -> int:
+        """The last size from ``low`` on, and below ``high``, of which the need is no more than ``most``;
+        ``low`` if there is none. Needs of cards grow nearly in a line with the size, which says where to
+        look; those of hosts in steps, so every third look is in the middle."""
         known = {0: 0.0}
         while high - low > 1:
             near = [max(n for n in known if n <= low), *sorted(n for n in known if n > low)[:1]]
@@ -52,10 +52,10 @@ class ShallowNeeds:
             else:
                 a, b = near
                 slope = (known[b] - known[a]) / (b - a)
-                at = a + int((1 - known[a]) / slope) if slope > 0 else high - 1
+                at = a + int((most - known[a]) / slope) if slope > 0 else high - 1
             at = max(low + 1, min(high - 1, at))
             known[at] = self.part(at)
-            if known[at] <= 1:
+            if known[at] <= most:
                 low = at
             else:
                 high = at

@@ -21,7 +21,7 @@ def needs(part: Callable[[int], float], seen: list[int]) -> ShallowNeeds:
     return found
 
 
-@pytest.mark.parametrize("low", [0, 300])
+@pytest.mark.parametrize(("low", "most"), [(0, 1.0), (300, 1.0), (300, 0.9)])
 @pytest.mark.parametrize(
     ("part", "looks"),
     [
@@ -30,10 +30,12 @@ def needs(part: Callable[[int], float], seen: list[int]) -> ShallowNeeds:
         (lambda n: 0.5 if n <= 512 else 1.1, 16),  # powers of two on a host
     ],
 )
-def test_the_last_that_fits_is_found_in_few_looks(part: Callable[[int], float], looks: int, low: int) -> None:
+def test_the_last_that_fits_is_found_in_few_looks(
+    part: Callable[[int], float], looks: int, low: int, most: float
+) -> None:
     seen: list[int] = []
-    found = needs(part, seen).last_that_fits(low, 2000)
-    assert part(found) <= 1 < part(found + 1)
+    found = needs(part, seen).last_that_fits(low, 2000, most)
+    assert part(found) <= most < part(found + 1)
     assert len(seen) <= looks
     assert all(low < n < 2000 for n in seen)
 
