@@ -73,6 +73,8 @@ class Learned:
         self._parts: dict[str, list[Way]] = {}
         self._of_ways: dict[Way, float] = {}
         self._of_variants: dict[Variant, float] = {}
+        #: of each way, the largest micro-batch that was traced
+        self._largest: dict[Way | None, int] = {}
         self._columns: dict[Hashable, int] = {}
         self._covariance: np.ndarray = np.zeros((0, 0))
         self._nearest: dict[Way, tuple[float, float, Way | None]] = {}
@@ -93,6 +95,8 @@ class Learned:
             for part in candidate.strategy.split(PLUS):
                 self._parts.setdefault(part, []).append(candidate.layout.way)
         self._of_ways[candidate.layout.way] = 0.0
+        layout = candidate.layout
+        self._largest[layout.way] = max(layout.micro_batch, self._largest.get(layout.way, 0))
 
     def fit(self) -> None:
         """Work out the factors, once something was traced."""
@@ -123,7 +127,7 @@ class Learned:
         """Seconds that they take at the least."""
         steps = np.array([self._of_way(way)[1] for way in waiting.ways], dtype=float)[waiting.alike[:, 0]]
         margins = self._deviations(waiting) + steps * math.log(_MARGIN_OF_STEP)
-        least = np.where(np.isnan(steps), -math.log(UNKNOWN), self._off(waiting) - margins)
+        least = np.where(np.isnan(steps), -math.log(UNKNOWN), self._off_at_least(waiting) - margins)
         found: np.ndarray = waiting.estimated_s * np.exp(least)[waiting.alike_at]
         return found
 
@@ -134,6 +138,18 @@ class Learned:
         way_at, *variants_at = waiting.alike.T
         off: np.ndarray = ways[way_at] + sum(variants[at] for at in variants_at)
         return off
+
+    def _off_at_least(self, waiting: Waiting) -> np.ndarray:
+        """The same, of larger micro-batches than were traced as small as it may be: what a step took beside
+        its estimate may be of each micro-batch, as where the host is slower than the card."""
+        off = self._off(waiting)
+        most = [self._largest.get(self._of_way(way)[2], math.inf) for way in waiting.ways]
+        sizes = [float(value) if name == "micro-batch" else 0.0 for name, value in waiting.variants]
+        way_at, *variants_at = waiting.alike.T
+        of_group = np.max([np.array(sizes)[at] for at in variants_at], axis=0)
+        fewer = np.minimum(1.0, np.array(most)[way_at] / of_group)
+        least: np.ndarray = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
+        return least
 
     def _deviations(self, waiting: Waiting) -> np.ndarray:
         """Standard deviations of these, each way taken for the one that is nearest to it."""

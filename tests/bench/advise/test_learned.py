@@ -113,6 +113,18 @@ def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
     assert learned.least_s(unknown) > 0.93 * unknown.estimated_s
 
 
+def test_what_each_micro_batch_takes_may_shrink_with_their_number() -> None:
+    """Where the host bounds the step of micro-batches of 1, four times as large ones may take a fourth."""
+    every = of(asked(8, batch=8, only=["tensor_parallel", "zero3"]))
+    ways = {c.layout.micro_batch: c for c in every if c.layout.way.axes == {"tp": 4} and c.layout.pp == 1}
+    learned = Learned()
+    learned.add(ways[1], 4 * ways[1].estimated_s, 0.0)
+    learned.fit()
+    same, larger = Waiting([ways[1]]), Waiting([ways[4]])
+    assert learned.least_s(same) > 3.5 * ways[1].estimated_s
+    assert learned.least_s(larger) < (1 + 3 / 4) * ways[4].estimated_s
+
+
 def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
