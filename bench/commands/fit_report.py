@@ -18,7 +18,7 @@ from spbench.bench.trust.memory_errors import PEAK, RESERVED, past_errors
 _SMALL = 0.002
 #: what no number here has in it
 NOT_MODELLED = (
-    "NCCL's buffers",
+    "NCCL's buffers, but those of all-to-alls on clusters that know them",
     "what kernels allocate inside (cuDNN)",
     "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments and max_split_size_mb",
     "blocks that record_stream holds back",
@@ -129,12 +129,12 @@ def _detail(verdict: Verdict) -> Iterator[Table | str]:
     yield Table(f"What holds the peak ({moment_text(anatomy['moment'])})", lines)
     yield memory_table({verdict.cell.key: verdict.measurement})
     shown = verdict.nvidia_smi()
-    context = shown["context_bytes"]
-    whole = shown["reserved_bytes"] + (context or 0)
+    context, nccl = shown["context_bytes"], shown["nccl_bytes"]
+    whole = shown["reserved_bytes"] + (context or 0) + (nccl or 0)
     of_context = "not known" if context is None else f"{gib(context)} ({shown['context_source']})"
     yield (
         f"nvidia-smi: {gib(whole)} GiB = reserved by PyTorch {gib(shown['reserved_bytes'])} + CUDA context "
-        f"{of_context} + NCCL's buffers, not known"
+        f"{of_context} + NCCL's buffers, {'not known' if nccl is None else f'{gib(nccl)} for all-to-alls'}"
     )
     if on_host := verdict.on_host():
         yield on_host

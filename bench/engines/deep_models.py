@@ -76,10 +76,10 @@ def _put_together(cell: Cell, rank: int, layers: int, unit: int, traced: Callabl
     """
     more = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
     few, proof, some = (with_layers(cell, n * unit + more) for n in range(_FEWEST, _FEWEST + 3))
-    cuts = {_cuts(each, rank) for each in (few, proof, some, cell)}
-    if len(cuts) > 1:
+    cuts = _cuts(few, rank)
+    if any(_cuts(each, rank) != cuts for each in (proof, some, cell)):
         raise NotAlike("its backend cuts buffers of all layers otherwise than those of few")
-    deep = DeepTrace(traced(few), traced(some), grows=cuts != {None})
+    deep = DeepTrace(traced(few), traced(some), grows=cuts is not None)
     ours, theirs = deep.by(1), traced(proof)
     if not same(ours, theirs) or ours.memory.places != theirs.memory.places:
         raise NotAlike("what is put together is not what is traced")

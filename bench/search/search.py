@@ -131,8 +131,8 @@ class Boundary:
                 return self._guess_of_needs()
 
     def _guess_of_needs(self) -> int:
-        """The last size of which traces of few layers say that it fits; where whole ones have said otherwise,
-        as the allocator loses memory between blocks, ever further below."""
+        """The last size that fits by traces of few layers. These do not see what the allocator loses: the
+        first whole traces of one that may not flush tell it; else each disappointment goes further below."""
         if self.needs is None:
             return (self.low + self.high) // 2 if self._host_was_full() else self._between_probes()
         if self.newest and len(self.proof) < 4 and not self.candidates.cell.training.alloc_retries:

@@ -92,6 +92,11 @@ class PlannedStep:
         """Bytes of an element of weights and gradients as they are sent."""
         return self.precision.parameters.itemsize
 
+    def shapes(self) -> Hashable:
+        """Of all parameters: as :meth:`Backend.cuts` of a buffer that holds all where forward or backward
+        needs it, which no two depths have alike."""
+        return tuple(p.shape for p in self.build().parameters())
+
 
 @dataclass(frozen=True)
 class BackendSettings:

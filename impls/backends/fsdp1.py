@@ -10,7 +10,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -81,11 +81,6 @@ class FullySharded1(FlatFullySharded):
 
     def weight_parts(self) -> dict[str, HeldPart]:
         return super().weight_parts() | Backend.weight_parts(self)
-
-    @classmethod
-    def cuts(cls, step: PlannedStep) -> Hashable:
-        # all are in one buffer that forward and backward need
-        return tuple(p.shape for p in step.build().parameters())
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

@@ -129,7 +129,7 @@ class LegacyDistributedDataParallel(Backend):
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
         # all are in one buffer that forward and backward need
-        return tuple(p.shape for p in step.build().parameters())
+        return step.shapes()
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

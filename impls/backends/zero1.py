@@ -194,10 +194,10 @@ class ShardedOptimizer(DistributedDataParallel):
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
         assert isinstance(step.options, ShardedOptimizerOptions)
+        if step.options.gradients == "late":  # the buffer holds some of all, whatever it has room for
+            return step.shapes()
         found: list[Hashable] = []
         module = step.build().to(step.precision.parameters)
-        if step.options.gradients == "late":  # the buffer holds some of all, whatever it has room for
-            return tuple(p.shape for p in module.parameters())
         for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items():
             place, sizes = step.around.place, [p.numel() for p in parameters]
             ranks, rank = place.size("dp", *axes), place.rank("dp", *axes)

@@ -57,7 +57,7 @@ def traced(question: Question, answers: Answers) -> tuple[int, dict[tuple[str, s
     ("least", "question"),
     [
         (12, {"gpus": 4, "only": ["tensor_parallel", "zero3"]}),  # 15 s
-        (400, {"gpus": 8, "only": ["ddp", "zero3"], "without": LEFT_OUT}),  # 5 minutes
+        (400, {"gpus": 8, "only": ["ddp", "zero3"], "without": LEFT_OUT}),  # 10 minutes
     ],
 )
 def test_traces_of_all_layouts_have_the_same_first_five(

@@ -42,6 +42,19 @@ def test_the_first_line_says_yes_and_by_how_much(fit: Run, card: Card) -> None:
     assert "beside real machines: peak of 48 measured numbers of the backend ddp" in out
 
 
+def test_what_nccl_takes_is_said_where_the_cluster_knows(fit: Run, card: Card) -> None:
+    path = Path(card(100))
+    of_peer = f"  memory_peer_bytes: {{value: {2**24}, source: made up}}\nnetwork:"
+    path.write_text("devices_per_node: 2" + path.read_text().replace("network:", of_peer))
+    _, out, _ = fit(*shorter(str(path)), "--strategy", "ulysses", "--set", "sizes.sp=2")
+    (line,) = (line for line in out.splitlines() if line.startswith("nvidia-smi: "))
+    shown = re.search(r"nvidia-smi: (\S+) GiB = reserved by PyTorch (\S+) \+ CUDA context (\S+)", line)
+    assert shown is not None
+    assert line.endswith("+ NCCL's buffers, 0.0156 for all-to-alls")
+    whole, reserved, context = map(float, shown.groups())
+    assert whole == pytest.approx(reserved + context + 2**-6, abs=2e-4)
+
+
 def test_what_is_printed_for_programs(fit: Run, card: Card) -> None:
     code, out, _ = fit(*shorter(card(100)), "--format", "json")
     content = json.loads(out)

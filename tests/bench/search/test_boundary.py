@@ -123,6 +123,22 @@ def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(traced) <= 12
 
 
+@pytest.mark.slow  # half a minute: of few tiles little is lost
+def test_what_an_allocator_may_not_give_back_costs_few_traces(tmp_path: Path) -> None:
+    """Each length has a number of tiles of its own, so traces of few layers say what is allocated; what is
+    reserved beside it is learned from whole traces."""
+    changes = {
+        "model": "causal-transformer-tiny",
+        "model_options": {"layers": 5, "hidden": 768, "inner": 3072, "mlp_tile": 32, "recompute": "full"},
+        "training": {"alloc_retries": False, "cuda_alloc_conf": "expandable_segments:True"},
+    }
+    search = SearchRequest(quantity="seq_len", step=4, limit=512)
+    cell = searching(tmp_path, 4000, SINGLE, 1, search, batch=512, **changes)
+    found = largest_that_fits(cell)
+    assert_proved(cell, found)
+    assert len(found.proof) <= 3  # 6 where each disappointment goes further below
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, slow(2)])
 def test_timed_search_times_its_answer(stages: int) -> None:
