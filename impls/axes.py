@@ -82,10 +82,16 @@ def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
     Raises:
         ValueError: there is no such axis, or a size is not positive.
     """
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = whole_mesh(sizes)
-    return init_device_mesh(device, tuple(whole.values()), mesh_dim_names=tuple(whole))
+    # nobody communicates along an axis of one rank: a group of Gloo there would be three threads and a
+    # meeting of all ranks, and these most of the time of a small job
+    silent = {axis: "fake" for axis, size in whole.items() if size == 1 < dist.get_world_size()}
+    return init_device_mesh(
+        device, tuple(whole.values()), mesh_dim_names=tuple(whole), backend_override=silent
+    )
 
 
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
@@ -216,21 +222,25 @@ class Place:
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The ranks of :meth:`group` as a mesh of one axis, which may be of one rank.
+        """The ranks of :meth:`group` as a mesh of one axis, which may be of one rank; made at the first call
+        unless it is along one axis of more than one rank, so all ranks must ask for the same.
 
         Raises:
             ValueError: there is no device mesh.
         """
         if self.mesh is None:
             raise ValueError("process groups need a device mesh")
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.utils._python_dispatch import _disable_current_modes
 
-        several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1] or [*axes[:1]]
+        several = [axis for axis in self._in_mesh_order(axes) if self.size(axis) > 1]
         # a device mesh keeps its ranks in real tensors on the CPU; inside a fake or metering mode these would
         # be made fake, or counted as part of the step
         with _disable_current_modes():
             if len(several) == 1:
                 return self.mesh[several[0]]
+            if not several:  # a group that does communicate, unlike that of the axis
+                return DeviceMesh(self.mesh.device_type, [self.global_rank], mesh_dim_names=axes[:1])
             name = "_".join(axis for axis in MESH_AXES if axis in several)
             flat = self.mesh[tuple(several)]._flatten(name)
         self.flattened[flat.get_group().group_name] = name
