@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -88,7 +88,8 @@ def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
     whole = whole_mesh(sizes)
     # nobody communicates along an axis of one rank: a group of Gloo there would be three threads and a
     # meeting of all ranks, and these most of the time of a small job
-    silent = {axis: "fake" for axis, size in whole.items() if size == 1 < dist.get_world_size()}
+    alone = [axis for axis, size in whole.items() if size == 1 < dist.get_world_size()]
+    silent: dict[int | str, Any] = dict.fromkeys(alone, "fake")
     return init_device_mesh(
         device, tuple(whole.values()), mesh_dim_names=tuple(whole), backend_override=silent
     )
@@ -128,6 +129,7 @@ class Place:
         flattened: axes, as "dp_sp" in the order of MESH_AXES, of the groups that :meth:`group` made over
             several of them and :meth:`subgroup` over a part of their ranks, by the name of the group.
         subgroups: what :meth:`subgroup` has made, by its arguments.
+        submeshes: what :meth:`submesh` has made, by its axes; torch takes milliseconds to cut one.
     """
 
     sizes: Sizes = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Place:
     subgroups: dict[tuple[tuple[str, ...], int, bool], dist.ProcessGroup] = field(
         default_factory=dict, compare=False
     )
+    submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False)
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> Place:
@@ -230,6 +233,11 @@ class Place:
         """
         if self.mesh is None:
             raise ValueError("process groups need a device mesh")
+        if axes not in self.submeshes:
+            self.submeshes[axes] = self._new_submesh(axes, self.mesh)
+        return self.submeshes[axes]
+
+    def _new_submesh(self, axes: tuple[str, ...], mesh: DeviceMesh) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -238,11 +246,11 @@ class Place:
         # be made fake, or counted as part of the step
         with _disable_current_modes():
             if len(several) == 1:
-                return self.mesh[several[0]]
+                return mesh[several[0]]
             if not several:  # a group that does communicate, unlike that of the axis
-                return DeviceMesh(self.mesh.device_type, [self.global_rank], mesh_dim_names=axes[:1])
+                return DeviceMesh(mesh.device_type, [self.global_rank], mesh_dim_names=axes[:1])
             name = "_".join(axis for axis in MESH_AXES if axis in several)
-            flat = self.mesh[tuple(several)]._flatten(name)
+            flat = mesh[tuple(several)]._flatten(name)
         self.flattened[flat.get_group().group_name] = name
         return flat
 

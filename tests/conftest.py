@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -111,16 +112,12 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Have one thread, as the ranks have, and let the garbage collector pass over what is imported by now,
-    which takes it half a second each time."""
+    which takes it half a second each time, also when pytest looks for garbage at the end."""
     import torch
 
     torch.set_num_threads(1)
-    gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # or else libraries in C++ complain at the end of what they take for leaks
+    atexit.register(gc.unfreeze)  # or else libraries in C++ complain of what they take for leaks
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,25 @@
 """Rates that are measured on real ranks, and the cluster that follows from them."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.calibration import collective_rates, compute_rates
 from spbench.bench.calibration.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.calibration.compute_rates import SMALL
 from spbench.bench.calibration.machine_files import cluster_yaml, sample_rows
 from spbench.bench.calibration.measured_cluster import _on_rank, cluster_of
-from spbench.bench.calibration.rate_points import RatePoint, RateSweep
 from spbench.bench.cell import Sizes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.commands.check_report import figures
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.sweep.digest import digest
+from tests.bench.calibration.faulty_ranks import TINY, faulty_sums, short_of_memory
 from tests.bench.calibration.machines import LARGE_BYTES, machine
 
-TINY = RateSweep(
-    sides=(4, 8), lengths=(8,), summed_bytes=(64,), message_bytes=(3, 64, 4096), samples=2, sample_s=0.0
-)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", SEND)
 
 
@@ -50,22 +41,6 @@ def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
     assert found[0]["per_node"] == n
     (product, *_) = (point for point in points if point.size == "[32, 8] x [8, 32]")
     assert product.flops == 2 * 32 * 8 * 32
-
-
-def faulty_sums(mesh: Any, sweep: RateSweep) -> list[Any]:
-    """The points of collectives where all_reduce forgets a rank's part of the last element."""
-    right = collective_rates.all_reduce
-
-    def forgetful(x: torch.Tensor, group: Any) -> torch.Tensor:
-        right(x, group)
-        x[-1] -= 1
-        return x
-
-    collective_rates.all_reduce = forgetful  # type: ignore[assignment]
-    try:
-        return list(collective_rates.collective_rates("cpu", sweep))
-    finally:
-        collective_rates.all_reduce = right
 
 
 def test_wrong_results_are_counted(pool: RankPool) -> None:
@@ -91,20 +66,6 @@ def test_calls_that_would_take_long_are_left_out(pool: RankPool) -> None:
     brief = replace(TINY, longest_call_s=1e-12)
     points = pool.run({"sp": 1}, _on_rank, cell, brief)[0]["points"]
     assert [point.extent for point in points if point.operation == "matrix product"] == [4, 4]
-
-
-def short_of_memory(mesh: DeviceMesh) -> list[int]:
-    """The extents of a series of which rank 1 has no memory for the third."""
-
-    def make(extent: int) -> Callable[[], Any]:
-        if extent == 3 and dist.get_rank() == 1:
-            raise torch.OutOfMemoryError("planted")
-        return lambda: None
-
-    trials = (
-        (RatePoint("sum", "", extent, "fp32", 2, flops=1), partial(make, extent)) for extent in range(1, 6)
-    )
-    return [point.extent for point in compute_rates._series(trials, mesh.device_type, TINY)]
 
 
 def test_a_size_for_which_a_rank_has_no_memory_ends_the_series_on_all(pool: RankPool) -> None:

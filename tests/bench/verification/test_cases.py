@@ -1,31 +1,24 @@
 """Every registered strategy computes what one device computes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify, verify_case
 from spbench.bench.verification.oracle import Case
-from spbench.impls.axes import Place
-from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
-from spbench.impls.training.step import initialize
 from tests.bench.verification.assertions import assert_green
 from tests.slow import slow
 
@@ -254,32 +247,6 @@ def test_any_sizes(pool: RankPool, drawn: tuple[Case, int]) -> None:
     case, size = drawn
     row = verify_case(pool, case, size)
     assert row.status in ("green", "unsupported"), row
-
-
-def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> float:
-    """Largest difference over ranks of the hidden states and of gradients of what all ranks hold."""
-    strategy = TensorParallel(Place.on(mesh), seed=3)
-    module = model.build(strategy, 24)
-    initialize(module, 0, deviation=0.2, everything=True)
-    gradients = ContiguousGradients(module, strategy)
-    strategy.random.begin_step(7)
-    outputs = module(model.inputs(3, 24, torch.Generator().manual_seed(0)))
-    outputs["loss"].backward()
-    gradients.synchronize()
-    held = [outputs["hidden"].detach(), module.embeddings.positions.weight.grad]
-    held += [block.mlp_end.bias.grad for block in module.blocks.values()]
-    flat = torch.cat([x.flatten() for x in held])
-    top, bottom = flat.clone(), flat.clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX)
-    dist.all_reduce(bottom, dist.ReduceOp.MIN)
-    return (top - bottom).abs().max().item()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_keeps_the_replicas_of_tensor_parallelism_alike(pool: RankPool, checkpointing: bool) -> None:
-    model = replace(models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
-    spread = pool.run({"tp": 4}, replicas_after_a_step_with_dropout, model)
-    assert max(spread) == 0  # all-reduced sums are the same bits on all ranks
 
 
 def test_unknown_names(pool: RankPool) -> None:
