@@ -18,6 +18,7 @@ import click
 from spbench.bench.commands.execution import Ran, draw_figure, draw_records, opened_executor, run_cells
 from spbench.bench.commands.options import executor, fresh, jobs, path_option, printed
 from spbench.bench.commands.output import Output, Table
+from spbench.bench.commands.progress import message
 from spbench.bench.commands.reproduce_cases import run_cases
 from spbench.bench.commands.reproduce_times import fit_bands, run_datasheets
 
@@ -159,6 +160,11 @@ def _run(
     if one:
         records = _with_others(request.output / f"{paper.name}.csv", scenarios, records)
         runs = _with_others(request.output / f"{paper.name}_runs.csv", scenarios, runs)
+        for name in _out_of_date(scenarios, records):
+            message(
+                f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are of"
+                f" before; `spbench reproduce {paper.name}/{name}` runs it again"
+            )
     documents = {scenario.name: scenario.document for scenario in scenarios}
     findings = Findings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
     tables = [
@@ -181,6 +187,17 @@ def _with_others(
     others = read_records(path) if path.exists() else []
     lines = [*lines, *(line for line in others if line["scenario"] not in mine)]
     return [line for scenario in scenarios for line in lines if line["scenario"] == scenario.name]
+
+
+def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The names of scenarios of which there are records of cells that they do not have."""
+    from spbench.bench.config.select import ALL, Narrowing, declared_cells
+
+    for scenario in scenarios:
+        cells = {cell.key for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        mine = (line["cell"] for line in records if line["scenario"] == scenario.name)
+        if any(key and key not in cells for of_record in mine for key in of_record.split(" / ")):
+            yield scenario.name
 
 
 def _run_strategies(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ from torch import Tensor
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.copy_stream import CopyStream, NoCopies
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.flash_attention import flash_attention_backward
+from spbench.impls.kernels.ranged_attention import Seen, attention_to_block_backward
+from spbench.impls.kernels.sinks import sinks_gradient
 from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.blockwise import Block, attend_blocks
 from spbench.impls.strategies.head_sources import ALL, GivenHeads, HeadPart, HeadSource
@@ -61,19 +63,31 @@ class FPDTOptions(UlyssesOptions):
         yield {"chunk": 65536}
 
 
-def in_turn(copies: CopyStream, rows: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
-    """(number, tensors on the device) of each row of tensors of the host, the next row under way while one is
-    used."""
+class Row(NamedTuple):
+    """What is brought from the host for a block of attention: of the chunk of that number, whose block is
+    ``seen`` so."""
+
+    number: int
+    seen: Seen
+    tensors: Sequence[Tensor]
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        return self.seen, tuple(x.shape for x in self.tensors)
+
+
+def in_turn(copies: CopyStream, rows: Sequence[Row]) -> Iterator[tuple[int, Seen, list[Tensor]]]:
+    """Each row with its tensors on the device, those of the next under way while one is used."""
     last = len(rows) - 1
 
     def key(step: int) -> tuple[Any, ...]:
-        return step == 0, step == last, rows[step][0].shape, rows[min(step + 1, last)][0].shape
+        return step == 0, step == last, rows[step].alike, rows[min(step + 1, last)].alike
 
-    coming = [copies.to_device(x) for x in rows[0]] if rows else []
+    coming = [copies.to_device(x) for x in rows[0].tensors] if rows else []
     for step in keyed_steps(len(rows), key):
         copies.wait()
-        here, coming = coming, [copies.to_device(x) for x in rows[step + 1]] if step < last else []
-        yield step, here
+        here, coming = coming, [copies.to_device(x) for x in rows[step + 1].tensors] if step < last else []
+        yield rows[step].number, rows[step].seen, here
         del here
 
 
@@ -81,36 +95,45 @@ class _InChunks(torch.autograd.Function):
     """Of the tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
 
     @staticmethod
-    def forward(ctx: Any, fpdt: FPDT, source: HeadSource, length: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, fpdt: FPDT, source: HeadSource, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
         repeats = fpdt.sent(source.heads, source.groups) // source.groups
         attending, waiting = fpdt.copies(tensors[0].device)
         keys: list[Sequence[Tensor]] = []
         of_chunks: list[Tensor] = []
         output = []
-        for positions in fpdt.local_chunks(length):
+        chunks = fpdt.local_chunks(tensors[0].shape[source.position_dim])
+        blocks_seen = fpdt.blocks_seen(chunks, source.attended)
+        for i, positions in enumerate(chunks):
             here, part = source.at(tensors, positions), HeadPart(positions=positions)
             q = fpdt.to_heads(source.queries(here, part))
             k, v = fpdt.keys_to_heads(*source.keys_values(here, part), repeats)
             q_on_host, *own = (attending.to_host(x) for x in (q, k, v))
+            keys.append(own)
+            earlier = [Row(j, blocks_seen[i, j], keys[j]) for j in range(i) if (i, j) in blocks_seen]
+            own_block: Block = ALL, k, v, blocks_seen[i, i]
 
-            def blocks(k: Tensor = k, v: Tensor = v) -> Iterator[Block]:
-                for _, (earlier_k, earlier_v) in in_turn(attending, keys):
-                    yield ALL, earlier_k, earlier_v, False
+            def blocks(
+                earlier: Sequence[Row] = earlier, own: Block = own_block, plain: bool = source.attended.plain
+            ) -> Iterator[Block]:
+                if not plain:  # not all queries see a key of an earlier chunk; all see themselves
+                    yield own
+                for _, seen, (earlier_k, earlier_v) in in_turn(attending, earlier):
+                    yield ALL, earlier_k, earlier_v, seen
                     attending.wait_on_host()
                     del earlier_k, earlier_v
-                yield ALL, k, v, True
+                if plain:
+                    yield own
 
-            o, lse = attend_blocks(q, blocks())
+            o, lse = attend_blocks(q, blocks(), sinks)
             attending.wait_on_host()
-            del q, k, v, blocks
-            keys.append(own)
+            del q, k, v, blocks, own_block
             waiting.wait()
             of_chunks += (q_on_host, *(waiting.to_host(x) for x in (o, lse, *here[: source.needed])))
             output.append(fpdt.to_positions(o, source.heads).transpose(1, 2))
             del o, lse, here
         waiting.wait()
         weights = tensors[source.with_positions :]
-        ctx.save_for_backward(*weights, *(x for both in keys for x in both), *of_chunks)
+        ctx.save_for_backward(sinks, *weights, *(x for both in keys for x in both), *of_chunks)
         ctx.fpdt, ctx.source, ctx.weights = fpdt, source, len(weights)
         ctx.shapes = [x.shape for x in tensors[: source.with_positions]]
         return torch.cat(output, 1).transpose(1, 2)
@@ -118,9 +141,10 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         fpdt, source = ctx.fpdt, ctx.source
-        saved = ctx.saved_tensors
+        sinks, *saved = ctx.saved_tensors
         weights, saved = saved[: ctx.weights], saved[ctx.weights :]
         chunks, sent = fpdt.local_chunks(d_o.shape[POSITIONS]), fpdt.sent(source.heads, source.groups)
+        blocks_seen = fpdt.blocks_seen(chunks, source.attended)
         keys = [saved[2 * i : 2 * i + 2] for i in range(len(chunks))]
         # of each chunk q, o, lse and what the gradients of projections need
         rest, each = saved[2 * len(chunks) :], 3 + source.needed
@@ -129,23 +153,28 @@ class _InChunks(torch.autograd.Function):
         attending, waiting = fpdt.copies(d_o.device)
         gradients = [d_o.new_zeros(shape) for shape in ctx.shapes]
         gradients += (torch.zeros_like(x, dtype=precise) for x in weights)
+        d_sinks = None if sinks is None else torch.zeros_like(sinks)
         # between two chunks of keys: the gradients of each chunk's output, and so far of its queries
         d_outputs, d_queries = ([attending.room(q.shape, t) for q, *_ in rows] for t in (d_o.dtype, precise))
         coming = [attending.to_device(x) for x in keys[0]]
         for j, positions in enumerate(chunks):
             needed = [waiting.to_device(x) for x in rows[j][3:]]
             k, v = coming
-            further = zip(rows[j:], d_outputs[j:], d_queries[j:], strict=True)
-            of_queries = [(*row[:3], *(() if j == 0 else sums)) for row, *sums in further]
-            for step, (q, o, lse, *sums) in in_turn(attending, of_queries):
-                i = j + step
+            of_queries = []
+            for i in range(j, len(chunks)):
+                if (seen := blocks_seen.get((i, j))) is not None:
+                    begun = any((i, before) in blocks_seen for before in range(j))
+                    sums = [d_outputs[i], d_queries[i]] if begun else []
+                    of_queries.append(Row(i, seen, [*rows[i][:3], *sums]))
+            for i, seen, (q, o, lse, *sums) in in_turn(attending, of_queries):
                 d_of_chunk = sums[0] if sums else fpdt.to_heads(d_o[:, :, chunks[i]])
-                d_q, d_keys, d_values = flash_attention_backward(
-                    d_of_chunk, q, k, v, o, lse, scale, step == 0
-                )
+                block = d_of_chunk, q, k, v, o, lse, scale, seen
+                d_q, d_keys, d_values = attention_to_block_backward(*block)
+                if d_sinks is not None and i == j:
+                    d_sinks.add_(sinks_gradient(d_of_chunk, o, lse, sinks))
                 attending.wait_on_host()
                 d_q = sums[1].add_(d_q) if sums else d_q.to(precise)
-                if step == 0:
+                if i == j:
                     own, d_k, d_v = d_q, d_keys.to(precise), d_values.to(precise)
                 else:
                     d_k.add_(d_keys)
@@ -155,7 +184,7 @@ class _InChunks(torch.autograd.Function):
                     else:
                         attending.to_host(d_of_chunk, d_outputs[i])
                         attending.to_host(d_q, d_queries[i])
-                del q, o, lse, sums, d_of_chunk
+                del q, o, lse, sums, d_of_chunk, block
                 del d_q, d_keys, d_values
             del k, v
             if j + 1 < len(chunks):
@@ -170,7 +199,7 @@ class _InChunks(torch.autograd.Function):
             del own, d_k, d_v, needed, here, sums
         attending.wait()
         d_weights = (d.to(x.dtype) for d, x in zip(gradients[len(ctx.shapes) :], weights, strict=True))
-        return None, None, None, *gradients[: len(ctx.shapes)], *d_weights
+        return None, None, d_sinks, *gradients[: len(ctx.shapes)], *d_weights
 
 
 class FPDT(Ulysses):
@@ -181,6 +210,7 @@ class FPDT(Ulysses):
     source = "arXiv 2408.16978, section 4"
     can_enclose = False
     meets = frozenset({"causal_attention"})
+    heeds = HEEDS_ALL
     options_type = FPDTOptions
     options: FPDTOptions
     _copies: tuple[CopyStream, CopyStream] | None = None
@@ -197,6 +227,16 @@ class FPDT(Ulysses):
         """The positions of each chunk among the ``length`` that a rank has."""
         chunk = self.chunk_length(length * self.size) // self.size
         return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+
+    def blocks_seen(self, chunks: Sequence[slice], attended: Attended) -> dict[tuple[int, int], Seen]:
+        """What queries of a chunk, of all ranks, see of keys of a chunk, by both numbers, where they see any;
+        the chunks are given as :meth:`local_chunks` does."""
+        pairs = ((i, j) for i in range(len(chunks)) for j in range(i + 1))
+        if attended.plain:
+            return {(i, j): i == j for i, j in pairs}
+        of_all = [(x.start * self.size, x.stop * self.size) for x in chunks]
+        seen = ((pair, attended.ranges(*([of_all[n]] for n in pair))) for pair in pairs)
+        return {pair: ranges for pair, ranges in seen if ranges}
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         chunks = x.split(self.chunk_length(x.shape[dim]), dim)
@@ -244,16 +284,17 @@ class FPDT(Ulysses):
         return x if self.size == 1 else super().to_positions(x, heads)
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
-        if not (heads.in_parts and heads.attended.plain):
+        if not heads.in_parts:
             return super().projected_attention(x, heads)
-        o: Tensor = _InChunks.apply(self, heads, x.shape[1], *heads.tensors(x))
-        return o
+        return self.in_chunks(heads, *heads.tensors(x))
 
-    def causal_attention(  # type: ignore[override]  # it heeds no sinks
-        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
-        if not attended.plain:
-            assert self.size == 1, "refused before"
-            return super(Ulysses, self).causal_attention(q, k, v, attended)
-        o: Tensor = _InChunks.apply(self, GivenHeads(q, k), q.shape[POSITIONS], q, k, v)
+        return self.in_chunks(GivenHeads(q, k, attended, sinks), q, k, v)
+
+    def in_chunks(self, source: HeadSource, *tensors: Tensor) -> Tensor:
+        """The attention of what a source makes of the tensors: [B, Z, L/N, A]."""
+        sinks = None if source.sinks is None else self.of_own_heads(source.sinks)
+        o: Tensor = _InChunks.apply(self, source, sinks, *tensors)
         return o

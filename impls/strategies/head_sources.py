@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.attended import Attended
 
 ALL = slice(None)
 
@@ -54,6 +54,7 @@ class HeadSource(ABC):
         heads, groups: Z and G.
         head_size: A.
         attended: what of the earlier positions a position attends to.
+        sinks: of the heads [Z], which join the softmax (:mod:`spbench.impls.kernels.sinks`).
         position_dim: of the tensors that have positions.
         with_positions: how many tensors have positions; they are the first.
         needed: how many of these are needed again for gradients; they are the first.
@@ -63,6 +64,7 @@ class HeadSource(ABC):
     groups: int
     head_size: int
     attended: Attended
+    sinks: Tensor | None
     position_dim: int
     with_positions: int
     needed: int
@@ -113,9 +115,9 @@ class GivenHeads(HeadSource):
 
     position_dim, with_positions, needed = 2, 3, 0
 
-    def __init__(self, q: Tensor, k: Tensor, attended: Attended = CAUSAL):
+    def __init__(self, q: Tensor, k: Tensor, attended: Attended, sinks: Tensor | None):
         self.heads, self.groups, self.head_size = q.shape[1], k.shape[1], q.shape[3]
-        self.attended = attended
+        self.attended, self.sinks = attended, sinks
 
     def tensors(self, x: Tensor) -> Sequence[Tensor]:
         raise NotImplementedError("they are given")

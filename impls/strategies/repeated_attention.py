@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-#: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: q [B, Z, L, A], k, v [B, G, L, A] and, of attention with sinks, these [Z] -> [B, Z, L, A]
+Attend = Callable[..., Tensor]
 
 
 class _Opened(torch.autograd.Function):
@@ -51,13 +51,13 @@ class RepeatedAttention:
     def __init__(self, attend: Attend):
         self.attend = attend
         self._edge: GradientEdge | None = None
-        #: of each tensor that the graph saved: which of (q, k, v, o), or which of the others after these
+        #: of each tensor that the graph saved: which of (q, k, v, o, sinks), or of the others after these
         self._places: list[int] = []
         self._filled: Sequence[Tensor] = ()
         self._gradients: list[Tensor] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The attention, and what its backward needs beside q, k, v and the attention itself."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The attention, and what its backward needs beside its arguments and the attention itself."""
         saved: list[Tensor] = []
 
         def pack(x: Tensor) -> int:
@@ -66,8 +66,8 @@ class RepeatedAttention:
 
         token = torch.empty(0, device=q.device, requires_grad=True)
         with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
-            o = self.attend(*_Opened.apply(token, self._gradients, q, k, v))
-        known = q, k, v, o
+            o = self.attend(*_Opened.apply(token, self._gradients, q, k, v, *sinks))
+        known = q, k, v, o, *sinks
         places: list[int] = []
         others: list[Tensor] = []
         for x in saved:
@@ -83,13 +83,20 @@ class RepeatedAttention:
         return self._filled[self._places[number]]
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, others: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, from what a call was given and returned."""
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        others: Sequence[Tensor],
+        *sinks: Tensor,
+    ) -> list[Tensor]:
+        """The gradients of q, k, v and sinks, from what a call was given and returned."""
         assert self._edge is not None, "there was no forward"
-        self._filled = q, k, v, o, *others
+        self._filled = q, k, v, o, *sinks, *others
         torch.autograd.backward([self._edge], [d_o], retain_graph=True)
-        d_q, d_k, d_v = self._gradients
+        gradients = [*self._gradients]
         self._filled = ()
         self._gradients.clear()
-        return d_q, d_k, d_v
+        return gradients

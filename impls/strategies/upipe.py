@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +87,11 @@ class Rounds:
             self.runs,
         )
 
+    def of_rank(self, numbers: Tensor, rank: int) -> Tensor:
+        """Of numbers of all heads of queries [Z], a rank's in each round: [count, heads]."""
+        by_set = numbers.view(self.sets, -1, self.runs, self.each, self.queries)
+        return by_set.movedim(3, 1).flatten(2).flatten(0, 1).chunk(self.size, 1)[rank]
+
 
 def rounds_of(heads: int, groups: int, size: int, a_round: int) -> Rounds | None:
     """The rounds with ``a_round`` heads of queries a rank; None where a group would end within one."""
@@ -103,9 +107,8 @@ class _InRounds(torch.autograd.Function):
     """Of the tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, upipe: UPipe, source: HeadSource, sizes: tuple[int, int], *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, upipe: UPipe, source: HeadSource, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
+        sizes = tensors[0].shape[0], tensors[0].shape[source.position_dim]
         rounds = upipe.rounds(source.heads, source.groups)
         attention = upipe.repeated_attention(rounds, source.attended)
 
@@ -117,12 +120,14 @@ class _InRounds(torch.autograd.Function):
                 for member in keyed_steps(rounds.each, lambda member: member == 0):
                     part = rounds.part(number, member)
                     q = upipe.to_heads(source.queries(tensors, part))
-                    attended, saved = attention.forward(q, k, v)
-                    del q
+                    place = number * rounds.each + member
+                    own = [] if sinks is None else [sinks[place]]
+                    attended, saved = attention.forward(q, k, v, *own)
+                    del q, own
                     if not others:
                         others = [x.new_empty(rounds.count, *x.shape) for x in saved]
                     for whole, x in zip(others, saved, strict=True):
-                        whole[number * rounds.each + member].copy_(x)
+                        whole[place].copy_(x)
                     del saved
                     into = part.of_queries(o, source.groups, 1)
                     into.copy_(upipe.to_positions(attended, rounds.heads * upipe.size).view(into.shape))
@@ -131,17 +136,18 @@ class _InRounds(torch.autograd.Function):
             return o, *others
 
         o, *others = kept(in_rounds)
-        ctx.save_for_backward(*tensors, o, *others)
+        ctx.save_for_backward(sinks, *tensors, o, *others)
         ctx.upipe, ctx.source, ctx.attention, ctx.count = upipe, source, attention, len(tensors)
         return o
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         upipe, source, attention = ctx.upipe, ctx.source, ctx.attention
-        saved = ctx.saved_tensors
+        sinks, *saved = ctx.saved_tensors
         tensors, (o, *others) = saved[: ctx.count], saved[ctx.count :]
         rounds = upipe.rounds(source.heads, source.groups)
         gradients = [torch.zeros_like(x) for x in tensors]
+        d_sinks = None if sinks is None else torch.empty_like(sinks)
         for number in keyed_steps(rounds.sets, lambda number: number == 0):
             k, v = upipe.keys_to_heads(*source.keys_values(tensors, rounds.part(number)), rounds.runs)
             d_keys: Sequence[Tensor] = ()
@@ -151,9 +157,12 @@ class _InRounds(torch.autograd.Function):
                 of_round, d_of_round = (
                     upipe.to_heads(part.of_queries(x, source.groups, 1).flatten(1, 3)) for x in (o, d_o)
                 )
-                mine = [x[number * rounds.each + member] for x in others]
-                d_q, *d_kv = attention.backward(d_of_round, q, k, v, of_round, mine)
-                del q, of_round, d_of_round, mine
+                place = number * rounds.each + member
+                mine, own = [x[place] for x in others], [] if sinks is None else [sinks[place]]
+                d_q, *d_kv = attention.backward(d_of_round, q, k, v, of_round, mine, *own)
+                del q, of_round, d_of_round, mine, own
+                if d_sinks is not None:
+                    d_sinks[place].copy_(d_kv.pop())
                 if member == 0:
                     d_keys = d_kv
                 else:
@@ -168,7 +177,7 @@ class _InRounds(torch.autograd.Function):
             del d_keys
             source.add_keys_values(tensors, gradients, rounds.part(number), d_k, d_v)
             del d_k, d_v
-        return None, None, None, *gradients
+        return None, None, d_sinks, *gradients
 
 
 class UPipe(Ulysses):
@@ -178,8 +187,7 @@ class UPipe(Ulysses):
     summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
     source = "arXiv 2602.21196; around ring_attention its ring"
     meets = frozenset({"causal_attention"})
-    # a sink's gradient would be a further one of each round
-    heeds = {**HEEDS_ALL, "causal_attention": frozenset({"documents", "window"})}
+    heeds = HEEDS_ALL
     options_type = UPipeOptions  # type: ignore[assignment]  # it pads no heads
     options: UPipeOptions  # type: ignore[assignment]
 
@@ -235,19 +243,28 @@ class UPipe(Ulysses):
         """Attention of the heads of any round to whole sequences, by what this strategy is around."""
         # Ulysses' own would send them again
         within = super(Ulysses, self).causal_attention
-        return RepeatedAttention(within if attended.plain else partial(within, attended=attended))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            return within(q, k, v) if attended.plain and not sinks else within(q, k, v, attended, *sinks)
+
+        return RepeatedAttention(attend)
+
+    def in_rounds(self, source: HeadSource, *tensors: Tensor) -> Tensor:
+        """The attention of what a source makes of the tensors: [B, Z, L/N, A]."""
+        sinks = source.sinks
+        if sinks is not None:
+            sinks = self.rounds(source.heads, source.groups).of_rank(sinks, self.rank)
+        o: Tensor = _InRounds.apply(self, source, sinks, *tensors)
+        return o
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         if self.size == 1 or not heads.in_parts:
             return super().projected_attention(x, heads)
-        o: Tensor = _InRounds.apply(self, heads, x.shape[:2], *heads.tensors(x))
-        return o
+        return self.in_rounds(heads, *heads.tensors(x))
 
-    def causal_attention(  # type: ignore[override]  # it heeds no sinks
-        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
         if self.size == 1:
-            return super(Ulysses, self).causal_attention(q, k, v, attended)
-        source = GivenHeads(q, k, attended)
-        o: Tensor = _InRounds.apply(self, source, (q.shape[0], q.shape[2]), q, k, v)
-        return o
+            return super(Ulysses, self).causal_attention(q, k, v, attended, sinks)
+        return self.in_rounds(GivenHeads(q, k, attended, sinks), q, k, v)

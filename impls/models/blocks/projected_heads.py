@@ -47,6 +47,7 @@ class ProjectedHeads(HeadSource):
         self.heads, self.groups = model.heads, model.kv_heads or model.heads
         self.head_size = model.head_size
         self.attended = mixer.kind.attended(places.attended, places.seq_len)
+        self.sinks = mixer.sinks
 
     @property
     def in_parts(self) -> bool:

@@ -112,6 +112,14 @@ LOOPS = {
         sizes={"sp": 4},
         strategy_options={"chunk": 4, "offload": False},
     ),
+    "chunks of windows": cell(
+        "fpdt",
+        "causal-transformer-tiny",
+        {"window": 40, "sinks": True, "documents": (51, 13)},
+        sizes={"sp": 4},
+        strategy_options={"chunk": 4},
+    ),
+    "rounds with sinks": cell("upipe", "causal-transformer-tiny", {"sinks": True}, sizes={"sp": 2}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ SINKS = "gradient of layer.sinks"
         (faults.SinkOnceAChunk, "sp", ("output", "gradient of")),
         (faults.SinkWithoutGradient, "sp", (SINKS,)),
         (faults.SinksOfOtherHeads, "sp", (SINKS,)),
+        (faults.SinksOfOtherRounds, "sp", (SINKS,)),
+        (faults.ChunksSeenWhole, "sp", ("output", "gradient of")),
         (faults.SinksSplitOtherwise, "tp", (SINKS,)),
     ],
 )
@@ -40,14 +43,20 @@ def test_planted_fault_is_red(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "placement"), [("ring_attention", "zigzag"), ("all_gather_kv", "by_work")]
+    ("strategy", "options"),
+    [
+        ("ring_attention", {"placement": "zigzag"}),
+        ("all_gather_kv", {"placement": "by_work"}),
+        ("fpdt", {"chunk": 4}),
+        ("upipe", {"heads_a_round": 3}),
+    ],
 )
 def test_windows_of_some_layers_are_green_wherever_positions_lie(
-    pool: RankPool, strategy: str, placement: str
+    pool: RankPool, strategy: str, options: dict[str, Any]
 ) -> None:
     """The placement is that of the model, not of the layer."""
     model = model_preset("hybrid-tiny", {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)})
-    assert_green(pool, Case(nesting(strategy), model, "model", options={"placement": placement}))
+    assert_green(pool, Case(nesting(strategy), model, "model", options=options))
 
 
 def attention(window: int, sinks: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
 
+from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.layout import HEEDS_ALL, Shard, mark_shard
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.fpdt import FPDT
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
+from spbench.impls.strategies.upipe import Rounds, UPipe
 
 
 class WindowOffByOne(RingAttention):
@@ -73,6 +78,26 @@ class SinksOfOtherHeads(Ulysses):
 
     def of_own_heads(self, numbers: Tensor) -> Tensor:
         return numbers.chunk(self.size)[(self.rank + 1) % self.size]
+
+
+class _OtherRounds(Rounds):
+    def of_rank(self, numbers: Tensor, rank: int) -> Tensor:
+        return super().of_rank(numbers, rank).flip(0)
+
+
+class SinksOfOtherRounds(UPipe):
+    """Those of the heads of other rounds, each round with as many."""
+
+    def rounds(self, heads: int, groups: int) -> Rounds:
+        return _OtherRounds(**vars(super().rounds(heads, groups)))
+
+
+class ChunksSeenWhole(FPDT):
+    """Queries of a chunk see all keys of earlier chunks, as without a window."""
+
+    def blocks_seen(self, chunks: Sequence[slice], attended: Attended) -> dict[tuple[int, int], Seen]:
+        of_window, whole = super().blocks_seen(chunks, attended), super().blocks_seen(chunks, CAUSAL)
+        return {(i, j): of_window[i, j] if i == j else seen for (i, j), seen in whole.items()}
 
 
 class SinksSplitOtherwise(TensorParallel):
