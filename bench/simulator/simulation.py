@@ -14,7 +14,8 @@ All times are thus sums and maxima of costs, so no cost can fall and the step ta
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
-onto each other are simulated once (:mod:`spbench.bench.simulator.folding`).
+onto each other are simulated once (:mod:`spbench.bench.simulator.folding`), and what a program repeats until
+it is known what it does (:mod:`spbench.bench.simulator.fast_forward`).
 """
 
 from __future__ import annotations
@@ -119,24 +120,22 @@ class Simulation:
         if host is not None:
             launching = host.now[index]
         heap, forward = self._heap, self._forward
-        at, boundary = step, -1 if forward is None else forward.next
+        at = step
         while at < len(kinds):
-            if forward is not None and at == boundary:
+            repeats = forward is not None and at == forward.next and everyone
+            # others of the program are here, or can catch up first: all go on together
+            if repeats or (heap and heap[0][0] <= at and heap[0][1] == number):
                 clocks[COMPUTE_STREAM, index] = now
                 if host is not None:
                     host.now[index] = launching
-                at, boundary = forward(at), forward.next
+                if forward is None or not repeats:
+                    self._resume(number, at, who)
+                    return
+                at = forward(at)
                 now = clocks[COMPUTE_STREAM, index]
                 if host is not None:
                     launching = host.now[index]
                 continue
-            if heap and heap[0][0] <= at and heap[0][1] == number:
-                # others of the program are here, or can catch up first: all go on together
-                clocks[COMPUTE_STREAM, index] = now
-                if host is not None:
-                    host.now[index] = launching
-                self._resume(number, at, who)
-                return
             kind, stream = kinds[at], streams[at]
             if host is None:
                 now = now + before[at]
