@@ -1,7 +1,8 @@
 """Which positions of a sequence attend to which: a causal mask within packed documents, and within a window.
 
 Where a rank holds some runs of positions of a sequence (its intervals), what its queries see of the keys of
-some runs is a list of rectangles, a :class:`Range` each, of which a causal mask or a window leaves a band.
+some runs is a list of rectangles, :class:`Ranges`, of which a causal mask or a window leaves a band. Where
+sequences are packed of thousands of documents there are as many, so they are made and counted as arrays.
 
 Shape letters: L sequence, M queries, N keys.
 """
@@ -15,8 +16,18 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int64]
+
 #: a run of positions: the first, and the one after the last
 Interval = tuple[int, int]
+#: runs of positions, one a row [n, 2]
+Intervals = Sequence[Interval] | Numbers
+
+#: a position after all of a sequence, and a distance that no band reaches
+_FAR = 1 << 40
 
 
 class Range(NamedTuple):
@@ -41,22 +52,6 @@ class Range(NamedTuple):
         """Whether it is a square of which query i sees the keys up to i."""
         return self.queries == self.keys and self.high == 0 and self.low <= 1 - self.queries
 
-    @property
-    def pairs(self) -> int:
-        """Queries and keys that meet."""
-        return self._up_to(self.high) - self._up_to(self.low - 1)
-
-    def _up_to(self, high: int) -> int:
-        """Pairs with j - i <= high."""
-        first = min(max(0, -high), self.queries)  # the first query that sees any key
-        full = min(max(first, self.keys - high - 1), self.queries)  # the first that sees all
-        some = full - first
-        return some * (first + high + 1) + some * (some - 1) // 2 + (self.queries - full) * self.keys
-
-    def moved(self, queries: int, keys: int) -> Range:
-        """The same, where memory begins that much later."""
-        return self._replace(first_query=self.first_query - queries, first_key=self.first_key - keys)
-
     def tiles(self, queries: int) -> Iterator[Range]:
         """The same in ranges of at most that many queries, with the keys that they see."""
         for start in range(0, self.queries, queries):
@@ -72,6 +67,85 @@ class Range(NamedTuple):
                 self.low + shift,
                 self.high + shift,
             )
+
+
+class Ranges:
+    """What queries see of keys: ranges [n, 6], one a row, in the columns of :class:`Range`."""
+
+    def __init__(self, numbers: Numbers):
+        self.numbers = numbers
+
+    @classmethod
+    def of(cls, ranges: Iterable[Range]) -> Ranges:
+        """Those."""
+        return cls(np.array([*ranges], np.int64).reshape(-1, len(Range._fields)))
+
+    @classmethod
+    def from_text(cls, text: str) -> Ranges:
+        """Those whose :attr:`text` it is."""
+        return cls(np.frombuffer(text.encode("latin-1"), np.int64).reshape(-1, len(Range._fields)))
+
+    @cached_property
+    def text(self) -> str:
+        """All numbers as one text, for operators to take: whatever sees the arguments of an operator looks at
+        each number of a list."""
+        return self.numbers.tobytes().decode("latin-1")
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Range]:
+        return (Range(*row) for row in self.numbers.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranges) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @property
+    def queries(self) -> Interval:
+        """From the first query to the last, those between that see nothing too."""
+        return self._extent(0)
+
+    @property
+    def keys(self) -> Interval:
+        """Likewise of the keys."""
+        return self._extent(2)
+
+    def _extent(self, column: int) -> Interval:
+        first, count = self.numbers[:, column], self.numbers[:, column + 1]
+        return int(first.min()), int((first + count).max())
+
+    def moved(self, queries: int, keys: int) -> Ranges:
+        """The same, where memory begins that much later."""
+        return Ranges(self.numbers - np.array([queries, 0, keys, 0, 0, 0]))
+
+    @property
+    def pairs(self) -> Numbers:
+        """Queries and keys that meet, of each [n]."""
+        _, queries, _, keys, low, high = self.numbers.T
+        return _pairs_up_to(queries, keys, high) - _pairs_up_to(queries, keys, low - 1)
+
+    @property
+    def widths(self) -> Numbers:
+        """How many keys a query sees at most, of each [n]."""
+        _, _, _, keys, low, high = self.numbers.T
+        return np.minimum(keys, high - low + 1)
+
+
+def _pairs_up_to(queries: Numbers, keys: Numbers, high: Numbers) -> Numbers:
+    """Pairs of query i and key j with j - i <= high."""
+    first = np.clip(-high, 0, queries)  # the first query that sees any key
+    full = np.minimum(np.maximum(first, keys - high - 1), queries)  # the first that sees all
+    some = full - first
+    return some * (first + high + 1) + some * (some - 1) // 2 + (queries - full) * keys
+
+
+def _repeated(counts: Numbers, firsts: Numbers) -> tuple[Numbers, Numbers]:
+    """Each place i counts[i] times, and beside it firsts[i], firsts[i] + 1, ..."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) + (firsts - np.cumsum(counts) + counts)[which]
 
 
 @dataclass(frozen=True)
@@ -114,60 +188,71 @@ class Attended:
         """Which document a position is of."""
         return bisect_right(self.ends, position)
 
-    def within_documents(self, intervals: Iterable[Interval]) -> Iterator[tuple[int, int, Interval]]:
-        """The parts of intervals in documents: (document, its first position, part), in order."""
-        ends = self.ends
-        for start, stop in intervals:
-            if not ends:
-                yield 0, 0, (start, stop)
-                continue
-            document = bisect_right(ends, start)
-            while start < stop:
-                end = min(stop, ends[document])
-                yield document, ends[document] - self.documents[document], (start, end)
-                start, document = end, document + 1
+    @cached_property
+    def _borders(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Of each document and one behind the last: its first position, the one after its last, and how many
+        pairs meet before it; where there are none, one document begins and does not end."""
+        lengths = np.array(self.documents, np.int64)
+        ends = np.cumsum(lengths)
+        pairs = np.cumsum(self._pairs_of_first(lengths))
+        return np.append(0, ends), np.append(ends, _FAR), np.append(0, pairs)
 
-    def pairs(self, intervals: Iterable[Interval]) -> int:
-        """Queries in these intervals and keys anywhere that meet."""
-        total = 0
-        for _, first, (start, end) in self.within_documents(intervals):
-            seen = Range(0, end - start, 0, end - first, *self._band(start - first, end - first))
-            total += seen.pairs
-        return total
+    def _pairs_of_first(self, queries: Numbers) -> Numbers:
+        """Pairs of so many queries from a document's first on."""
+        seen = queries if self.window is None else np.minimum(queries, self.window)
+        return seen * (seen + 1) // 2 + (queries - seen) * seen
 
-    def _band(self, shift: int, keys: int) -> tuple[int, int]:
-        """low and high of a range whose first query lies ``shift`` positions after its first key."""
-        return (-(1 << 40) if self.window is None else shift - self.window + 1), min(shift, keys - 1)
+    def within_documents(self, intervals: Intervals) -> Numbers:
+        """The parts of intervals in documents [n, 4], in order: document, its first position, and the part's
+        first and the one after its last."""
+        runs = np.asarray(intervals, np.int64).reshape(-1, 2)
+        starts, stops = runs[runs[:, 0] < runs[:, 1]].T
+        begins, ends, _ = self._borders
+        first, last = np.searchsorted(ends, starts, "right"), np.searchsorted(ends, stops, "left")
+        run, document = _repeated(last - first + 1, first)
+        begin = begins[document]
+        return np.stack(
+            (document, begin, np.maximum(starts[run], begin), np.minimum(stops[run], ends[document])), 1
+        )
 
-    def ranges(self, queries: Sequence[Interval], keys: Sequence[Interval]) -> tuple[Range, ...]:
+    def pairs(self, intervals: Intervals) -> Numbers:
+        """Queries in each interval and keys anywhere that meet [n]."""
+        runs = np.asarray(intervals, np.int64).reshape(-1, 2)
+        begins, ends, before = self._borders
+        # a run that ends where a document does has all of it
+        document = np.searchsorted(ends, runs, "right")
+        up_to = before[document] + self._pairs_of_first(runs - begins[document])
+        return up_to[:, 1] - up_to[:, 0]
+
+    def ranges(self, queries: Intervals, keys: Intervals) -> Ranges:
         """What queries in intervals see of keys in intervals, both in memory in the order of these."""
-        by_document: dict[int, list[tuple[int, Interval]]] = {}
-        place = 0
-        for document, _, (start, end) in self.within_documents(keys):
-            by_document.setdefault(document, []).append((place, (start, end)))
-            place += end - start
-        found, place = [], 0
-        for document, _, run in self.within_documents(queries):
-            for key_place, key_run in by_document.get(document, ()):
-                if (seen := self._range(place, run, key_place, key_run)) is not None:
-                    found.append(seen)
-            place += run[1] - run[0]
-        return tuple(found)
+        of_queries, of_keys = self.within_documents(queries), self.within_documents(keys)
+        by_document = np.argsort(of_keys[:, 0], kind="stable")
+        documents = of_keys[by_document, 0]
+        first = np.searchsorted(documents, of_queries[:, 0], "left")
+        mine, place = _repeated(np.searchsorted(documents, of_queries[:, 0], "right") - first, first)
+        return self._seen(of_queries, of_keys, mine, by_document[place])
 
-    def _range(self, query_place: int, queries: Interval, key_place: int, keys: Interval) -> Range | None:
-        """What a run of queries sees of a run of keys of its document."""
-        (start, end), (first, last) = queries, keys
-        begin, stop = max(start, first), end
+    def _seen(self, queries: Numbers, keys: Numbers, mine: Numbers, theirs: Numbers) -> Ranges:
+        """What of parts of queries see of parts of keys, of the same document each, by their numbers."""
+        (start, end), (first, last) = queries[mine, 2:].T, keys[theirs, 2:].T
+        begin, stop, behind = np.maximum(start, first), end, first
         if self.window is not None:
-            stop = min(stop, last - 1 + self.window)
-            first = max(first, begin - self.window + 1)
-        last = min(last, stop)
-        if begin >= stop or first >= last:
-            return None
-        m, n, shift = stop - begin, last - first, begin - first
-        low = 1 - m if self.window is None else max(1 - m, shift - self.window + 1)
-        places = query_place + begin - start, key_place + first - keys[0]
-        return Range(places[0], m, places[1], n, low, min(shift, n - 1))
+            stop = np.minimum(stop, last - 1 + self.window)
+            behind = np.maximum(first, begin - self.window + 1)
+        last = np.minimum(last, stop)
+        m, n, shift = stop - begin, last - behind, begin - behind
+        low = 1 - m if self.window is None else np.maximum(1 - m, shift - self.window + 1)
+        query = _places(queries)[mine] + begin - start
+        key = _places(keys)[theirs] + behind - first
+        found = np.stack((query, m, key, n, low, np.minimum(shift, n - 1)), 1)
+        return Ranges(found[(m > 0) & (n > 0)])
+
+
+def _places(parts: Numbers) -> Numbers:
+    """Where each part lies in memory, one after another."""
+    lengths = parts[:, 3] - parts[:, 2]
+    return np.cumsum(lengths) - lengths
 
 
 #: a causal mask and nothing else

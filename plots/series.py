@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -54,6 +55,13 @@ def option(row: Row, group: str, name: str, default: Any = None) -> Any:
 def searches_for(row: Row, field: str) -> bool:
     """Whether a row's cell is a search for the largest value of a field."""
     return (row["cell"].get("search") or {}).get("quantity") == field
+
+
+def but_length(row: Row) -> str:
+    """What is set of a row's cell beside its batch and length: the same of a search for the longest sequence
+    and of a step of any length."""
+    left_out = ("batch", "seq_len", "search")
+    return json.dumps({k: v for k, v in row["cell"].items() if k not in left_out}, sort_keys=True)
 
 
 def grouped(items: Iterable[Item], by: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -1,4 +1,5 @@
-"""The figure of today's longest sequences: what each memory switch adds, machine by machine."""
+"""The figure of today's longest sequences: what each memory switch adds, and what it costs in time, machine
+by machine."""
 
 from __future__ import annotations
 
@@ -13,22 +14,29 @@ from spbench.plots.axes import set_ticks, set_ticks_within
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import measured, published_of
 from spbench.plots.marks import marker_line, status_mark
-from spbench.plots.series import Row, gpus, grouped, option, searches_for, strategy, title
+from spbench.plots.series import Row, but_length, gpus, grouped, option, searches_for, strategy, title
 from spbench.plots.style import GREY, INK, method_color, strategy_name
 
 _answer = measured("answer")
+#: of a panel's width, what is right of the longest bar where steps have prices: its length, and the prices
+_BESIDE, _WITH_PRICES = 1.25, 1.75
 
 
 def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A panel for each cluster and number of GPUs, with a bar for each row in the order of the scenario, and
-    a diamond where the published length is."""
-    rows = [row for row in rows if searches_for(row, "seq_len")]
+    """A panel for each cluster and number of GPUs, with a bar for each search, those with the fewest switches
+    first, a diamond where the published length is, and what the switch that it adds costs in time.
+
+    Args:
+        comparison: has the published lengths, and ratios of steps with a switch to those without.
+    """
+    searches = sorted((row for row in rows if searches_for(row, "seq_len")), key=_place)
     published = published_of(comparison, "tokens").numbers
-    machines = grouped(rows, lambda row: (str(row["cell"]["cluster"]), gpus(row)))
+    machines = grouped(searches, _machine)
+    paid = prices(rows, comparison)
     facets = [
         [
             Panel(
-                partial(_draw_ladder, rows=some, published=published),
+                partial(_draw_ladder, rows=some, published=published, paid=paid),
                 f"{count} x {cluster}",
                 "Longest sequence (million tokens)",
                 inches=0.24 + 0.16 * len(some),
@@ -36,10 +44,44 @@ def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         ]
         for (cluster, count), some in machines.items()
     ]
-    lost = [row for row in rows if _answer(row) is None]
+    lost = [row for row in searches if _answer(row) is None]
+    notes = [
+        "Step: how much longer it takes with what a rung adds, at the longest length timed with and without."
+    ]
     # the switches' names leave no room for bars in a column
-    grid = PanelGrid(title(rows, "The longest sequence, switch by switch"), lost=lost, page_only=True)
+    grid = PanelGrid(
+        title(searches, "The longest sequence, switch by switch"),
+        notes if paid else (),
+        lost=lost,
+        page_only=True,
+    )
     return grid.add(facets, abreast=1)
+
+
+def _machine(row: Row) -> tuple[str, int]:
+    return str(row["cell"]["cluster"]), gpus(row)
+
+
+def _place(row: Row) -> tuple[tuple[str, int], int, float]:
+    """Rows are in the order in which they ended."""
+    return _machine(row), len([*_switches(row)]), _answer(row) or 0
+
+
+def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
+    """What the last switch costs, by :func:`but_length` of a rung: of the longest steps that were timed with
+    and without it, as "+5.6% (1M)"."""
+    timed = {row["key"]: row["cell"] for row in rows if row["cell"]["seq_len"]}
+    found: dict[str, tuple[int, str]] = {}
+    entries = [] if comparison.empty else comparison[comparison["quantity"] == "ratio"].to_dict("records")
+    for entry in entries:
+        cell = timed.get(entry["numerator"])
+        if cell is None or not entry["reproduced"] > 0:  # also where there is none
+            continue
+        length, batch = cell["seq_len"], cell["batch"]
+        step = (f"{batch} x " if batch > 1 else "") + _binary(length)
+        longest = found.get(of := but_length({"cell": cell}), (0, ""))
+        found[of] = max(longest, (length, f"{entry['reproduced'] - 1:+.1%} ({step})"))
+    return {of: text for of, (_, text) in found.items()}
 
 
 def switches(row: Row) -> str:
@@ -58,14 +100,22 @@ def _switches(row: Row) -> Iterator[str]:
         yield "checkpoints on host"
 
 
-def _draw_ladder(ax: Axes, rows: Sequence[Row], published: Mapping[str, float]) -> Drawn:
-    before = ""
-    names, reach = [], 0.0
+def _names(rows: Sequence[Row]) -> Iterator[str]:
+    """Of a ladder's rungs: what one adds to the rung above where it adds something, else all."""
+    above: list[str] = []
+    for row in rows:
+        own = [*_switches(row)]
+        added = [each for each in own if each not in above]
+        yield f"... + {' + '.join(added)}" if above and len(own) == len(above) + len(added) else switches(row)
+        above = own
+
+
+def _draw_ladder(
+    ax: Axes, rows: Sequence[Row], published: Mapping[str, float], paid: Mapping[str, str]
+) -> Drawn:
+    reach = 0.0
     for y, row in enumerate(rows):
         name, answer = switches(row), _answer(row)
-        # of a ladder's next rung what it adds alone
-        names.append(f"... {name[len(before) :].strip()}" if before and name.startswith(before) else name)
-        before = name
         theirs = published.get(row["key"])
         if answer is None:
             ax.plot([0], [y], marker="x", color=INK, gid=f"ours {row['status']} {name}")
@@ -93,10 +143,21 @@ def _draw_ladder(ax: Axes, rows: Sequence[Row], published: Mapping[str, float]) 
             fontsize=7,
             color=INK if answer else GREY,
         )
-    ax.set_xlim(0, 1.25 * reach or 1)
+        if price := paid.get(but_length(row)):
+            # one below the other, right of all bars
+            ax.text(
+                0.99,
+                y,
+                f"step {price}",
+                transform=ax.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize=7,
+            )
+    ax.set_xlim(0, (_WITH_PRICES if paid else _BESIDE) * reach or 1)
     set_ticks_within(ax.xaxis, MaxNLocator(5), 0, reach or 1)
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    set_ticks(ax.yaxis, range(len(rows)), names)
+    set_ticks(ax.yaxis, range(len(rows)), [*_names(rows)])
     ax.grid(axis="y", visible=False)
     marks = [status_mark("oom")] if any(_answer(row) is None for row in rows) else []
     shown = [marker_line("published", INK, "D", "white")] if published else []
@@ -107,6 +168,11 @@ def _length(tokens: float | None) -> str:
     if tokens is None:
         return "none"
     return f"{tokens / 1e6:.2g}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}K"
+
+
+def _binary(tokens: int) -> str:
+    """A length of a step, which is a round number of units of 1,024."""
+    return f"{tokens >> 20}M" if tokens >= 2**20 else f"{tokens >> 10}K"
 
 
 draw_max_seqlen_today = Drawing("max_seqlen_today", ladders)

@@ -26,11 +26,10 @@ from spbench.bench.simulator.program import (
     PRECISION_NAMES,
 )
 from spbench.bench.simulator.program_builder import NO_SHAPE
-from spbench.impls.attended import Range
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
-from spbench.impls.kernels.ranged_attention import pairs_and_length
+from spbench.impls.kernels.ranged_attention import Size
 
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _OTHER = len(PRECISION_NAMES) - 1
@@ -108,9 +107,8 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
     k [B, G, L, A], which a gradient stands before."""
     q, k = arguments[1:3] if name.endswith("_backward") else arguments[:2]
     if name.startswith("ranged"):
-        ranges = tuple(arguments[-1])
-        _, length = pairs_and_length(ranges)
-        return q.shape[0] * q.shape[1] * (len(ranges) // len(Range._fields)), length, length, q.shape[3]
+        ranges, _, length = Size.of(arguments[-1])
+        return q.shape[0] * q.shape[1] * ranges, length, length, q.shape[3]
     return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
 
 

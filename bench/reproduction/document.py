@@ -2,7 +2,8 @@
 
 A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``. REPRODUCE.md has
 a part named ``verdict`` for each paper; PAPER.md has one for each of its scenarios, under the scenario's
-name. README.md has a part named ``validation`` of the measurements of real machines. All else is left alone.
+name. README.md has a part named ``validation`` of the measurements of real machines, and one named ``ladder``
+of the longest sequences that others published. All else is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.reproduction.findings import Findings, Line, markdown
-from spbench.bench.reproduction.papers import MEASURED
+from spbench.bench.reproduction.ladder import ladder_lines
+from spbench.bench.reproduction.papers import FIELD, MEASURED
 from spbench.bench.reproduction.validation import validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
@@ -22,7 +24,8 @@ FIRST_PAGE = Path("README.md")
 DETAILS_FOLDER = Path("results", "reproduction")
 
 VERDICT = "verdict"
-VALIDATION = "validation"
+#: by paper, the name of its part of README.md, and what makes that of the paper's records
+_OF_FIRST_PAGE = {MEASURED: ("validation", validation_lines), FIELD: ("ladder", ladder_lines)}
 _PART = re.compile(
     r"(?P<begin>^<!-- spbench reproduce (?P<paper>[\w-]+): (?P<name>[\w-]+) -->\n)"
     r"(?P<text>.*?)(?P<end>^<!-- end -->)",
@@ -34,7 +37,7 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
     """The documents on a paper, below the working directory, with the names of their generated parts."""
     documents = {SUMMARY_PAGE: [VERDICT], _details(paper): scenarios}
-    return documents | {FIRST_PAGE: [VALIDATION]} if paper == MEASURED else documents
+    return documents | {FIRST_PAGE: [_OF_FIRST_PAGE[paper][0]]} if paper in _OF_FIRST_PAGE else documents
 
 
 def _details(paper: str) -> Path:
@@ -93,14 +96,15 @@ def write_part(path: Path, paper: str, name: str, content: str) -> Path:
 
 def _rendered(text: str, findings: Findings, details: str) -> str:
     """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
+    first, lines_of = _OF_FIRST_PAGE.get(findings.paper, ("", validation_lines))
 
     def part(match: re.Match[str]) -> str:
         if match["paper"] != findings.paper:
             return match[0]
         if match["name"] == VERDICT:
             content = markdown(_linked(findings, details))
-        elif match["name"] == VALIDATION:
-            content = markdown(validation_lines(findings.records))
+        elif match["name"] == first:
+            content = markdown(lines_of(findings.records))
         else:
             content = findings.part(match["name"])
         return f"{match['begin']}{content}{match['end']}"

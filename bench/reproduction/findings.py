@@ -92,7 +92,9 @@ class Findings:
             mine = [r for r in self.records if r["scenario"] == scenario]
             document = self.documents.get(scenario)
             remark = document.not_reproduced if document else ""
-            for (what, variant), rows in by_answer(mine).items():
+            # ratios of ours alone are no verdict
+            answered = [r for r in mine if r["quantity"] != "ratio" or r["published"] is not None]
+            for (what, variant), rows in by_answer(answered or mine).items():
                 lines.append(_verdict_line(scenario, what, variant, rows, remark))
                 remark = ""
         # an error for each cell of a formula, one for any other number

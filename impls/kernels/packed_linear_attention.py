@@ -43,10 +43,10 @@ class Chunk:
     @classmethod
     def of(cls, attended: Attended, positions: Interval) -> Chunk:
         """That of a run of positions."""
-        parts = [*attended.within_documents([positions])]
-        (_, first, (start, _)), (last, _, (_, end)) = parts[0], parts[-1]
+        parts = attended.within_documents([positions]).tolist()
+        (_, first, start, _), (last, _, _, end) = parts[0], parts[-1]
         ends = attended.ends[last] if attended.documents else end
-        return cls(tuple(b - a for _, _, (a, b) in parts), first < start, end < ends)
+        return cls(tuple(b - a for _, _, a, b in parts), first < start, end < ends)
 
 
 def _boundaries(lengths: Sequence[int], block: int) -> list[int]:

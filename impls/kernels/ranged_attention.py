@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from spbench.impls.attended import Range
+from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import (
     backward_by_scores,
@@ -32,16 +33,15 @@ from spbench.impls.kernels.flash_attention import (
 from spbench.impls.kernels.kept_results import kept
 
 #: what queries see of a block of keys: all of it, those up to their own place, or some ranges
-Seen = bool | tuple[Range, ...]
+Seen = bool | Ranges
 
 #: queries whose scores with the keys of a band are in memory at once, where no kernel of torch computes it
 _TILE = 512
 
 
-def _ranges(numbers: Sequence[int]) -> Iterator[Range]:
+def _ranges(text: str) -> Iterator[Range]:
     """The ranges of an operator's argument, those that are neither whole nor causal in tiles."""
-    for start in range(0, len(numbers), len(Range._fields)):
-        found = Range(*numbers[start : start + len(Range._fields)])
+    for found in Ranges.from_text(text):
         yield from [found] if found.whole or found.causal else found.tiles(_TILE)
 
 
@@ -55,7 +55,7 @@ def _hidden(seen: Range, device: torch.device) -> Tensor:
     return (distance < seen.low) | (distance > seen.high)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ranges: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ranges: str) -> tuple[Tensor, Tensor]:
     precise = state_dtype(q.dtype)
     o = new_like(q, v.shape[3]).to(precise).zero_()
     lse = torch.full_like(o[..., 0], -torch.inf).contiguous()
@@ -87,7 +87,7 @@ def _backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
-    ranges: Sequence[int],
+    ranges: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     precise = state_dtype(q.dtype)
     d_q, d_k, d_v = (new_like(x, x.shape[3]).to(precise).zero_() for x in (q, k, v))
@@ -104,41 +104,48 @@ def _backward(
     return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
 
 
-#: (q, k, v, scale, ranges one after another) -> (o [B, Z, M, A], lse [B, Z, M])
+#: (q, k, v, scale, text of the ranges) -> (o [B, Z, M, A], lse [B, Z, M])
 ranged_attention = operator(
-    "ranged_flash_attention(Tensor q, Tensor k, Tensor v, float scale, int[] ranges) -> (Tensor, Tensor)",
+    "ranged_flash_attention(Tensor q, Tensor k, Tensor v, float scale, str ranges) -> (Tensor, Tensor)",
     _forward,
     fake_forward,
 )
 #: (d_o, q, k, v, o, lse, scale, ranges) -> as flash_attention_backward
 ranged_attention_backward = operator(
     "ranged_flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    " float scale, int[] ranges) -> (Tensor, Tensor, Tensor)",
+    " float scale, str ranges) -> (Tensor, Tensor, Tensor)",
     _backward,
     fake_backward,
 )
 
 
-def _pairs(q: Sequence[int], ranges: Sequence[int]) -> int:
+def _pairs(q: Sequence[int], ranges: str) -> int:
     """Queries and keys that meet, in all sequences and heads."""
-    return q[0] * q[1] * pairs_and_length(tuple(ranges))[0]
+    return q[0] * q[1] * Size.of(ranges).pairs
 
 
-@lru_cache(maxsize=256)
-def pairs_and_length(ranges: tuple[int, ...]) -> tuple[int, int]:
-    """Of a head the queries and keys that meet, and how many keys the range has in which a pair lies, on
-    average, of a window no more than the window: kernels are slower where ranges are short."""
-    size = len(Range._fields)
-    found = [Range(*ranges[i : i + size]) for i in range(0, len(ranges), size)]
-    pairs = [seen.pairs for seen in found]
-    total = sum(pairs)
-    keys = sum(n * min(r.keys, r.high - r.low + 1) for n, r in zip(pairs, found, strict=True))
-    return total, round(keys / total)
+class Size(NamedTuple):
+    """Of ranges: how many, of a head the queries and keys that meet, and how many keys the range has in
+    which a pair lies, on average, of a window no more than the window: kernels are slower where ranges are
+    short."""
+
+    ranges: int
+    pairs: int
+    length: int
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, text: str) -> Size:
+        """That of the ranges of an operator's argument."""
+        found = Ranges.from_text(text)
+        pairs = found.pairs
+        # in float64, for a sum of pairs x keys is beyond int64 at some million positions
+        return cls(len(found), int(pairs.sum()), round(float(np.average(found.widths, weights=pairs))))
 
 
 @register_flop_formula(torch.ops.spbench.ranged_flash_attention)
 def _forward_flops(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], scale: float, ranges: Sequence[int], **_: Any
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], scale: float, ranges: str, **_: Any
 ) -> int:
     return 2 * _pairs(q, ranges) * (q[3] + v[3])
 
@@ -151,17 +158,13 @@ def _backward_flops(
     return 2 * _pairs(q, rest[-1]) * (3 * q[3] + 2 * v[3])
 
 
-def _flat(ranges: Sequence[Range]) -> list[int]:
-    return [number for seen in ranges for number in seen]
-
-
 def attention_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> tuple[Tensor, Tensor]:
     """(o, lse) of queries that see that of a block of keys."""
     result: tuple[Tensor, Tensor]
     if isinstance(seen, bool):
         result = flash_attention(q, k, v, scale, seen)
     else:
-        result = ranged_attention(q, k, v, scale, _flat(seen))
+        result = ranged_attention(q, k, v, scale, seen.text)
     return result
 
 
@@ -173,13 +176,13 @@ def attention_to_block_backward(
     if isinstance(seen, bool):
         result = flash_attention_backward(d_o, q, k, v, o, lse, scale, seen)
     else:
-        result = ranged_attention_backward(d_o, q, k, v, o, lse, scale, _flat(seen))
+        result = ranged_attention_backward(d_o, q, k, v, o, lse, scale, seen.text)
     return result
 
 
 class _RangedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: str) -> Tensor:
         o, lse = kept(lambda: ranged_attention(q, k, v, q.shape[-1] ** -0.5, ranges))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.ranges = ranges
@@ -193,8 +196,8 @@ class _RangedAttention(torch.autograd.Function):
         return *ranged_attention_backward(d_o, q, *others, scale, ctx.ranges), None
 
 
-def ranged_flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: Sequence[Range]) -> Tensor:
+def ranged_flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: Ranges) -> Tensor:
     """Softmax attention to the ranges alone, of which each query sees one at least, scores scaled by A**-0.5:
     o [B, Z, M, A]; keeps q, k, v, o and lse."""
-    result: Tensor = _RangedAttention.apply(q, k, v, _flat(ranges))
+    result: Tensor = _RangedAttention.apply(q, k, v, ranges.text)
     return result

@@ -114,7 +114,7 @@ class AttentionHooks:
     def attended_pairs(self, attended: Attended, length: int) -> int:
         """Queries of this rank and keys of any that meet in causal attention, in each of its heads, of a
         sequence of ``length`` positions."""
-        return attended.pairs([(0, length)])
+        return int(attended.pairs([(0, length)]).sum())
 
     @left_within
     def whole_attention(

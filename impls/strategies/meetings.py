@@ -10,7 +10,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from spbench.impls.attended import CAUSAL, Attended, Interval, Range
+import numpy as np
+
+from spbench.impls.attended import CAUSAL, Attended, Interval, Ranges
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.strategies.placements import BALANCED, intervals
 
@@ -59,11 +61,12 @@ def _met(
     found = attended.ranges(held[rank], held[owner])
     if not found:
         return None
-    mine = min(r.first_query for r in found), max(r.first_query + r.queries for r in found)
-    theirs = min(r.first_key for r in found), max(r.first_key + r.keys for r in found)
-    found = tuple(r.moved(mine[0], theirs[0]) for r in found)
-    if len(found) == 1 and (found[0].whole or found[0].causal):
-        return mine, theirs, not found[0].whole
+    mine, theirs = found.queries, found.keys
+    found = found.moved(mine[0], theirs[0])
+    if len(found) == 1:
+        (only,) = found
+        if only.whole or only.causal:
+            return mine, theirs, not only.whole
     return mine, theirs, found
 
 
@@ -124,17 +127,17 @@ class Meetings:
         mine, theirs, seen = found
         return slice(*mine), slice(*theirs), seen
 
-    def of_all(self) -> tuple[Interval, tuple[Range, ...]]:
+    def of_all(self) -> tuple[Interval, Ranges]:
         """What the rank's queries see of the keys of several ranks, one after another from the first rank of
         which they see any to the last: (these ranks, ranges)."""
         assert self.placement is not None
         held = intervals(self.placement, self.size, self.length, self.placed_by)
-        ranges = self.attended.ranges(held[self.rank], [run for runs in held for run in runs])
-        first = min(r.first_key for r in ranges) // self.length
-        last = max(r.first_key + r.keys - 1 for r in ranges) // self.length
-        return (first, last + 1), tuple(r.moved(0, first * self.length) for r in ranges)
+        ranges = self.attended.ranges(held[self.rank], np.concatenate(held))
+        start, end = ranges.keys
+        first = start // self.length
+        return (first, -(-end // self.length)), ranges.moved(0, first * self.length)
 
-    def of_halo(self) -> tuple[Range, ...]:
+    def of_halo(self) -> Ranges:
         """What the rank's queries see of the keys of its halo, the farthest first, and of its own after
         them."""
         assert self.halo is not None
@@ -142,7 +145,7 @@ class Meetings:
         first = max(0, start - rows)
         end = start + self.length
         ranges = self.attended.ranges([(start, end)], [(first, end)])
-        return tuple(r.moved(0, start - rows - first) for r in ranges)
+        return ranges.moved(0, start - rows - first)
 
     def before(self, chunks: int) -> int:
         """The rank that is that many before this one, round the ring."""

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from spbench.impls.attended import Attended, Interval
+import numpy as np
+
+from spbench.impls.attended import Attended, Numbers
 
 PLACEMENTS = ("contiguous", "striped", "zigzag")
 #: placements by the lengths of documents
@@ -33,63 +35,62 @@ CHUNKS_BY_WORK = 16
 
 
 @lru_cache(maxsize=32)
-def intervals(placement: str, size: int, length: int, attended: Attended) -> tuple[tuple[Interval, ...], ...]:
-    """The positions of each of ``size`` ranks, ``length`` each, as runs in the order in which it holds them;
-    not of "striped", which has no runs."""
+def intervals(placement: str, size: int, length: int, attended: Attended) -> Sequence[Numbers]:
+    """The positions of each of ``size`` ranks, ``length`` each, as runs [n, 2] in the order in which it holds
+    them; not of "striped", which has no runs."""
     if placement == "contiguous":
-        return tuple(((r * length, (r + 1) * length),) for r in range(size))
+        return [np.array([[r * length, (r + 1) * length]]) for r in range(size)]
     if placement == "zigzag":
         half = length // 2
-        places = [(r, 2 * size - 1 - r) for r in range(size)]
-        return tuple(tuple((p * half, (p + 1) * half) for p in two) for two in places)
-    by_rank = _zigzag_by_document if placement == "zigzag_by_document" else _by_work
-    return tuple(tuple(runs) for runs in by_rank(size, length, attended))
+        places = np.array([(r, 2 * size - 1 - r) for r in range(size)])
+        return [*np.stack((places * half, (places + 1) * half), 2)]
+    return (_zigzag_by_document if placement == "zigzag_by_document" else _by_work)(size, length, attended)
 
 
-def _zigzag_by_document(size: int, length: int, attended: Attended) -> list[list[Interval]]:
-    by_rank: list[list[Interval]] = [[] for _ in range(size)]
-    left: list[Interval] = []
-    for _, _, (start, end) in attended.within_documents([(0, size * length)]):
-        part = (end - start) // (2 * size)
-        for rank, runs in enumerate(by_rank):
-            if part:
-                first, second = start + rank * part, start + (2 * size - 1 - rank) * part
-                runs += [(first, first + part), (second, second + part)]
-        if start + 2 * size * part < end:
-            left.append((start + 2 * size * part, end))
-    room = sum(end - start for start, end in left) // size
-    rank, free = 0, room
-    for start, end in left:
-        while start < end:
-            if not free:
-                rank, free = rank + 1, room
-            part = min(free, end - start)
-            by_rank[rank].append((start, start + part))
-            start, free = start + part, free - part
-    return [_joined(sorted(runs)) for runs in by_rank]
+def _zigzag_by_document(size: int, length: int, attended: Attended) -> list[Numbers]:
+    _, _, starts, ends = attended.within_documents([(0, size * length)]).T
+    parts = (ends - starts) // (2 * size)
+    left = np.stack((starts + 2 * size * parts, ends), 1)
+    whole, parts = starts[parts > 0], parts[parts > 0]
+    by_rank = []
+    for rank, rest in enumerate(_shared_out(left[left[:, 0] < left[:, 1]], size)):
+        firsts = np.concatenate([whole + place * parts for place in (rank, 2 * size - 1 - rank)])
+        runs = np.stack((firsts, firsts + np.tile(parts, 2)), 1)
+        by_rank.append(_joined(np.concatenate((runs, rest))))
+    return by_rank
 
 
-def _by_work(size: int, length: int, attended: Attended) -> list[list[Interval]]:
+def _shared_out(runs: Numbers, size: int) -> Iterator[Numbers]:
+    """Runs in contiguous parts of as many positions for each rank."""
+    ends = np.cumsum(runs[:, 1] - runs[:, 0])
+    total = int(ends[-1]) if len(ends) else 0
+    for rank in range(size):
+        # how much of each run lies before a rank's part, and before the next one's
+        before, after = (
+            np.clip(place - np.append(0, ends[:-1]), 0, runs[:, 1] - runs[:, 0])
+            for place in (rank * total // size, (rank + 1) * total // size)
+        )
+        part = np.stack((runs[:, 0] + before, runs[:, 0] + after), 1)
+        yield part[before < after]
+
+
+def _by_work(size: int, length: int, attended: Attended) -> list[Numbers]:
     each = math.gcd(length, CHUNKS_BY_WORK)
-    part = length // each
-    chunks = [(c * part, (c + 1) * part) for c in range(size * each)]
-    work = {chunk: attended.pairs([chunk]) for chunk in chunks}
-    by_rank: list[list[Interval]] = [[] for _ in range(size)]
+    starts = np.arange(size * each) * (length // each)
+    chunks = np.stack((starts, starts + length // each), 1)
+    work = attended.pairs(chunks)
+    by_rank: list[list[int]] = [[] for _ in range(size)]
     free = [(0, rank) for rank in range(size)]
-    for chunk in sorted(chunks, key=lambda chunk: (-work[chunk], chunk)):
+    for chunk in np.argsort(-work, kind="stable").tolist():
         so_far, rank = heapq.heappop(free)
         by_rank[rank].append(chunk)
         if len(by_rank[rank]) < each:
-            heapq.heappush(free, (so_far + work[chunk], rank))
-    return [_joined(sorted(runs)) for runs in by_rank]
+            heapq.heappush(free, (so_far + int(work[chunk]), rank))
+    return [_joined(chunks[held]) for held in by_rank]
 
 
-def _joined(runs: Sequence[Interval]) -> list[Interval]:
-    """Runs in order, those that follow each other without a gap as one."""
-    found: list[Interval] = []
-    for start, end in runs:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], end
-        else:
-            found.append((start, end))
-    return found
+def _joined(runs: Numbers) -> Numbers:
+    """Runs by their places, those that follow each other without a gap as one."""
+    starts, ends = runs[np.argsort(runs[:, 0])].T
+    gap = starts[1:] != ends[:-1]
+    return np.stack((starts[np.append(True, gap)], ends[np.append(gap, True)]), 1)

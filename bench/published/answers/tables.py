@@ -5,7 +5,7 @@ A scenario says which column names which field of a cell, and which column holds
     tables:
       - table: rsa-table4
         published: {file: rsa_table4.csv}
-        cells: {model: bert-large}                  # field: value, for what the file does not say
+        cells: {model: bert-large}                  # field: value, for what the file does not say; null: none
         where: {method: [tensor_parallel]}          # column: values; leave out to take every row
         match: {method: strategy, batch_size: batch, parallel_size: parallel}     # column: field
         names: {method: {Megatron: tensor_parallel}}   # the file's words, where ours are others
@@ -70,7 +70,7 @@ class PublishedTable(Answer):
     match: dict[str, str] = Field(min_length=1)
     quantities: dict[str, QuantityColumn] = Field(min_length=1)
     status: str | None = None
-    cells: dict[str, Scalar] = {}
+    cells: dict[str, Scalar | None] = {}
     where: dict[str, list[Scalar]] = {}
     names: dict[str, dict[str, Scalar]] = {}
     settings: dict[str, dict[str, dict[str, Scalar]]] = {}

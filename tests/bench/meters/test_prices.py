@@ -15,7 +15,8 @@ from spbench.bench.meters import torch_internals
 from spbench.bench.meters.fast_recorder import FastRecorder
 from spbench.bench.meters.prices import _softmax_shape, price_of
 from spbench.bench.meters.torch_internals import FakeTensorMode, check_internals
-from spbench.impls.kernels.ranged_attention import pairs_and_length
+from spbench.impls.attended import Range, Ranges
+from spbench.impls.kernels.ranged_attention import Size
 from tests.bench.meters.same_traces import differences
 from tests.bench.meters.test_fast_recorder import cell
 
@@ -49,11 +50,10 @@ def test_calls_of_operators_without_a_price_are_counted() -> None:
 def test_a_range_has_the_mask_of_its_own_pairs(high: int, whole: bool) -> None:
     """Rates are a whole block's where as many pairs meet as queries times keys, else a causal one's."""
     q, k = (torch.empty(2, heads, 8, 4, device="meta") for heads in (6, 3))
-    ranges = [0, 8, 0, 8, -7, high, 0, 8, 8, 8, -7, high]
+    ranges = Ranges.of(Range(0, 8, first, 8, -7, high) for first in (0, 8)).text
     heads, queries, keys, size = _softmax_shape([q, k, k, 0.5, ranges], "ranged_flash_attention")
     assert (heads, queries, keys, size) == (2 * 6 * 2, 8, 8, 4)
-    pairs, _ = pairs_and_length(tuple(ranges))
-    assert (2 * 6 * pairs == heads * queries * keys) == whole
+    assert (2 * 6 * Size.of(ranges).pairs == heads * queries * keys) == whole
 
 
 def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spbench.impls import kernels
+from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.flash_attention import flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from tests.impls.kernels.made import bits, made
@@ -84,7 +85,7 @@ def _packed_arguments(
 ) -> dict[str, tuple[Any, ...]]:
     """Arguments of the operators of documents, here of 1 and 3 positions; q, k, scores [2, 2, 4, 8], v
     [2, 2, 4, 5], before [2, 2, 8, 5]."""
-    ranges = [0, 1, 0, 1, -3, 0, 1, 3, 1, 3, -3, 0]  # each causal
+    ranges = Ranges.of([Range(0, 1, 0, 1, -3, 0), Range(1, 3, 1, 3, -3, 0)]).text  # each causal
     o, lse = OPS.ranged_flash_attention(q, k, k, 0.5, ranges)
     how = rates, 3, [1, 3], False
     states = OPS.packed_linear_attention_states(scores, v, *how)

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.documents import document_of_positions
-from spbench.impls.attended import Attended, Range
+from spbench.impls.attended import Attended, Range, Ranges
 from spbench.impls.axes import Place
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.l2_norm import l2_norm
@@ -146,13 +146,13 @@ def test_flex_attention_of_torch(heads_of_keys: int) -> None:
     )
 
 
-def _ranges(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool) -> tuple[Range, ...]:
+def _ranges(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool) -> Ranges:
     """What FlashAttention's varied lengths mean: a causal mask ends at the last of both."""
     found = []
     for (a, b), (c, d) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         m, n = b - a, d - c
         found.append(Range(a, m, c, n, 1 - m, n - m if causal else n - 1))
-    return tuple(found)
+    return Ranges.of(found)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
