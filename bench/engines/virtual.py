@@ -42,8 +42,9 @@ from spbench.impls.axes import device_mesh, ranks_along
 from spbench.impls.training.pipeline import forwards_ahead
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
-#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every step of every
-#: rank is simulated (:mod:`spbench.bench.simulator.folding`, :mod:`spbench.bench.simulator.fast_forward`)
+#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, the allocator serves each
+#: event, and every step of every rank is simulated (:mod:`spbench.bench.simulator.folding`,
+#: :mod:`spbench.bench.simulator.fast_forward`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 
