@@ -9,10 +9,12 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import RankClass
 from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, max_split_size_mb
-from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, replay, without_retries
+from spbench.bench.meters.allocator import MIB, CachingAllocator, OutOfMemory, without_retries
 from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog, Peak
 from spbench.bench.meters.oversize_blocks import unsplit_from
+from spbench.bench.meters.repeated_events import stretches
+from spbench.bench.meters.replay import replay
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
@@ -99,17 +101,23 @@ class RankMemory:
 
     @classmethod
     def of(
-        cls, log: MemoryLog, capacity: int | None, kind: type[CachingAllocator] = CachingAllocator
+        cls,
+        log: MemoryLog,
+        capacity: int | None,
+        kind: type[CachingAllocator] = CachingAllocator,
+        whole: bool = False,
     ) -> RankMemory:
         """Replay a log.
 
         Args:
             capacity: bytes of the card that tensors can have; None: no limit.
             kind: the allocator.
+            whole: whether each event is served, periods that are there again and again too.
         """
+        repeated = [] if whole else stretches(log.sizes, log.events, log.streams)
         ends = log.phase_ends()
         stops = sorted({log.step_start, *log.step_ends, *(at for of_step in ends for at in of_step.values())})
-        found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind)
+        found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind, repeated)
         failure = None
         if card.out_of_memory is not None:
             at = card.events
@@ -117,7 +125,7 @@ class RankMemory:
             steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
             fit = not step and steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
-            found = replay(log.sizes, log.events, None, stops, log.streams, kind)
+            found = replay(log.sizes, log.events, None, stops, log.streams, kind, repeated)
         setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
         reserved, live = dict(zip(stops, found.reserved, strict=True)), log.live(found.blocks)
         phase_ends: list[Mapping[str, Mapping[str, int]]] = [

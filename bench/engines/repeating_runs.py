@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: entries that are compared at first, where two lists may soon part
-_LOOK = 256
+from spbench.bench.meters.repeated_events import in_common
 
 
 class NotAlike(ValueError):
@@ -65,7 +64,7 @@ def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:
     runs: list[Run] = []
     at = there = free = 0  # entries from `free` on belong to no run yet
     while True:
-        alike = _common(shallow[at:], deeper[there:])
+        alike = in_common(shallow[at:], deeper[there:])
         at, there = at + alike, there + alike
         if at == len(shallow) and there == len(deeper):
             return runs
@@ -83,18 +82,6 @@ def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:
         free, there = at, there + 2 * length
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many entries two lists have in common, from the first on."""
-    most, at, look = min(len(a), len(b)), 0, _LOOK
-    while at < most:
-        end = min(most, at + look)
-        differ = a[at:end] != b[at:end]
-        if differ.any():
-            return at + int(differ.argmax())
-        at, look = end, 2 * look
-    return most
-
-
 def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
     """The length of the block with which a deeper list begins twice, and after which it has most in common
     with the shallower one.
@@ -110,7 +97,7 @@ def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
     best, found = 0, 0
     for length in lengths[deeper[lengths] == deeper[0]].tolist() if len(lengths) else []:
         if np.array_equal(deeper[:length], deeper[length : 2 * length]):
-            alike = _common(shallow, deeper[2 * length :]) + 1
+            alike = in_common(shallow, deeper[2 * length :]) + 1
             if alike > best:
                 best, found = alike, length
     if not found:

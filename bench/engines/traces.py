@@ -52,16 +52,19 @@ class Trace:
         program = recorder.events.program() if recorder.events is not None else None
         return cls(cell, rank, log, recorder.communication, program, recorder.found(), on_host)
 
-    def measurement(self, capacity: int | None, planned: Plan | None = None) -> Measurement:
+    def measurement(
+        self, capacity: int | None, planned: Plan | None = None, whole: bool = False
+    ) -> Measurement:
         """Memory and communication of the rank.
 
         Args:
             capacity: bytes of the card that tensors can have; status oom where a caching allocator would need
                 more. None: no limit.
             planned: the cell's plan; None: it is made.
+            whole: see :meth:`RankMemory.of`.
         """
         planned = planned or plan(self.cell)
-        memory = RankMemory.of(self.memory, capacity, allocator_of(self.cell))
+        memory = RankMemory.of(self.memory, capacity, allocator_of(self.cell), whole)
         peak, ranks = memory.peak, planned.class_of(self.rank)
         by_class, pinned = memory.rows(ranks), host_peaks(self.host_memory)
         if pinned[-1]:
@@ -138,7 +141,8 @@ class ClassTraces:
     """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
 
     Attributes:
-        fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`.
+        fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`, and a replay
+            of memory what repeats.
     """
 
     cell: Cell
@@ -152,7 +156,7 @@ class ClassTraces:
         """The measurement of each class, without times."""
         capacity = usable_memory_bytes(self.cell)
         planned = plan(self.cell)
-        return [trace.measurement(capacity, planned) for trace in self.traces]
+        return [trace.measurement(capacity, planned, whole=not self.fold) for trace in self.traces]
 
     def measurement(self) -> Measurement:
         """The cell's measurement, with times where the programs were recorded and the step fits."""

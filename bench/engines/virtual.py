@@ -42,8 +42,8 @@ from spbench.impls.axes import device_mesh, ranks_along
 from spbench.impls.training.pipeline import forwards_ahead
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
-#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every rank is
-#: simulated (:mod:`spbench.bench.simulator.folding`)
+#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, the allocator serves each
+#: event, and every rank is simulated (:mod:`spbench.bench.simulator.folding`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 

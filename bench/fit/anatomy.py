@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.meters.allocator import SEGMENT_GRANULE, CachingAllocator, replay
+from spbench.bench.meters.allocator import SEGMENT_GRANULE, CachingAllocator
 from spbench.bench.meters.memory_log import CATEGORIES, MemoryLog
+from spbench.bench.meters.repeated_events import stretches
+from spbench.bench.meters.replay import replay
 
 #: points of the curve, each the largest of its run of events
 _POINTS = 600
@@ -73,7 +75,8 @@ class Anatomy:
 
 def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> Anatomy:
     """Take a rank's log apart, its blocks as an allocator of that kind gives them out."""
-    found = replay(log.sizes, log.events, None, (), log.streams, kind)
+    repeated = stretches(log.sizes, log.events, log.streams)
+    found = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
     blocks, events = np.asarray(found.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
@@ -103,10 +106,11 @@ def least_usable(log: MemoryLog, low: int, high: int, kind: type[CachingAllocato
         high: bytes with which it can.
         kind: the allocator.
     """
+    repeated = stretches(log.sizes, log.events, log.streams)
     while high - low > max(SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
-        fits = replay(log.sizes, log.events, middle, (), log.streams, kind).out_of_memory is None
-        low, high = (low, middle) if fits else (middle, high)
+        found = replay(log.sizes, log.events, middle, (), log.streams, kind, repeated)
+        low, high = (low, middle) if found.out_of_memory is None else (middle, high)
     return high
 
 

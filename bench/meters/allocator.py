@@ -1,4 +1,4 @@
-"""A replay of the CUDA caching allocator: what a card reserves for the events of a memory log.
+"""The CUDA caching allocator: what a card reserves for requests (:mod:`.replay` has those of a log).
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (others are those of
 :mod:`.expandable_segments` and :mod:`.oversize_blocks`), unchanged from PyTorch 1.7
@@ -15,9 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -71,6 +69,7 @@ class CachingAllocator:
     Attributes:
         allocated, reserved: bytes now, as torch.cuda.memory_allocated and memory_reserved count them.
         peak_allocated, peak_reserved: the largest so far.
+        new_segments: how often no free block has served; only then segments come and go.
     """
 
     #: of a large block, the fewest bytes that are split off it
@@ -82,7 +81,7 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.new_segments = 0
         # free blocks by (size, address), as the allocator orders them, of each (stream, small)
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[int, Block] = {}
@@ -100,7 +99,10 @@ class CachingAllocator:
         """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         small = size <= SMALL_LIMIT
-        block = self._take(size, (stream, small)) or self._new_segment(size, (stream, small))
+        block = self._take(size, (stream, small))
+        if block is None:
+            self.new_segments += 1
+            block = self._new_segment(size, (stream, small))
         remaining = block.size - size
         if remaining >= (GRANULE if small else self.least_rest) and size < self.split_limit:
             self._add_free(self._cut(block, size))
@@ -220,68 +222,6 @@ class CachingAllocator:
         del pool[bisect_left(pool, (block.size, block.address))]
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What became of a log on a card, over the whole log or until it ran out of memory.
-
-    Attributes:
-        peak_allocated, peak_reserved: bytes.
-        blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
-            was not reached.
-        reserved: for each of the ``stops`` that were asked for, the most bytes that were reserved before it.
-        events: how many were served; all, if it fits.
-        out_of_memory: the request that failed, and the state then; None if it fits.
-    """
-
-    peak_allocated: int
-    peak_reserved: int
-    blocks: list[int]
-    reserved: list[int]
-    events: int
-    out_of_memory: OutOfMemory | None = None
-
-
 def without_retries(kind: type[CachingAllocator]) -> type[CachingAllocator]:
     """The allocator, out of memory where it would give cached memory back to the card and try again."""
     return type(kind.__name__, (kind,), {"retries": False})
-
-
-def replay(
-    sizes: Sequence[int],
-    events: Sequence[int],
-    capacity: int | None,
-    stops: Sequence[int] = (),
-    streams: Sequence[int] = (),
-    kind: type[CachingAllocator] = CachingAllocator,
-) -> Replay:
-    """Run a memory log's events (see :class:`MemoryLog`) through the allocator.
-
-    Args:
-        sizes: bytes of each storage, by its number.
-        capacity: usable bytes of the card; None: no limit.
-        stops: events, ascending, for :attr:`Replay.reserved`.
-        streams: of each storage, by its number; empty: all are of one.
-        kind: the allocator, as it is set.
-    """
-    allocator = kind(capacity)
-    blocks, streams = [0] * len(sizes), streams or [0] * len(sizes)
-    held: dict[int, Block] = {}
-    reserved: list[int] = []
-    bounds = [0, *stops, len(events)]
-    for first, end in pairwise(bounds):
-        for at in range(first, end):
-            number = events[at]
-            if number < 0:
-                if -number in held:
-                    allocator.give_back(held.pop(-number))
-            elif size := sizes[number - 1]:
-                try:
-                    held[number] = block = allocator.take(size, streams[number - 1])
-                except OutOfMemory as error:
-                    peaks = allocator.peak_allocated, allocator.peak_reserved
-                    return Replay(*peaks, blocks, reserved, at, error)
-                blocks[number - 1] = block.size
-        reserved.append(allocator.peak_reserved)
-    return Replay(
-        allocator.peak_allocated, allocator.peak_reserved, blocks, reserved[: len(stops)], len(events)
-    )

@@ -22,7 +22,8 @@ from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces, Trace
 from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
-from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.repeated_events import stretches
+from spbench.bench.meters.replay import replay
 from spbench.bench.search.extrapolate import DEPTHS, NotOneProgram, Programs
 from spbench.bench.search.quantities import Candidates
 from spbench.bench.search.shallow_needs import ShallowNeeds
@@ -181,7 +182,8 @@ class Boundary:
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
                 kind = allocator_of(self.candidates.cell)
-                found = replay(sizes, log.events, self.capacity, (), log.streams, kind)
+                repeated = stretches(sizes, log.events, log.streams)
+                found = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
                 return found.out_of_memory is None
         return model(units) <= self.capacity
 

@@ -66,7 +66,8 @@ class Simulation:
         #: (step, program) that some ranks, given as a mask, can go on from
         self._heap: list[tuple[int, int]] = []
         self._runnable: dict[tuple[int, int], np.ndarray] = {}
-        self._parked: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
+        #: by (program, step) that is waited for, and by the step that waits, the ranks that do, as a mask
+        self._parked: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     def timeline(self) -> Timeline:
         for number, steps in enumerate(self.steps):
@@ -75,11 +76,9 @@ class Simulation:
             step, number = heappop(self._heap)
             mask = self._runnable.pop((step, number))
             self._go_on(number, step, np.flatnonzero(mask))
-        for (number, step), waiting in sorted(self._parked.items()):
-            for _, who in waiting:
-                raise Deadlock(
-                    f"{self.steps[number].describe(step, int(who[0]))}: waited for, but never ends"
-                )
+        for (number, step), parked in sorted(self._parked.items()):
+            for place in np.flatnonzero(np.any([*parked.values()], axis=0)).tolist():
+                raise Deadlock(f"{self.steps[number].describe(step, place)}: waited for, but never ends")
         for number, steps in enumerate(self.steps):
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
@@ -107,7 +106,15 @@ class Simulation:
         now = clocks[COMPUTE_STREAM, index]
         if host is not None:
             launching = host.now[index]
+        heap = self._heap
         for at in range(step, len(kinds)):
+            if heap and heap[0][0] <= at and heap[0][1] == number:
+                # others of the program are here, or can catch up first: all go on together
+                clocks[COMPUTE_STREAM, index] = now
+                if host is not None:
+                    host.now[index] = launching
+                self._resume(number, at, who)
+                return
             kind, stream = kinds[at], streams[at]
             if host is None:
                 now = now + before[at]
@@ -160,20 +167,20 @@ class Simulation:
         ended."""
         if not late.all():
             self._resume(number, at, who[~late])
-        partner = self.steps[number].partners[at]
-        self._parked.setdefault((number, partner), []).append((at, who[late]))
+        waiting = self._parked.setdefault((number, self.steps[number].partners[at]), {})
+        if at not in waiting:
+            waiting[at] = np.zeros(len(self.steps[number].ranks), dtype=bool)
+        waiting[at][who[late]] = True
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
         """Wake those that wait for communication whose end is known now."""
         self.ended[number][step] += len(who)
-        if not self._parked:
+        if (number, step) not in self._parked:
             return
-        waiting = self._parked.pop((number, step), None)
-        for at, parked in waiting or ():
-            ready = _among(parked, who)
-            self._resume(number, at, parked[ready])
-            if not ready.all():
-                self._parked.setdefault((number, step), []).append((at, parked[~ready]))
+        for at, waiting in self._parked[number, step].items():
+            if len(ready := who[waiting[who]]):
+                waiting[ready] = False
+                self._resume(number, at, ready)
 
     # -- transfers -------------------------------------------------------------------------------------
 
@@ -264,9 +271,3 @@ class Simulation:
         if key not in self._groups:
             self._groups[key] = ProcessGroups(self.world, self.costs, *key)
         return self._groups[key]
-
-
-def _among(ranks: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which of the ranks are among the others; for these few, a table is faster than numpy's isin."""
-    found: np.ndarray = (ranks[:, None] == others).any(1)
-    return found

@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.engines import virtual
-from spbench.bench.meters.allocator import replay
+from spbench.bench.meters.replay import replay
 
 
 def cell(ranks: int) -> Cell:

@@ -13,9 +13,10 @@ from spbench.bench.fit.answers import FIT
 from spbench.bench.fit.examine import shallow_peak
 from spbench.bench.fit.snapshot import snapshot
 from spbench.bench.fit.verdict import Verdict, gib, moment_text, ranks_text
-from spbench.bench.meters.allocator import CachingAllocator, replay
+from spbench.bench.meters.allocator import CachingAllocator
 from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog
+from spbench.bench.meters.replay import replay
 
 MIB = 2**20
 

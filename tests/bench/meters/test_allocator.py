@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.meters.allocator import CachingAllocator, OutOfMemory, replay
+from spbench.bench.meters.allocator import CachingAllocator, OutOfMemory
+from spbench.bench.meters.replay import replay
 from tests.bench.meters.naive_allocator import MIB
 
 KIB = 2**10

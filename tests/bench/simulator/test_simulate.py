@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from spbench.bench.clusters.cluster import Calibration, Link, cluster_names, load_cluster
@@ -11,6 +12,7 @@ from spbench.bench.simulator.costs import Costs
 from spbench.bench.simulator.program import Group, coordinates, offset, shifted
 from spbench.bench.simulator.program_builder import ProgramBuilder
 from spbench.bench.simulator.simulate import Simulator
+from spbench.bench.simulator.simulation import Simulation
 from tests.bench.simulator.step_programs import (
     INFINITE,
     chain,
@@ -141,6 +143,33 @@ def test_a_chain_runs_one_rank_after_the_other(size: int) -> None:
     assert found.step_time_s == size * 3 + (size - 1) * 2
     assert found.breakdown_of(0)["bubble_s"] == (size - 1) * 3 + (size - 2) * 2
     assert found.breakdown_of(size - 1)["exposed_communication_s"] == 2
+
+
+def test_ranks_that_a_chain_has_parted_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the send of each is simulated once for all, not rank by rank."""
+    size, gathered = 40, list[int]()
+    programs = []
+    for first, last in ((True, False), (False, False), (False, True)):
+        b = ProgramBuilder((1, 1, 1, size))
+        if not first:
+            b.wait(b.recv(1, (0, 0, 0, -1)))
+        b.kernel("scan", flops=2)
+        if not last:
+            b.send(1, (0, 0, 0, 1))
+        b.kernel("mm", flops=3)
+        b.wait(b.collective("all_gather", 0, everyone(size)))
+        programs.append(b.program())
+    posted = Simulation._gather
+
+    def gather(self: Simulation, number: int, step: int, who: np.ndarray) -> None:
+        gathered.append(len(who))
+        posted(self, number, step, who)
+
+    monkeypatch.setattr(Simulation, "_gather", gather)
+    found = timed(programs, [[0], list(range(1, size - 1)), [size - 1]])
+    assert sum(gathered) == size
+    assert len(gathered) < 5
+    assert found.step_time_s == 2 * size + (size - 1) + 3
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (4, 4), (4, 8), (8, 8), (8, 3)])
