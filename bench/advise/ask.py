@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.findings import Found
 from spbench.bench.advise.looks import Looks
+from spbench.bench.advise.prices import prices
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.search import Search
 from spbench.bench.errors import UserError
@@ -40,5 +41,8 @@ def answered(
                 if len(questions) == 1:
                     raise
                 found = Found(impossible=str(error))
+            if winner := Advice(question, found, 0.0).winner:
+                say("what its memory switches cost")
+                found.prices = prices(question, winner.cell, answers)
             cpu_s = time.process_time() + answers.cpu_s - cpu_s
             yield Advice(question, found, time.monotonic() - begun, cpu_s)

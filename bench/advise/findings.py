@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from spbench.bench.advise.layouts import Refused
 from spbench.bench.advise.looks import Depth
+from spbench.bench.advise.prices import Price
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Outcome
 
@@ -54,6 +55,7 @@ class Found:
         refused: why which layouts cannot be.
         traced: every look.
         impossible: why there is no layout at all; "" if there is one.
+        prices: of the named layout's memory switches, and of those that it could have.
     """
 
     best: list[Seen] = field(default_factory=list)
@@ -63,3 +65,4 @@ class Found:
     refused: Refused = field(default_factory=Refused)
     traced: list[Seen] = field(default_factory=list)
     impossible: str = ""
+    prices: list[Price] = field(default_factory=list)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.advise.advice import Advice, scenario_text
 from spbench.bench.advise.findings import Seen
+from spbench.bench.advise.prices import Price
 from spbench.bench.advise.turns import turns
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
@@ -16,6 +18,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.jobs import FLAGS
 from spbench.bench.jobs.flags import program_flags
 from spbench.bench.trust.bands import TIE, shown_band
+from spbench.bench.trust.shown import shown_price
 
 _GIB = 2**30
 #: refusals of layouts that are shown for --why, at the most
@@ -55,6 +58,7 @@ def report(
             "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
+            "prices": [asdict(each) for each in answer.found.prices],
             "strategies": [_brief(seen) for seen in answer.found.of_strategies],
             "nearest": answer.found.nearest and _brief(answer.found.nearest),
             "impossible": answer.found.impossible,
@@ -133,6 +137,8 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
         yield Table(f"The best layouts: {asked}", [*_lines(answer)])
         yield _told_apart(answer)
         yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
+        if found.prices:
+            yield _prices(winner.cell, found.prices)
         if changes := answer.other_settings():
             told = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
             yield f"the fastest with other settings: {told}"
@@ -143,6 +149,23 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
     yield (
         f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s ({answer.cpu_s:.0f} s of cores): "
         + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
+    )
+
+
+def _prices(winner: Cell, found: Sequence[Price]) -> Table:
+    """What the memory switches of the named layout cost, and what others would."""
+    layout = f"{winner.strategy} {winner.mesh_text}"
+    return Table(
+        f"What memory switches cost in {layout}, a used one beside those above it (by traces of few layers)",
+        [
+            {
+                "switch": each.settings,
+                "used": "yes" if each.used else "no",
+                "step": shown_price(each.ratio),
+                "peak GiB": f"{-each.saved_bytes / _GIB:+.1f}",
+            }
+            for each in found
+        ],
     )
 
 

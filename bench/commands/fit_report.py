@@ -13,6 +13,7 @@ from spbench.bench.fit.proofs import Proofs
 from spbench.bench.fit.verdict import Verdict, gib, moment_text
 from spbench.bench.trust.bands import shown_band, with_band
 from spbench.bench.trust.memory_errors import PEAK, RESERVED, past_errors
+from spbench.bench.trust.shown import shown_price
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002
@@ -150,7 +151,8 @@ def _help(verdict: Verdict, proofs: Proofs | None, sizes: Mapping[str, Any] | No
             )
             yield Table(title, [*_change_lines(verdict, proofs)])
         else:
-            yield f"none of {proofs.tried} single changes would {what}{_closest(proofs)}"
+            now_s = verdict.measurement["step_time_s"]
+            yield f"none of {proofs.tried} single changes would {what}{_closest(proofs, now_s)}"
     if sizes is not None:
         length, batch = sizes["seq_len"], sizes["micro_batch"]
         whole = f" (batch {sizes['batch']})" if batch else ""
@@ -160,13 +162,15 @@ def _help(verdict: Verdict, proofs: Proofs | None, sizes: Mapping[str, Any] | No
         )
 
 
-def _closest(proofs: Proofs) -> str:
+def _closest(proofs: Proofs, now_s: float | None) -> str:
     near = proofs.closest
     if near is None:
         return ""
-    line = near.line(None)
-    needed = gib(line["needed_bytes"])
-    return f"; the nearest, --set {line['set']}, needs {needed} GiB: --set it, and ask again"
+    line = near.line(now_s)
+    ratio = line["relative_step_time"]
+    needs = f"{gib(line['needed_bytes'])} GiB"
+    needs += f" and {shown_price(ratio)} of the step's time" if ratio else ""
+    return f"; the nearest, --set {line['set']}, needs {needs}: --set it, and ask again"
 
 
 def _change_lines(verdict: Verdict, proofs: Proofs) -> Iterator[dict[str, Any]]:
@@ -181,13 +185,13 @@ def _change_lines(verdict: Verdict, proofs: Proofs) -> Iterator[dict[str, Any]]:
     }
     for proof in proofs.found:
         line = proof.line(now_s)
-        relative = line["relative_step_time"]
+        ratio = line["relative_step_time"]
         yield {
             "--set": line["set"],
             "needs GiB": gib(line["needed_bytes"]),
             "spare GiB": _signed_gib(verdict.usable_bytes - line["needed_bytes"]),
             "step": _step(proof.cell, proof.measurement),
-            "step, relative": None if relative is None else f"{relative - 1:+.0%}",
+            "step, relative": ratio and shown_price(ratio),
             "what": line["what"],
         }
 

@@ -28,6 +28,11 @@ class Change:
 
 def single_changes(cell: Cell) -> list[Change]:
     """The changes to try, those that cost least first as far as is known without a trace."""
+    return [*savings_of(cell), *_of_step(cell), *_of_sizes(cell), *_of_job(cell)]
+
+
+def savings_of(cell: Cell) -> list[Change]:
+    """The changes that the options of its model, strategy and backend declare, and other backends."""
     training = cell.training
     savings = _savings(
         cell.model_dump(mode="json", include={"model", "model_options", "model_config_json"}),
@@ -37,8 +42,7 @@ def single_changes(cell: Cell) -> list[Change]:
         dict(training.backend_options),
         cell.sizes.pp * training.virtual_stages,
     )
-    found = [Change(each["settings"], each["words"]) for each in savings]
-    return [*found, *_of_step(cell), *_of_sizes(cell), *_of_job(cell)]
+    return [Change(each["settings"], each["words"]) for each in savings]
 
 
 @declared

@@ -6,6 +6,9 @@ from __future__ import annotations
 #: larger units of seconds, and how many of the smaller one they are
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
+#: below, a digit after the point tells prices apart
+_SMALL = 0.1
+
 #: less is what rounding leaves of sums
 _NOTHING_S = 1e-12
 
@@ -28,3 +31,9 @@ def shown_time(seconds: float) -> str:
 def shown_share(share: float | None) -> str | None:
     """A part of a whole in percent, without digits after the point; None for none."""
     return None if share is None else f"{share:.0%}"
+
+
+def shown_price(ratio: float) -> str:
+    """How much longer a step takes than another one, by the ratio of the two: "+0.6%", "+30%"."""
+    price = round(ratio - 1, 3) + 0.0  # no negative zero
+    return f"{price:+.1%}" if abs(price) < _SMALL else f"{price:+.0%}"

@@ -13,8 +13,13 @@ import pytest
 import torch.cuda._memory_viz as viewer
 
 from spbench.bench.cell import Cell
+from spbench.bench.commands.fit_report import _closest
 from spbench.bench.config.changes import changed, given
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.fit.proofs import Proof, Proofs
+from spbench.bench.fit.suggestions import Change
+from spbench.bench.measurement import Measurement
+from tests.bench.advise.questions import small_cards
 from tests.bench.commands.conftest import Run
 
 #: needs some 50 MiB at 1,024 positions, and 190 at 4,096
@@ -97,6 +102,10 @@ def test_a_job_that_does_not_fit_gets_changes_that_hold(
 
 
 def measured(cluster: str, settings: dict[str, Any]) -> int | None:
+    return run(cluster, settings).peak_memory_bytes
+
+
+def run(cluster: str, settings: dict[str, Any]) -> Measurement:
     cell = Cell(
         model="causal-transformer-tiny",
         strategy="single",
@@ -108,7 +117,7 @@ def measured(cluster: str, settings: dict[str, Any]) -> int | None:
         training={"backend": "ddp", "moments": "later", "steps": 2},
         model_options={"layers": 6},
     )
-    return VirtualEngine().measure(changed(cell, settings)).peak_memory_bytes
+    return VirtualEngine().measure(changed(cell, settings))
 
 
 def test_the_table_has_the_change_as_it_is_typed(fit: Run, card: Card, few_changes: None) -> None:
@@ -120,10 +129,33 @@ def test_the_table_has_the_change_as_it_is_typed(fit: Run, card: Card, few_chang
     assert "| model_options.recompute=full " in out
 
 
+def test_each_change_has_its_price_in_time(fit: Run, few_changes: None, tmp_path: Path) -> None:
+    _, out, _ = fit(*longer(small_cards(tmp_path, 100)))
+    (line,) = (line for line in out.splitlines() if line.startswith("| model_options.recompute=full "))
+    # timed on a card with room for both
+    times = [run("dgx-a100", settings).step_time_s for settings in ({}, {"model_options.recompute": "full"})]
+    assert None not in times
+    now, again = (seconds or 0.0 for seconds in times)
+    assert again > 1.1 * now
+    assert f" {again / now - 1:+.0%} |" in line
+
+
 def test_where_nothing_helps_the_nearest_is_named(fit: Run, card: Card, few_changes: None) -> None:
     code, out, _ = fit(*longer(card(4)), "--must-fit")
     assert code == 1
     assert "single changes would make it fit; the nearest, --set " in out
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"), [(None, None), (1.0061, "+0.6%"), (0.9999, "+0.0%"), (1.298, "+30%")]
+)
+def test_a_price_in_time_has_the_digits_that_tell(ratio: float | None, shown: str | None) -> None:
+    cell = Cell(model="causal-transformer-tiny", strategy="single", batch=2, seq_len=64)
+    measurement = {"step_time_s": ratio, "peak_memory_bytes": 2**30}
+    change = Proof(Change({"batch": 2}, ""), cell, measurement, False)
+    said = _closest(Proofs([], 1, change), 1.0)
+    assert said.startswith("; the nearest, --set batch=2, needs 1.00 GiB")
+    assert (f" and {shown} of the step's time" in said) == (shown is not None)
 
 
 @pytest.mark.slow
