@@ -141,8 +141,8 @@ class ClassTraces:
     """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
 
     Attributes:
-        fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`, and a replay
-            of memory what repeats.
+        fold: whether a simulation leaves out ranks and periods that do as others do, see :class:`Simulator`,
+            and a replay of memory what repeats.
     """
 
     cell: Cell

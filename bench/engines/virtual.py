@@ -43,7 +43,8 @@ from spbench.impls.training.pipeline import forwards_ahead
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, the allocator serves each
-#: event, and every rank is simulated (:mod:`spbench.bench.simulator.folding`)
+#: event, and every step of every rank is simulated (:mod:`spbench.bench.simulator.folding`,
+#: :mod:`spbench.bench.simulator.fast_forward`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 

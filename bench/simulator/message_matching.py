@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from spbench.bench.simulator.periods import periods_of
 from spbench.bench.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
@@ -103,12 +104,18 @@ class Steps:
         """For each step, if it is a wait of the compute stream, the collectives that it waits for and no wait
         before it did; those of another stream by the record of its point. Empty lists if not ``asked``."""
         found: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
+        if not asked:
+            return found
         #: collectives of each stream that the compute stream has not waited for
         ahead: dict[int, list[int]] = defaultdict(list)
-        for step, (kind, stream) in enumerate(zip(self.kinds, self.streams, strict=True) if asked else ()):
+        kinds, streams, partners = self.columns
+        waits = (kinds == WAIT) & (streams == COMPUTE_STREAM)
+        waits[waits] = np.isin(kinds[partners[waits]], (COLLECTIVE, RECORD))
+        for step in np.flatnonzero((kinds == COLLECTIVE) | waits).tolist():
+            kind, stream = self.kinds[step], self.streams[step]
             if kind == COLLECTIVE:
                 ahead[stream].append(step)
-            elif kind == WAIT and stream == COMPUTE_STREAM:
+            else:
                 partner = self.partners[step]
                 posted = ahead[self.streams[partner]]
                 if self.kinds[partner] == RECORD:
@@ -193,6 +200,7 @@ class World:
             the simulated rank.
         meetings: by program, and by (SEND or RECV, index of the peer), the other halves.
         alike: by program and step of a collective, the step of every program of the same collective.
+        periods: by program, where it repeats itself; looked for if all ranks run one.
 
     Raises:
         Deadlock: a send without its receive, or the reverse; the rank and event.
@@ -221,6 +229,11 @@ class World:
             for number, steps in enumerate(self.steps)
         ]
         self.alike = self._align()
+        alone = len(self.steps) == 1
+        self.periods = [
+            periods_of(steps, meetings) if alone else []
+            for steps, meetings in zip(self.steps, self.meetings, strict=True)
+        ]
 
     def _meet(self, number: int, kind: int, peer: int, posts: list[_Posts]) -> Iterator[Meeting]:
         steps = self.steps[number]

@@ -45,7 +45,8 @@ class Channels:
             )
             simulated = slice(len(steps.ranks))
             free = self._free.setdefault((number, peer), np.zeros(len(steps.ranks)))
-            self._found[key] = Channel(latency[simulated], nbytes * per_byte[simulated], free)
+            whole = self._costs.whole
+            self._found[key] = Channel(whole(latency[simulated]), whole(nbytes * per_byte[simulated]), free)
         return self._found[key]
 
 
@@ -95,5 +96,5 @@ class ProcessGroups:
         if key not in self._seconds:
             # groups that are not simulated take their share of the network cards too
             seconds = self._costs.collectives(collective, nbytes, self.ranks)
-            self._seconds[key] = np.array(seconds)[self.simulated]
+            self._seconds[key] = self._costs.whole(np.array(seconds)[self.simulated])
         return self._seconds[key]

@@ -23,7 +23,7 @@ class Simulator:
         parameters: of the whole model, which a calibration may charge for.
         attention: the model's kernel of softmax attention, see :class:`AttentionRates`.
         fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
-            a shift. The timeline is the same.
+            a shift, and periods of a program only until it is known what they do. The timeline is the same.
 
     Raises:
         Deadlock, ValueError: see :class:`World` and :func:`owners`.
@@ -45,7 +45,7 @@ class Simulator:
         shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
         self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
-        self.attention = attention
+        self.attention, self.fold = attention, fold
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline; without a calibration, with the cluster's own for the precision.
@@ -56,4 +56,4 @@ class Simulator:
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
         costs = Costs(self.cluster, calibration, self.parameters, self.attention)
-        return Simulation(self.world, costs).timeline()
+        return Simulation(self.world, costs, fast_forward=self.fold).timeline()

@@ -14,7 +14,8 @@ All times are thus sums and maxima of costs, so no cost can fall and the step ta
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
-onto each other are simulated once (:mod:`spbench.bench.simulator.folding`).
+onto each other are simulated once (:mod:`spbench.bench.simulator.folding`), and what a program repeats until
+it is known what it does (:mod:`spbench.bench.simulator.fast_forward`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from spbench.bench.simulator.costs import Costs
-from spbench.bench.simulator.host_clock import HostClock
+from spbench.bench.simulator.fast_forward import FastForward, tick_of
+from spbench.bench.simulator.host_clock import HostClock, host_seconds
 from spbench.bench.simulator.message_matching import Deadlock, World
 from spbench.bench.simulator.occupancy import Channels, ProcessGroups
 from spbench.bench.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
@@ -32,10 +34,14 @@ from spbench.bench.simulator.timeline import Timeline
 
 
 class Simulation:
-    """One simulation. Arrays are [steps, ranks of the program]; nan: not yet."""
+    """One simulation. Arrays are [steps, ranks of the program]; nan: not yet.
 
-    def __init__(self, world: World, costs: Costs):
-        self.world, self.costs, self.steps = world, costs, world.steps
+    Args:
+        fast_forward: write down periods of which it is known what they do; the times are the same.
+    """
+
+    def __init__(self, world: World, costs: Costs, fast_forward: bool = True):
+        self.world, self.steps = world, world.steps
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
         #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
         #: stream, starts and ends
@@ -46,22 +52,29 @@ class Simulation:
         self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
         #: when each stream has done what was issued so far; [streams, ranks of the program]
         self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
-        self.kernel_s: list[np.ndarray] = []
+        self.kernel_s = [costs.kernels(steps.program) for steps in self.steps]
+        launched = [None if costs.host is None else host_seconds(costs.host, s.program) for s in self.steps]
+        if any(world.periods):
+            gaps = costs.launch_s * (self.steps[0].program.kind == KERNEL)
+            costs = costs.in_ticks(tick_of(world, costs, self.kernel_s[0] + gaps, launched[0]))
+            self.kernel_s = [costs.whole(self.kernel_s[0])]
+        self.costs = costs
         #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
         self.taken: list[list[float]] = []
         self.before: list[list[float]] = []
         self.hosts: list[HostClock | None] = []
-        for steps in self.steps:
+        for steps, seconds, work, periods in zip(
+            self.steps, self.kernel_s, launched, world.periods, strict=True
+        ):
             program = steps.program
-            seconds = costs.kernels(program)
             taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
             spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
-            self.kernel_s.append(seconds)
             self.taken.append(taken[steps.at].tolist())
-            self.hosts.append(None if costs.host is None else HostClock(costs.host, steps, taken))
+            self.hosts.append(None if work is None else HostClock(costs, steps, taken, work, periods))
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
         self.losses = [steps.beside_computing(bool(costs.overlap_loss)) for steps in self.steps]
         self.channels = Channels(world, costs)
+        self._forward = FastForward(self) if fast_forward and any(world.periods) else None
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
         self._heap: list[tuple[int, int]] = []
@@ -106,15 +119,23 @@ class Simulation:
         now = clocks[COMPUTE_STREAM, index]
         if host is not None:
             launching = host.now[index]
-        heap = self._heap
-        for at in range(step, len(kinds)):
-            if heap and heap[0][0] <= at and heap[0][1] == number:
-                # others of the program are here, or can catch up first: all go on together
+        heap, forward = self._heap, self._forward
+        at = step
+        while at < len(kinds):
+            repeats = forward is not None and at == forward.next and everyone
+            # others of the program are here, or can catch up first: all go on together
+            if repeats or (heap and heap[0][0] <= at and heap[0][1] == number):
                 clocks[COMPUTE_STREAM, index] = now
                 if host is not None:
                     host.now[index] = launching
-                self._resume(number, at, who)
-                return
+                if forward is None or not repeats:
+                    self._resume(number, at, who)
+                    return
+                at = forward(at)
+                now = clocks[COMPUTE_STREAM, index]
+                if host is not None:
+                    launching = host.now[index]
+                continue
             kind, stream = kinds[at], streams[at]
             if host is None:
                 now = now + before[at]
@@ -138,7 +159,7 @@ class Simulation:
                     return
                 if lost := losses[at]:
                     lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
-                    here = here + self.costs.overlap_loss * lasted
+                    here = here + self.costs.whole(self.costs.overlap_loss * lasted)
                 left[at, index] = here = np.maximum(here, ends)
                 if stream == COMPUTE_STREAM:
                     now = here
@@ -156,6 +177,7 @@ class Simulation:
                     self._gather(number, at, who)
                 else:
                     self._meet(number, at, who, everyone)
+            at += 1
         if host is None:
             now = now + before[len(kinds)]
         else:
