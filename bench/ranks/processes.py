@@ -38,8 +38,8 @@ START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "
 #: seconds that processes have to write their stacks
 STACKS_S = 6.0
 
-#: what the server imports
-_PRELOADED = "spbench.bench.engines.preloaded"
+#: what the server imports first and last
+_PRELOADED, _SERVER = "spbench.bench.ranks.preloaded", "spbench.bench.ranks.server"
 
 #: a socket's path may have 107 bytes; multiprocessing puts sockets in a folder below the temporary one
 _LONGEST_TEMPORARY_FOLDER = 60
@@ -75,7 +75,7 @@ def starting_context() -> BaseContext:
             if not _server_is_shared:
                 _make_folder_of_sockets()
                 with interrupts_blocked(), environment_with(environment_of_child()):
-                    forkserver.set_forkserver_preload([_PRELOADED])
+                    forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
                     forkserver.ensure_running()
             first = context.Process(target=_do_nothing)  # type: ignore[attr-defined]
             with main_module_hidden():

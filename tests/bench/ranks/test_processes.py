@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.engines.engine import engines
 from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import START_METHOD, Surroundings, main_module_hidden, starting_context
 
@@ -91,6 +94,21 @@ def test_what_a_launcher_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")  # as if the command itself were run by torchrun
     assert of_a_process()["environment"]["RANK"] == "0"
     assert of_a_process(RANK="3")["environment"] == {**os.environ, "RANK": "3"}
+
+
+def ignores_signals() -> bool:
+    """Whether the signals for stacks do nothing in this process, as in the server."""
+    return signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_the_server_alone_is_made_one() -> None:
+    assert of_a_process(ignores_signals)
+    engines()  # has all modules of a room imported, as a command does that names things
+    assert not ignores_signals()
+
+
+def test_no_process_looks_for_garbage_in_what_the_server_has_imported() -> None:
+    assert of_a_process(gc.get_freeze_count) > 100_000
 
 
 def parents() -> tuple[int, int]:

@@ -1,14 +1,9 @@
 """Imported by the server that workers are forked from, in place of all that cells need."""
 
-import signal
 import sys
 from types import ModuleType
 
-from spbench.bench.ranks.processes import server_is_ready
-
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 sys.modules["torch"] = torch = ModuleType("torch")
 torch.set_num_threads = lambda number: None  # type: ignore[attr-defined]
 sys.modules["spbench.bench.engines.trace_cache"] = cache = ModuleType("trace_cache")
 cache.use = lambda: None  # type: ignore[attr-defined]
-server_is_ready()
