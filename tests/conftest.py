@@ -117,6 +117,7 @@ def pytest_collection_finish() -> None:
 
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # looking as often would take a twentieth of the time
     atexit.register(gc.unfreeze)  # or else libraries in C++ complain of what they take for leaks
 
 

@@ -211,6 +211,7 @@ def test_a_log(installation: Installation) -> None:
     assert "node_link: bandwidth_bytes_per_s,1e+09," in done.stdout
 
 
+@pytest.mark.slow
 def test_a_job(installation: Installation) -> None:
     (installation.folder / "job.txt").write_text("tp=4 batch=8 seq_len=128\n")
     done = installation.spbench("import", "sizes", "job.txt", "--cluster", "dgx-a100")

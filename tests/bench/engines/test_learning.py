@@ -23,7 +23,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from tests.bench.verification.faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
 from tests.slow import slow
 
-STEPS = 6
+STEPS = 4
 #: float32 rounds to 6e-8; in so few steps it grows little
 ROUNDING = 2e-6
 #: what a fault must show at least: the bound of the scenario, far above rounding
@@ -37,7 +37,7 @@ def cell(strategy: str, sizes: dict[str, int], **changed: Any) -> Cell:
         "model": "bert-mini",
         "strategy": strategy,
         "sizes": sizes,
-        "batch": 8,
+        "batch": 4,
         "seq_len": 32,
         "engine": "distributed",
         "learning": {"steps": STEPS, "learning_rate": 5e-3, "warmup": 2, "deviation": 0.08},

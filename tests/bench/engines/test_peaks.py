@@ -85,7 +85,7 @@ def combinations() -> Iterator[Any]:
                     break
     for backend in sorted(backends()):
         cell = combination("lasp", "tnl-tiny", backend, 2)
-        default = backend in ("fsdp_flat", "megatron", "zero3")
+        default = backend in ("fsdp_flat", "zero3")  # pipelines have megatron
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
     instances = {"distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
     yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
@@ -122,7 +122,7 @@ def combinations() -> Iterator[Any]:
         cell = combination(
             strategy, "causal-transformer-tiny-gqa", "legacy_ddp", n, window=window, sinks=True
         )
-        marks = [] if n == 2 and strategy in ("ring_attention", "all_gather_kv") else SLOW
+        marks = [] if n == 2 and strategy == "ring_attention" else SLOW
         yield pytest.param(cell, id=f"{strategy}-window-{n}", marks=marks)
     tiles = {"mlp_tile": 20, "loss_tile": 20}
     for strategy, backend in (

@@ -26,7 +26,7 @@ from tests.bench.engines.cells import cell_of
 from tests.slow import slow
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _no_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()

@@ -47,7 +47,7 @@ def test_planted_fault_is_red(
     [
         ("ring_attention", {"placement": "zigzag"}),
         ("all_gather_kv", {"placement": "by_work"}),
-        ("fpdt", {"chunk": 4}),
+        ("fpdt", {"chunk": 8}),
         ("upipe", {"heads_a_round": 3}),
     ],
 )

@@ -86,13 +86,13 @@ def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) ->
 def test_planted_faults_are_seen(
     pool: RankPool, fault: type[Backend], options: dict[str, Any], where: str
 ) -> None:
-    assert_first_wrong(pool, asked(fault.name, options), fault, where)
+    assert_first_wrong(pool, asked(fault.name, options, sizes={"dp": 2}), fault, where)
 
 
 @pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
 def test_a_gradient_that_is_not_made_is_missed(pool: RankPool, options: dict[str, Any]) -> None:
     with pytest.raises(RankError, match="backward made no gradient for some parameters"):
-        assert_right(pool, asked("zero3", options), faults.HookNeverFires)
+        assert_right(pool, asked("zero3", options, sizes={"dp": 2}), faults.HookNeverFires)
 
 
 # -- copies that are as late as the waits of streams allow -------------------------------------------------

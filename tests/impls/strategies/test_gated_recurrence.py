@@ -80,18 +80,19 @@ def test_chunks_of_several_blocks_and_a_rest(
     assert_green(pool, Case(strategy, model, "attention", batch=1, seq_len=seq_len), 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MIXERS)
-def test_around_each_other(pool: RankPool, name: str) -> None:
-    for outer in (Ulysses, TensorParallel):
-        nested = Nesting((outer, Lasp2))
-        assert_green(pool, Case(nested, model_preset(name, ONE), "model"), nested.meshes(4)[0])
+@pytest.mark.parametrize("outer", [Ulysses, TensorParallel])
+def test_around_each_other(pool: RankPool, outer: type[Strategy], name: str) -> None:
+    nested = Nesting((outer, Lasp2))
+    assert_green(pool, Case(nested, model_preset(name, ONE), "model"), nested.meshes(4)[0])
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("fault", faults.ALL)
-def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy]) -> None:
-    for name in MIXERS:
-        case = Case(fault, model_preset(name, ONE), "attention")
-        assert_red(pool, case, 4, "output y", "gradient of")
+def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy], name: str) -> None:
+    assert_red(pool, Case(fault, model_preset(name, ONE), "attention"), 4, "output y", "gradient of")
 
 
 @pytest.mark.parametrize(
