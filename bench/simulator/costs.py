@@ -234,7 +234,10 @@ class Costs:
         one for the kernel."""
         whole = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
         calls = np.column_stack([program.name[whole], program.shape[whole], program.flops[whole]])
-        kinds, places = np.unique(calls, axis=0, return_inverse=True)
+        # the calls of a ring are the same one after another
+        first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
+        kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
+        places = places.ravel()[np.cumsum(first) - 1]
         at = np.flatnonzero(whole)
         for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
             backward = program.names[int(name)].endswith("_backward")
@@ -246,7 +249,7 @@ class Costs:
                 "causal" if pairs < heads * queries * keys else "whole",
             )
             if rate is not None:
-                reached[at[places.ravel() == place]] = rate.at(min(int(queries), int(keys)))
+                reached[at[places == place]] = rate.at(min(int(queries), int(keys)))
 
     def _memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

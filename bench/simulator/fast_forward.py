@@ -16,6 +16,7 @@ did many periods ago; this is looked at for each period that is written down
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,12 +52,12 @@ def tick_of(world: World, costs: Costs, kernels_s: np.ndarray, host_s: np.ndarra
         seconds += begun + float(host_s.sum()) + latency * len(host_s)
     channels, groups = Channels(world, costs), dict[int, ProcessGroups]()
     kinds, _, partners = steps.columns
-    alike: dict[tuple[int, int, float], list[int]] = {}
-    for step in np.flatnonzero(kinds == SEND).tolist():
-        alike.setdefault((steps.partners[step], steps.at_once[step], steps.nbytes[step]), []).append(step)
-    for sends in alike.values():
-        channel = channels.of(0, sends[0])
-        seconds += len(sends) * float((channel.latency + channel.seconds).max())
+    sends = np.flatnonzero(kinds == SEND).tolist()
+    alike = [(steps.partners[step], steps.at_once[step], steps.nbytes[step]) for step in sends]
+    step_of = dict(zip(alike, sends, strict=True))
+    for send, count in Counter(alike).items():
+        channel = channels.of(0, step_of[send])
+        seconds += count * float((channel.latency + channel.seconds).max())
     for step in np.flatnonzero(kinds == COLLECTIVE).tolist():
         if (group := int(partners[step])) not in groups:
             groups[group] = ProcessGroups(world, costs, 0, group)

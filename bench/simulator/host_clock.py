@@ -16,7 +16,7 @@ the longest way through both: up to the launch of a kernel on the host, then on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PIECE = 128
 _FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", ""), strict=True))
 _JOINS = HOST_WORK.index("joins")
+#: steps whose pieces are made at once
+_BLOCK = 256
 #: M of a run of events without a kernel of the compute stream
 _NO_KERNEL = float("-inf")
 
@@ -43,24 +45,6 @@ def host_seconds(host: Host, program: Program) -> np.ndarray:
     dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0
     each = np.array([host.seconds(figure) if figure else 0.0 for figure in _FIGURES.values()])
     return dispatch + program.host @ each
-
-
-class _Piece(NamedTuple):
-    """A run of a program's events. The host waits for the compute stream before it if it ``joins``.
-
-    Attributes:
-        kernels_s, host_s, through_s: T, H and M of the run.
-        noted: where the end of the run is noted, for later ones to wait for; -1: nowhere.
-        behind: where the end of the run is noted that the device must have reached before the host ends this
-            one; -1: it is never so far ahead.
-    """
-
-    joins: bool
-    kernels_s: float
-    host_s: float
-    through_s: float
-    noted: int
-    behind: int
 
 
 class Ran(NamedTuple):
@@ -121,7 +105,10 @@ class HostClock:
         self._noted = np.full(len(first), -1)
         self._noted[waited_for] = np.arange(len(waited_for))
         self._behind = np.cumsum(others) - 1
-        columns = (
+        #: of each piece: whether the host waits for the compute stream before it; T, H and M; where its end
+        #: is noted, for later ones to wait for, and where that of the one is noted which the device must have
+        #: done before the host ends this one. -1: nowhere; it is never so far ahead
+        self._pieces = (
             joins[first],
             np.diff(kernels_s[self.cuts]),
             np.diff(host_s[self.cuts]),
@@ -129,8 +116,8 @@ class HostClock:
             self._noted,
             self._behind,
         )
-        #: the fields of each piece; of _Piece only where few are looked at, for there can be millions
-        self.pieces = list(zip(*(column.tolist() for column in columns), strict=True))
+        #: by the number of their steps' block, the first of the pieces, and a row of each
+        self._blocks: dict[int, tuple[int, list[tuple[Any, ...]]]] = {}
         #: of the pieces before each step, and of those after the last, the first; and the end
         before = np.searchsorted(steps.at, first)
         self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
@@ -147,7 +134,8 @@ class HostClock:
         has dispatched it, from those after the step before. How they went through each piece is added to
         ``ran``."""
         first, end = self._first_of[step], self._first_of[step + 1]
-        for joins, kernels_s, host_s, through_s, noted, behind in self.pieces[first:end]:
+        begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
+        for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
             if joins:
                 host = np.maximum(host, stream)
             if through_s != _NO_KERNEL:  # else the stream stays where it is
@@ -160,6 +148,14 @@ class HostClock:
             if ran is not None:
                 ran.append(Ran(stream, launched, host))
         return stream, host
+
+    def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """Make one of the blocks; there can be millions of pieces, most of which are never gone through."""
+        first = self._first_of[number * _BLOCK]
+        end = self._first_of[min((number + 1) * _BLOCK, len(self._first_of) - 1)]
+        rows = list(zip(*(column[first:end].tolist() for column in self._pieces), strict=True))
+        self._blocks[number] = first, rows
+        return first, rows
 
     def written_on(self, step: int, ran: Sequence[Ran], count: int, shift: float) -> int:
         """Note what the compute stream does in ``count`` periods from a step on, as the one before did, each
@@ -190,7 +186,10 @@ class HostClock:
     def of_rank(self, place: int) -> Callable[[int, float], float]:
         """For one simulated rank, when each event can start at the earliest; to be called with an event and
         the compute stream's clock before it, event by event."""
-        begins = dict(zip(self.cuts.tolist(), map(_Piece._make, self.pieces), strict=False))
+        joins = self._pieces[0]
+        begins = dict(
+            zip(self.cuts.tolist(), zip(joins.tolist(), self._behind.tolist(), strict=True), strict=False)
+        )
         host, behind = self._begun, -1
 
         def launched(event: int, stream: float) -> float:
@@ -198,8 +197,8 @@ class HostClock:
             if event in begins:
                 if behind >= 0:
                     host = max(host, float(self._done[behind, place]))
-                behind = begins[event].behind
-                if begins[event].joins:
+                joined, behind = begins[event]
+                if joined:
                     host = max(host, stream)
             host += float(self.work[event])
             return host + self.latency

@@ -138,18 +138,15 @@ class Meeting:
     Attributes:
         program: the one of the other halves.
         halves: by each of the steps, the other half's.
-        mine, theirs: positions of the ranks in their programs; ``everyone``: all of both programs, mine in
-            order.
-        index: for each position of my program its index in ``mine``, or -1.
+        theirs: for each position of my program, that of the other half's rank in the other program, or -1;
+            ``everyone``: all of both programs meet.
         back: where everyone meets, for each position of the other program the one of mine.
     """
 
     program: int
     halves: dict[int, int]
-    mine: np.ndarray
     theirs: np.ndarray
     everyone: bool
-    index: np.ndarray
     back: np.ndarray
 
 
@@ -244,7 +241,8 @@ class World:
         programs = self.program_of[ranks]
         for q in np.unique(programs).tolist():
             mine = np.flatnonzero(programs == q)
-            theirs = self.place_of[ranks[mine]]
+            theirs = np.full(len(steps.ranks), -1)
+            theirs[mine] = self.place_of[ranks[mine]]
             halves = posts[q].get((RECV if kind == SEND else SEND, back), [])
             if len(halves) < len(own):
                 what = "receive" if kind == SEND else "send"
@@ -255,13 +253,11 @@ class World:
                 if self.steps[q].nbytes[other] != steps.nbytes[step]:
                     raise ValueError(
                         f"{steps.describe(step, int(mine[0]))} meets "
-                        f"{self.steps[q].describe(other, int(theirs[0]))}: different bytes"
+                        f"{self.steps[q].describe(other, int(theirs[mine[0]]))}: different bytes"
                     )
             everyone = len(steps.ranks) == len(mine) == len(self.steps[q].ranks)
-            index = np.full(len(steps.ranks), -1)
-            index[mine] = np.arange(len(mine))
             matched = dict(zip(own, halves, strict=False))
-            yield Meeting(q, matched, mine, theirs, everyone, index, np.argsort(theirs))
+            yield Meeting(q, matched, theirs, everyone, np.argsort(theirs))
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
         collectives: dict[Group, list[dict[int, int]]] = defaultdict(list)
@@ -269,7 +265,7 @@ class World:
         for number, steps in enumerate(self.steps):
             alike.append({})
             begun: Counter[Group] = Counter()
-            for step in (step for step, kind in enumerate(steps.kinds) if kind == COLLECTIVE):
+            for step in np.flatnonzero(steps.columns[0] == COLLECTIVE).tolist():
                 group = steps.program.groups[steps.partners[step]]
                 if begun[group] == len(collectives[group]):
                     collectives[group].append({})

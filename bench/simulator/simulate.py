@@ -45,7 +45,7 @@ class Simulator:
         shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
         self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
-        self.attention, self.fold = attention, fold
+        self.attention, self.fast_forward = attention, fold
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline; without a calibration, with the cluster's own for the precision.
@@ -56,4 +56,4 @@ class Simulator:
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
         costs = Costs(self.cluster, calibration, self.parameters, self.attention)
-        return Simulation(self.world, costs, fast_forward=self.fold).timeline()
+        return Simulation(self.world, costs, fast_forward=self.fast_forward).timeline()

@@ -221,17 +221,12 @@ class Simulation:
                 else:
                     self._transfer_all(other, other_step, meeting.back, number, step, meeting.theirs)
                 continue
-            mine, theirs = meeting.mine, meeting.theirs
-            if not everyone:
-                among = meeting.index[who]
-                among = among[among >= 0]
-                mine, theirs = mine[among], theirs[among]
+            theirs = meeting.theirs[who]
             posted = self.reached[other][other_step][theirs]
-            ready = ~np.isnan(posted)
-            if not ready.all():
-                mine, theirs, posted = mine[ready], theirs[ready], posted[ready]
-            if not len(mine):
+            ready = (theirs >= 0) & ~np.isnan(posted)
+            if not ready.any():
                 continue
+            mine, theirs, posted = who[ready], theirs[ready], posted[ready]
             sender, send, at = (number, step, mine) if kind == SEND else (other, other_step, theirs)
             latency, seconds, free = self.channels.of(sender, send)
             start = np.maximum(np.maximum(self.reached[number][step][mine], posted), free[at])

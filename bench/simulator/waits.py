@@ -73,7 +73,7 @@ def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool) -> Waits:
     some = [slice(first, first + width) for first in range(0, len(steps.ranks), width)]
     parts = []
     for places in some:
-        at = Times(*(each[:, places] for each in times))
+        at = Times(*(np.ascontiguousarray(each[:, places]) for each in times))
         late = posted_late(steps, at.reached, at.left) if hosted else np.zeros(at.reached.shape[1])
         parts.append(Waits(*_waits(steps, costs, crossing, places, at), late))
     return Waits(*(np.concatenate(each) for each in zip(*parts, strict=True)))

@@ -32,7 +32,15 @@ def _not_one_program(*_: Any) -> None:
 
 
 def _every_rank(traced: traces.ClassTraces, *cluster: Any) -> Any:
-    return _simulator(dataclasses.replace(traced, fold=False), *cluster)
+    made = _simulator(dataclasses.replace(traced, fold=False), *cluster)
+    made.fast_forward = True
+    return made
+
+
+def _every_period(traced: traces.ClassTraces, *cluster: Any) -> Any:
+    made = _simulator(traced, *cluster)
+    made.fast_forward = False
+    return made
 
 
 def _nothing_chosen(_: Any) -> AbstractContextManager[None]:
@@ -54,6 +62,7 @@ _OFF: dict[str, tuple[Any, str, Any]] = {
     "repeated steps": (fast_recorder, "choosing_steps", _nothing_chosen),
     "layers put together": (virtual, "deep_trace", _all_layers),
     "folding": (traces.ClassTraces, "simulator", _every_rank),
+    "fast-forward": (traces.ClassTraces, "simulator", _every_period),
     "extrapolation": (search, "Programs", _not_one_program),
     "preloaded": (processes, "START_METHOD", "spawn"),
 }
