@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -31,6 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _kept: _Answers | None = None
+_elsewhere: Callable[..., Any] | None = None
 
 
 def declared(function: Callable[P, T]) -> Callable[P, T]:
@@ -44,10 +45,32 @@ def declared(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         question = f"{name} {args!r} {kwargs!r}"
         if question not in _kept.by_question or "torch" in sys.modules:
-            _kept.by_question[question] = function(*args, **kwargs)
+            _kept.by_question[question] = asked(*args, **kwargs)
         return _kept.by_question[question]
 
+    def asked(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if _elsewhere is not None and "torch" not in sys.modules:
+            with suppress(NotAnswered):
+                return _elsewhere(answer, *args, **kwargs)
+        return function(*args, **kwargs)
+
     return answer
+
+
+class NotAnswered(Exception):
+    """A question has no answer elsewhere."""
+
+
+@contextmanager
+def asked_elsewhere(ask: Callable[..., Any]) -> Iterator[None]:
+    """Inside, what is not kept is asked by ``ask``, with a declared function and its arguments, as long as
+    this process has not imported torch; if that raises :class:`NotAnswered`, of the code here."""
+    global _elsewhere
+    _elsewhere = ask
+    try:
+        yield
+    finally:
+        _elsewhere = None
 
 
 @contextmanager

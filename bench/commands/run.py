@@ -89,7 +89,9 @@ def command(
     model, strategy, code or torch has changed since is run again.
     """
     from spbench.bench.config.scenario import load_scenario
+    from spbench.bench.ranks.answers import answers_of_server
 
+    click.get_current_context().with_resource(answers_of_server())
     loaded = load_scenario(scenario)
     narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)

@@ -80,7 +80,10 @@ class _DeepLog:
         may = [grows & self._made_outside(log) for log in logs]
         alike = _without_what_grows(sizes[0], sizes[1], (may[0], may[1]))
         self._list = DeepList(*(self._marked(log, each) for log, each in zip(logs, alike, strict=True)))
-        self._growth = self._list.growth(*sizes)
+        # of each storage, by its number
+        self._growth = np.zeros(len(deeper.sizes))
+        born = self._events > 0
+        self._growth[self._events[born] - 1] = self._list.growth(*sizes)[born]
 
     @staticmethod
     def _made_outside(log: MemoryLog) -> np.ndarray:
@@ -117,11 +120,14 @@ class _DeepLog:
             return np.asarray(given, dtype=np.int64)[like if given else []]
 
         def named(given: dict[int, str]) -> dict[int, str]:
-            some = np.flatnonzero(np.isin(like, [*given]))
-            return {new: given[old] for new, old in zip(some.tolist(), like[some].tolist(), strict=True)}
+            has = np.zeros(len(log.sizes), dtype=bool)
+            has[[*given]] = True
+            some = np.flatnonzero(has[like])
+            return dict(zip(some.tolist(), map(given.__getitem__, like[some].tolist()), strict=True))
 
+        sizes = np.asarray(log.sizes, dtype=np.int64)
         return MemoryLog(
-            sizes=_grown(of_storages(log.sizes), self._growth[source][born], layers).tolist(),
+            sizes=_grown(sizes, self._growth, layers)[like].tolist(),
             events=np.where(born, number + 1, -number[references] - 1).tolist(),
             marks=[(word, first) for word, first in marks if word is not _END],
             tags=named(log.tags),
@@ -176,13 +182,13 @@ class _DeepProgram:
 
     def by(self, layers: int) -> Program:
         source, references, marks = self._list.by(layers)
-        columns = {name: column[source] for name, column in self._columns.items()}
+        grown = {}
         for name, growth in self._growth.items():
-            wide = columns[name].astype(np.float64)
-            grown = _grown(wide, growth[source], layers)
-            if name == "host" and (grown > _MOST_HOST_WORK).any():
+            wide = _grown(self._columns[name].astype(np.float64), growth, layers)
+            if name == "host" and (wide > _MOST_HOST_WORK).any():
                 raise NotAlike("the host does more between two events than a program can have")
-            columns[name] = grown.astype(columns[name].dtype)
+            grown[name] = wide.astype(self._columns[name].dtype)
+        columns = {name: column[source] for name, column in (self._columns | grown).items()}
         partner = np.where(columns["kind"] == WAIT, references, columns["partner"])
         known: dict[str, Any] = {**columns, "partner": partner}
         return replace(self._program, **known, marks=tuple((word or "", first) for word, first in marks))

@@ -126,8 +126,8 @@ class RankMemory:
             fit = not step and steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
             found = replay(log.sizes, log.events, None, stops, log.streams, kind, repeated)
-        setup, peaks = log.setup_peak(found.blocks), log.peaks(found.blocks)
-        reserved, live = dict(zip(stops, found.reserved, strict=True)), log.live(found.blocks)
+        live, setup, peaks = log.levels(found.blocks)
+        reserved = dict(zip(stops, found.reserved, strict=True))
         phase_ends: list[Mapping[str, Mapping[str, int]]] = [
             {name: {"allocated": int(live[at - 1]), "reserved": reserved[at]} for name, at in of_step.items()}
             for of_step in ends

@@ -209,13 +209,19 @@ class Deepened:
         pieces.append(np.arange(first, len(self._deeper)))
         copies.append(np.zeros(len(self._deeper) - first, int))
         like, copy = np.concatenate(pieces), np.concatenate(copies)
-        refers, target, run_of = self._refers[like], self._target[like], self._run[self._target[like]]
-        block = (self._of_block + self._by_layer * (layers - 2))[like] + self._by_block[like] * copy
-        # of each run, and of what is in none
+        # of what each entry of the deeper list refers to, by that entry's run; the last is of what is in none
+        target, run_of = self._target, self._run[self._target]
         lengths = np.array([*(run.length for run in self._runs), 0])[run_of]
         ends = np.array([*(run.blocks + layers for run in self._runs), 1])[run_of]
         parts = np.array([*(run.part for run in self._runs), 0])[run_of]
-        place = block * lengths + target - np.array([*self._starts, 0])[run_of]
-        if (refers & ((place < -parts) | (block >= ends))).any():
+        place = target - np.array([*self._starts, 0])[run_of]
+        block = self._of_block + self._by_layer * (layers - 2)
+        # of the copies of those that refer to one
+        refers = np.flatnonzero(self._refers[like])
+        of = like[refers]
+        block = block[of] + self._by_block[of] * copy[refers]
+        if ((block * lengths[of] + place[of] < -parts[of]) | (block >= ends[of])).any():
             raise NotAlike("an entry refers to a block that is not there")
-        return like, np.where(refers, begins[target] + block * lengths, -1)
+        references = np.full(len(like), -1)
+        references[refers] = begins[target[of]] + block * lengths[of]
+        return like, references

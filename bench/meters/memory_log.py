@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,7 +125,16 @@ class MemoryLog:
         return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
 
     def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
-        """Of each traced step the largest sum of live bytes, when it was, and what held it.
+        """Of each traced step the largest sum of live bytes, when it was, and what held it; arguments and
+        errors as of :meth:`levels`."""
+        return self.levels(nbytes).steps
+
+    def setup_peak(self, nbytes: Sequence[int] | np.ndarray) -> Peak:
+        """That of set-up."""
+        return self.levels(nbytes).setup
+
+    def levels(self, nbytes: Sequence[int] | np.ndarray) -> Levels:
+        """The bytes that are live, and their peaks.
 
         Args:
             nbytes: of each storage, by its number, as an allocator counts it.
@@ -132,49 +142,44 @@ class MemoryLog:
         Raises:
             Unsupported: a sum does not fit in 64 bits.
         """
-        return self._peaks(nbytes, [self.step_start, *self.step_ends])
-
-    def setup_peak(self, nbytes: Sequence[int] | np.ndarray) -> Peak:
-        """That of set-up; the arguments and errors of :meth:`peaks`."""
-        if not self.step_start:
-            return Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0)
-        return self._peaks(nbytes, [0, self.step_start])[0]
-
-    def live(self, nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The bytes that are live after each event; arguments and errors as of :meth:`peaks`."""
         events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
         live: np.ndarray = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
         if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
             raise beyond_64_bits("what is alive at once has")
-        return live
-
-    def _peaks(self, nbytes: Sequence[int] | np.ndarray, bounds: Sequence[int]) -> list[Peak]:
-        """The peak of the events between each two bounds."""
-        events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
-        live = self.live(nbytes)
-        categories, peaks = np.asarray(self.categories()), []
-        for start, end in pairwise(bounds):
+        categories = self._categories(events)
+        peaks: list[Peak] = []
+        for start, end in pairwise([0, self.step_start, *self.step_ends]):
+            if start == end == 0:
+                peaks.append(Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0))
+                continue
             at = start + int(np.argmax(live[start:end]))
             until = events[: at + 1]
             alive = np.zeros(len(self.sizes), dtype=bool)
             alive[until[until > 0] - 1] = True
             alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
-            held = {name: int(nbytes[alive & (categories == name)].sum()) for name in CATEGORIES}
+            held = {name: int(nbytes[alive & (categories == n)].sum()) for n, name in enumerate(CATEGORIES)}
             peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
-        return peaks
+        return Levels(live, peaks[0], peaks[1:])
 
     def categories(self) -> list[str]:
         """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
-        kept: set[int] = set()
+        numbers = self._categories(np.asarray(self.events, dtype=np.int64)).tolist()
+        return [CATEGORIES[n] for n in numbers]
+
+    def _categories(self, events: np.ndarray) -> np.ndarray:
+        """[storages]: the places of :meth:`categories` in :data:`CATEGORIES`."""
+        kept = np.zeros(len(self.sizes), dtype=bool)
         for name, span in self.spans():
             if name == "forward":
-                events = self.events[span]
-                born = {event - 1 for event in events if event > 0}
-                kept |= born - {-event - 1 for event in events if event < 0}
-        return [
-            self.tags.get(number, "activations" if number in kept else "temporaries")
-            for number in range(len(self.sizes))
-        ]
+                inside = events[span]
+                made = np.zeros(len(self.sizes), dtype=bool)
+                made[inside[inside > 0] - 1] = True
+                made[-inside[inside < 0] - 1] = False
+                kept |= made
+        places = {name: n for n, name in enumerate(CATEGORIES)}
+        categories = np.where(kept, places["activations"], places["temporaries"])
+        categories[[*self.tags]] = [places[tag] for tag in self.tags.values()]
+        return categories
 
 
 @dataclass(frozen=True)
@@ -192,3 +197,16 @@ class Peak:
     phase: str
     held: dict[str, int]
     at_end: int
+
+
+class Levels(NamedTuple):
+    """The bytes of a log.
+
+    Attributes:
+        live: [events]: those that are live after each.
+        setup, steps: the peaks of set-up, and of each traced step.
+    """
+
+    live: np.ndarray
+    setup: Peak
+    steps: list[Peak]

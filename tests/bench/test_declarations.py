@@ -15,6 +15,8 @@ from spbench.bench.commands import list as listing
 from spbench.bench.config import choices
 from spbench.bench.declarations import declared, kept_on_disk, state_of_code
 from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
+from spbench.bench.ranks import answers
+from spbench.bench.ranks.answers import answers_of_server
 from spbench.impls.loose_files import LOOSE_FILES
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,11 @@ def test_only_the_first_listing_imports_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_command_that_has_cells_run_asks_its_server(tmp_path: Path) -> None:
+    assert Commands(tmp_path).run(DRY_RUN).endswith("\nno torch\n")
+
+
+@pytest.mark.slow
 def test_a_listing_never_shows_what_the_code_declared_before(tmp_path: Path) -> None:
     """In every run the state of the code is held to this, below."""
     commands = Commands(tmp_path)
@@ -116,6 +123,32 @@ def test_an_answer_is_kept(folder: Path) -> None:
     assert ask("lasp", "dsp", "rsa") == ["rsa"]
     assert ask("rsa") == []
     assert len([*folder.glob("??/*")]) == 1
+
+
+@declared
+def _process(name: str, fails_elsewhere: int = 0) -> int:
+    if fails_elsewhere not in (0, os.getpid()):
+        raise KeyError(name)
+    return os.getpid()
+
+
+def test_a_process_of_the_server_answers(folder: Path) -> None:
+    with kept_on_disk(), answers_of_server():
+        first, second = _process("lasp"), _process("dsp")
+        assert first == second != os.getpid()
+        # what fails there, or is asked where torch has been imported, is asked here
+        assert _process("rsa", os.getpid()) == os.getpid()
+        sys.modules["torch"] = sys
+        assert _process("lasp") == os.getpid()
+    with kept_on_disk():
+        del sys.modules["torch"]
+        assert (_process("lasp"), _process("dsp")) == (os.getpid(), second)
+
+
+def test_without_a_server_this_process_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "START_METHOD", "spawn")
+    with kept_on_disk(), answers_of_server():
+        assert _process("lasp") == os.getpid()
 
 
 def test_outside_of_a_command_the_code_is_asked(folder: Path) -> None:
