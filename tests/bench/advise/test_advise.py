@@ -59,7 +59,7 @@ def test_the_best_layouts_and_why(advise: Run) -> None:
 
 def test_several_lengths_give_a_map(advise: Run) -> None:
     code, out, err = advise(
-        *(MODEL, *ON, "--batch", "2", "--only", "single,zero3", "--fixed", "micro_batch=1"),
+        *(MODEL, *ON, "--batch", "2", "--only", "single,ddp", "--fixed", "micro_batch=1"),
         *("--seq-len", "128,256", "--figure", "map.png"),
     )
     assert code == 0

@@ -46,7 +46,7 @@ ALLOCATORS = {
 
 @pytest.mark.parametrize("setting", ALLOCATORS)
 @given(STEPS, st.one_of(st.none(), st.integers(20, 130).map(lambda n: n * MIB)))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 def test_any_program_as_the_naive_allocator(
     setting: str, steps: list[tuple[str, int, int]], capacity: int | None
 ) -> None:

@@ -20,7 +20,7 @@ from tests.bench.processes import left_of, needs_proc, until
 from tests.bench.workers.command_process import LIGHT_PATH
 
 #: of the cells that hang; the others may take as long as they do
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 
 
 @pytest.fixture

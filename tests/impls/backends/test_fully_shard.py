@@ -36,7 +36,7 @@ def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
 
 def test_what_each_option_changes() -> None:
     def peak(**options: Any) -> Any:
-        wide = {"hidden": 192, "inner": 512, "vocabulary": 2048, "layers": 4}
+        wide = {"hidden": 192, "inner": 512, "vocabulary": 2048, "layers": 2}
         return virtual.trace(asked(options, precision="bf16", model_options=wide)).memory.peak()
 
     plain = peak()

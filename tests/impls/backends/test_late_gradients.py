@@ -16,6 +16,7 @@ from spbench.impls.backends import late_gradients
 from spbench.impls.backends.late_gradients import LateGradients, Take
 from spbench.impls.backends.zero1 import ShardedOptimizer
 from tests.impls.backends import test_backends as backends
+from tests.slow import slow
 
 #: smaller than some gradients, and than most two of them
 SMALL = {"backend": "zero1", "gradients": "late", "bucket_elements": 3000}
@@ -26,7 +27,7 @@ def late(strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell
     return backends.cell("zero1", strategy, training=training, **changed)
 
 
-@pytest.mark.parametrize("on", ["device", "host"])
+@pytest.mark.parametrize("on", ["device", slow("host")])
 def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, on: str) -> None:
     asked = late("tensor_parallel", 2, sizes={"dp": 2, "tp": 2}, training={"optimizer": on})
     backends.assert_right(pool, asked, ShardedOptimizer)
@@ -59,7 +60,7 @@ class PartsTakenTooLate(ShardedOptimizer):
 @pytest.mark.parametrize("fault", [NotSummed, PartsTakenTooLate])
 def test_planted_faults_are_seen(pool: RankPool, fault: type[ShardedOptimizer]) -> None:
     """By a rank whose part is not all in the last buffer."""
-    asked = late(sizes={"dp": 2, "sp": 2})
+    asked = late(sizes={"dp": 2})
     of_ranks = pool.run(asked.mesh_sizes, backends.errors_of_rank, asked, fault)
     assert max(e for errors in of_ranks for n, e in errors.items() if n.startswith("gradient 0")) > 1e-3
 

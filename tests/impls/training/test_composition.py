@@ -147,9 +147,8 @@ def with_gradients() -> Iterator[Any]:
     for composed in COMPOSED:
         name, sizes, _, schedule = composed
         interleaved = schedule.startswith("interleaved")
-        yield pytest.param(
-            *composed, "contiguous", marks=pytest.mark.slow if interleaved and name != "single" else []
-        )
+        seldom = (interleaved and name != "single") or sizes == {"sp": 2, "dp": 2}
+        yield pytest.param(*composed, "contiguous", marks=pytest.mark.slow if seldom else [])
         always = (name, sizes) in (("single", {"pp": 2}), ("single", {"dp": 4}), COMPOSED[-1][:2])
         yield pytest.param(*composed, "stale", marks=[] if always and not interleaved else pytest.mark.slow)
 
