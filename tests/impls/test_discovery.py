@@ -96,7 +96,7 @@ def test_an_entry_point_names_a_class_or_a_module(install: Install, target: str)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import no_such_module\n", "plug = PACKAGE.plugin of test.bad.* cannot be loaded: ModuleNotFound"),
+        ("import no_such_module\n", "of test.bad.* cannot be loaded: ModuleNotFound.*; mend or uninstall it"),
         ("1 / 0\n", "plug = PACKAGE.plugin of test.bad.* cannot be loaded: ZeroDivisionError"),
         ("x = 1\n", "plug = PACKAGE.plugin of test.bad.* names no class derived from Animal"),
     ],

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # processes that import torch
+
 FILES = {
     "my_strategy.py": """
 from dataclasses import dataclass
@@ -102,7 +104,6 @@ def write(folder: Path, **changed: str) -> None:
         (folder / name).write_text(text)
 
 
-@pytest.mark.slow
 def test_plug_ins_are_run_with_options_of_their_own_and_no_others(tmp_path: Path) -> None:
     write(tmp_path, **{"wrong.yaml": FILES["mine.yaml"].replace("mood", "mod")})
     ran = python(tmp_path, "-c", RUN_AND_REFUSE)

@@ -60,7 +60,7 @@ def test_packed_documents_are_documents_one_by_one(options: dict[str, object]) -
     ],
 )
 def test_planted_fault_is_red(pool: RankPool, fault: type[Strategy], tensors: tuple[str, ...]) -> None:
-    model = replace(PACKED, position="learned")  # type: ignore[type-var]
+    model = replace(PACKED, position="learned", layers=1)  # type: ignore[type-var]
     row = assert_red(pool, Case(fault, model, "model"), 4, *tensors)
     assert ("of other documents" in row.verdict) == (tensors is OTHERS)
 

@@ -16,7 +16,7 @@ FOLDER = Path(published.__file__).parent
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("qwen3-0.6b", "megatron_sp"), ("gpt-neox-20b", "tensor_parallel"), ("qwen2-7b", "ulysses")],
+    [("qwen2-7b", "ulysses"), ("gpt-neox-20b", "tensor_parallel"), ("qwen3-0.6b", "megatron_sp")],
 )
 def test_green(pool: RankPool, name: str, strategy: str) -> None:
     path = str(FOLDER / f"{name}.json")

@@ -38,6 +38,7 @@ def packed(name: str, **options: object) -> Model:
     ],
 )
 @pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.covering(1)
 def test_values_gradients_and_bytes(pool: RankPool, strategy: type[Strategy], size: int, name: str) -> None:
     assert_green(pool, Case(strategy, packed(name), "model"), size)
 
