@@ -123,7 +123,5 @@ def test_a_plug_in_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     ran = python(tmp_path, "-m", "spbench", "run", "--scenario", "mine.yaml")
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
-    assert line.startswith(
-        "spbench: the entry point mine = my_backend:MyBackend of spbench.backends cannot be"
-    )
+    assert line.startswith("spbench: the entry point mine = my_backend:MyBackend of spbench.backends cannot")
     assert line.endswith("No module named 'no_such_module'; mend or uninstall it")

@@ -204,11 +204,10 @@ def test_gradients_held_the_old_way_are_synchronized_too(
     assert_green(pool, case, 4 if refused(strategy.name, model) else 3)
 
 
-@pytest.mark.parametrize("pad_vocabulary_by_ranks", [False, True])
-def test_padded_vocabulary_is_the_oracles_too(pool: RankPool, pad_vocabulary_by_ranks: bool) -> None:
+def test_padded_vocabulary_is_the_oracles_too(pool: RankPool) -> None:
     model = model_preset("bert-tiny", {"vocabulary": 97})
-    options = {"pad_vocabulary_by_ranks": pad_vocabulary_by_ranks}
-    assert_green(pool, Case(RingSelfAttention, model, "model", options=options), 3)
+    for options in ({"pad_vocabulary_by_ranks": by_ranks} for by_ranks in (False, True)):
+        assert_green(pool, Case(RingSelfAttention, model, "model", options=options), 3)
     assert_green(pool, Case(TensorParallel, model, "model"), 3)
 
 
