@@ -71,10 +71,12 @@ def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str,
     yield "peak GiB", _scaled(entry.get("peak_memory_bytes"), _GIB)
     yield "reserved GiB", _scaled(entry.get("reserved_memory_bytes"), _GIB)
     yield "host GiB a node", _scaled(entry.get("node_host_memory_bytes"), _GIB)
-    yield "sent MiB/GPU", _scaled(entry["sent_bytes"], _MIB)
+    sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
+    yield "sent MiB/GPU", _scaled(sent, _MIB)
     yield "imbalance", entry.get("imbalance") and f"{entry['imbalance']:.2f}"
-    same = entry["formula_sent_bytes"] == entry["sent_bytes"]
-    yield "by formula", None if same else _scaled(entry["formula_sent_bytes"], _MIB)
+    # an N-th of a payload may be a fraction of a byte, and such sums are rounded by their order
+    same = formula == sent or (formula and sent and abs(formula - sent) < 0.5)
+    yield "by formula", None if same else _scaled(formula, _MIB)
     step_time_s = entry.get("step_time_s")
     yield "step", shown_band(entry) + (f" {TIE}" if tie else "")
     yield "tokens/s", entry.get("tokens_per_s") and three_digits(entry["tokens_per_s"])

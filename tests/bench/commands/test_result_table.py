@@ -63,8 +63,8 @@ def test_records_have_every_field_in_full() -> None:
     assert record["band"].startswith("sourced rates, products: ")
 
 
-@pytest.mark.parametrize(("formula", "shown"), [(2**20, None), (2**21, "2.00")])
-def test_the_closed_form_is_shown_where_it_differs(formula: int, shown: str | None) -> None:
+@pytest.mark.parametrize(("formula", "shown"), [(2**20 + 2**-20, None), (2**20 + 1, "1.00"), (2**21, "2.00")])
+def test_the_closed_form_is_shown_where_it_differs(formula: float, shown: str | None) -> None:
     found = simulated(communication=[{"sent_bytes": 2**20, "axis": "sp"}], formula=[{"sent_bytes": formula}])
     (line,) = result_table("Bytes", [found]).lines
     assert (line["sent MiB/GPU"], line["by formula"]) == ("1.00", shown)
