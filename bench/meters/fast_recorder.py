@@ -33,6 +33,7 @@ from spbench.bench.meters.operator_results import (
 from spbench.bench.meters.recorder import BETWEEN_TWO, PRIM_DEVICE, Recorder
 from spbench.bench.meters.repeated_steps import RepeatedSteps
 from spbench.bench.meters.torch_internals import FakeTensor, FakeTensorMode, fake_tensor, fake_views
+from spbench.bench.meters.uncut_pieces import nothing_cut
 from spbench.bench.simulator.program_builder import VIEW, KernelRow
 from spbench.impls.keyed_steps import choosing_steps
 
@@ -80,6 +81,7 @@ class FastRecorder(Recorder):
         super()._enter_patches(patches)
         steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
+        patches.enter_context(nothing_cut())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -35,6 +35,7 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
     from torch.distributed.distributed_c10d import _resolve_process_group as group_named
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -58,6 +59,7 @@ __all__ = [
     "disable_fake_tensor_cache",
     "fake_tensor",
     "flop_registry",
+    "fsdp_collectives",
     "group_named",
     "in_backward",
     "is_traceable_wrapper_subclass",
