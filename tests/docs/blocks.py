@@ -57,7 +57,10 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def commands(self) -> list[Command]:
-        """The command lines of a shell block, without comments; continued lines are one."""
+        """The command lines of a shell block, without comments; continued lines are one, and so is a block
+        with a file within it."""
+        if self.language == "sh" and "<<" in self.text:
+            return [Command(self.text)]
         if self.language == "sh":
             text = self.text.replace("\\\n", " ")
             return [Command(line) for line in text.splitlines() if shlex.split(line, comments=True)]
