@@ -96,15 +96,15 @@ def write_part(path: Path, paper: str, name: str, content: str) -> Path:
 
 def _rendered(text: str, findings: Findings, details: str) -> str:
     """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
-    first, lines_of = _OF_FIRST_PAGE.get(findings.paper, ("", validation_lines))
+    of_first_page = _OF_FIRST_PAGE.get(findings.paper)
 
     def part(match: re.Match[str]) -> str:
         if match["paper"] != findings.paper:
             return match[0]
         if match["name"] == VERDICT:
             content = markdown(_linked(findings, details))
-        elif match["name"] == first:
-            content = markdown(lines_of(findings.records))
+        elif of_first_page and match["name"] == of_first_page[0]:
+            content = markdown(of_first_page[1](findings.records))
         else:
             content = findings.part(match["name"])
         return f"{match['begin']}{content}{match['end']}"
