@@ -43,7 +43,7 @@ def add(path: Path) -> ModuleType:
 
     Raises:
         ValueError: another file of that name was added.
-        Exception: whatever the file raises.
+        BaseException: whatever the file raises, as SystemExit.
     """
     path = path.resolve()
     for other in paths():

@@ -14,6 +14,7 @@ import click
 
 from spbench.bench.commands.progress import SweepProgress, message
 from spbench.bench.errors import suggestion
+from spbench.impls.outside_code import told
 from spbench.plots import FIGURES
 
 if TYPE_CHECKING:
@@ -229,7 +230,6 @@ def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
         return [], False
     try:
         return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
+    except (Exception, SystemExit) as error:
+        message(f"spbench: the figure {figure} could not be drawn: {told(error)}; the results are kept")
         return [], True
