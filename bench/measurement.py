@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.rank_job import RankError
 from spbench.impls.layout import Unavailable, Unsupported
 from spbench.impls.outside_code import exits_refused, printed, told
@@ -170,6 +171,8 @@ def measure(run: Run, cell: Cell) -> Outcome:
         reason = shortened(error.reason)
         said = "" if error.status == "timeout" else str(error)
         outcome = Outcome(error.status, reason, traceback=said, log=error.log)
+    except UserError as error:
+        outcome = Outcome("failed", str(error))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -120,11 +120,14 @@ def launched_exit_code(arguments: Sequence[str] | None) -> int:
     ranks of all of them, and the others are what runs these."""
     from spbench.bench.ranks.torchrun import Launched, coordinating, serve
 
-    launched = Launched.here()
-    if launched.rank:
-        return serve(launched)
-    with coordinating(launched):
-        return exit_code(arguments)
+    try:
+        launched = Launched.here()
+        if launched.rank:
+            return serve(launched)
+        with coordinating(launched):
+            return exit_code(arguments)
+    except UserError as error:  # before there are ranks
+        return _complain(str(error), 2, traced=True)
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:

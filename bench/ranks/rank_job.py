@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from spbench.impls import loose_files
 
 #: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
 AGENTS = "SPBENCH_AGENTS"
@@ -59,6 +61,7 @@ class Job:
         timeout_s: after so many seconds the job has failed.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
         fresh: whether processes are started for this job alone.
+        files: those of users that the work may need (:func:`loose_files.digests`).
     """
 
     number: int
@@ -68,6 +71,7 @@ class Job:
     timeout_s: float
     work: bytes
     fresh: bool = False
+    files: Mapping[str, str] = field(default_factory=loose_files.digests)
 
     @property
     def ranks(self) -> int:

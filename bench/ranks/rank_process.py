@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -30,6 +31,8 @@ from spbench.bench.ranks.processes import (
 )
 from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job, fate
 from spbench.bench.ranks.staged_group import STAGED, register
+from spbench.bench.ranks.start_failures import FILES_OF_GROUP, check_open_files
+from spbench.impls import loose_files
 from spbench.impls.axes import device_mesh
 from spbench.impls.outside_code import exits_refused, printed, told
 
@@ -145,11 +148,13 @@ def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
         status="oom" if is_out_of_memory(error) else "failed",
         place=place,
         text=printed(error),
-        raised=told(error),
+        raised=str(error) if isinstance(error, UserError) else told(error),
     )
 
 
 def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
+    loose_files.share(job.files)
+    check_open_files(FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks")
     if job.backend == STAGED:
         register()
         local_rank %= max(1, torch.cuda.device_count())

@@ -14,6 +14,7 @@ from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.workers.executor import Installation
+from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES
 from spbench.impls.outside_code import exits_refused
 from tests.plugins.additions import EXAMPLES
@@ -87,6 +88,20 @@ ODD = """class Odd(BaseException):
 
 raise Odd
 """
+
+
+def test_files_of_another_process_must_be_the_same_here(folder: Path) -> None:
+    cell_names("strategy", str(folder / "naive.py"))
+    there = loose_files.digests()
+    loose_files.share(there)
+    assert loose_files.paths() == (folder / "naive.py",)
+    (folder / "naive.py").write_text(STRATEGY + "\nCHANGED = 1\n")
+    with pytest.raises(ValueError, match=r"naive.py is another file on .*; put the same file there"):
+        loose_files.share(there)
+    (folder / "naive.py").unlink()
+    with pytest.raises(ValueError, match=r"naive.py is not on "):
+        loose_files.share(there)
+
 
 WRONG = [
     ("strategy", "absent.py", "unknown strategy 'absent.py': there is no file"),
