@@ -33,7 +33,7 @@ def command(check: tuple[str, ...]) -> Output:
     lines = [{key: value for key, value in asdict(line).items() if key != "is_needed"} for line in found]
     broken = [line.subject for line in found if line.is_needed and line.status == "missing"]
     return Output(
-        [Table("Diagnosis", lines)],
+        [Table("Diagnosis", lines, ("subject", "status", "found"), ("found", "remedy"))],
         {"works": not broken, "observations": [asdict(line) for line in found]},
         [asdict(line) for line in found],
         notes=[_summary(found, broken)],
