@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @many("--check", WORDS, "Only these checks; all if left out.")
 @printed
 def command(check: tuple[str, ...]) -> Output:
-    """Say what of Python, torch, CUDA, GPUs, ranks and disks works here, each with a remedy.
+    """Say what works on this machine, and how to mend the rest.
 
-    Exit code 1 if virtual ranks, or real ranks on CPUs, cannot run. Each check runs in a process of its own
-    with a time limit.
+    It looks at Python, torch, CUDA, GPUs, ranks and disks. Exit code 1 if virtual ranks, or real ranks on
+    CPUs, cannot run. Each check runs in a process of its own with a time limit.
     """
     from spbench.bench.doctor.check import checks, diagnose
     from spbench.bench.errors import UserError, suggestion

@@ -38,7 +38,7 @@ _IN_FULL, _AT_A_GLANCE = 3, 20
 )
 @printed
 def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted: Any) -> Output:
-    """Show metrics over the commits recorded in FOLDER, and their steps.
+    """Show metrics over the commits in FOLDER, and their steps.
 
     Three series or fewer are shown commit by commit, more as an overview. A step has the range of commits
     that holds its cause, for git log. FOLDER/targets.yaml has values that must be met, FOLDER/meant.yaml

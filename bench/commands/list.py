@@ -73,11 +73,12 @@ _ONE = "cluster"
 @path_option("--figure", "With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
 @printed
 def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
-    """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
+    """List scenarios, strategies, models, clusters and the rest.
 
-    Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by kind of work, each
-    with its source, and what is not known; NAME may be a file of yours.
+    It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
+    models, clusters, backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures.
+    `list cluster NAME` shows the rates of one by kind of work, each with its source, and what is not known;
+    NAME may be a file of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(

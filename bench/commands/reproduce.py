@@ -77,11 +77,13 @@ class Reproduction:
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
 def command(output: Path | None, **asked: Any) -> Iterator[Output]:
-    """Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all), each published number beside
-    ours; PAPER/SCENARIO runs that one alone, and keeps what the files have of the others. `strategies` makes
-    the rows and traces of the strategies' pages, `datasheets` times of datasheets alone, `bands` fits the
-    intervals of simulated times to these results, and `megatron_cases` predicts what each of Megatron-LM's
-    functional tests needs, as it is imported.
+    """Set each published number of a PAPER beside ours.
+
+    Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all); PAPER/SCENARIO runs that one alone,
+    and keeps what the files have of the others. `strategies` makes the rows and traces of the strategies'
+    pages, `datasheets` times of datasheets alone, `bands` fits the intervals of simulated times to these
+    results, and `megatron_cases` predicts what each of Megatron-LM's functional tests needs, as it is
+    imported.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
