@@ -40,15 +40,16 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
         yield screen.paragraph(section) if isinstance(section, str) else screen.table(section)
     yield screen.paragraph("\n".join(_files_by_folder(output.files)))
     if output.details and not output.view.details:
-        yield screen.aside(f"--details shows: {_first(list(map(_name_of, output.details)), '; ')}")
+        names = [*dict.fromkeys(map(_name_of, output.details))]
+        yield screen.aside(f"--details shows: {_first(names, '; ')}")
     yield screen.paragraph("\n".join(output.notes))
 
 
 def _name_of(section: Table | str) -> str:
-    """What a section is called where it is not shown: a table's title, a paragraph's words before the colon,
-    each without what stands in brackets."""
-    title = section.title if isinstance(section, Table) else section.split("\n")[0].split(": ")[0]
-    return title.split(" (")[0].rstrip(":")
+    """What a section is called where it is not shown: the first words of its title or text, without what
+    stands after a colon or in brackets."""
+    title = section.title if isinstance(section, Table) else section.split("\n")[0]
+    return title.split(": ")[0].split(" (")[0].rstrip(":")
 
 
 def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:

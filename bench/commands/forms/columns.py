@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.commands.output import Table, View
+from spbench.bench.commands.wrapping import GAP
 
-#: between columns
-GAP = "  "
 #: characters that a sentence has at the least where it is broken within its column
 _NARROW = 28
 
@@ -125,35 +123,3 @@ def _with_room(
             taken[name] += more
             left -= more
     return {name: taken[name] for name in names if name in taken}
-
-
-def wrapped(text: str, width: int, indent: str = "", further: str | None = None) -> list[str]:
-    """A text's lines, those that are longer than the width broken between words; a word that is longer stays
-    whole.
-
-    Args:
-        indent: before the first line of each of the text's.
-        further: before the lines that continue one; None: as far as the line is indented itself, or as what
-            comes after its first gap of two spaces.
-    """
-    found = []
-    for line in text.splitlines():
-        deeper = _hanging(line, width) if further is None else further
-        found += textwrap.wrap(
-            line,
-            width,
-            initial_indent=indent,
-            subsequent_indent=indent + deeper,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
-    return found
-
-
-def _hanging(line: str, width: int) -> str:
-    start = len(line) - len(line.lstrip())
-    gap = line.find(GAP, start)
-    if gap == -1:
-        return " " * start
-    after = gap + len(line[gap:]) - len(line[gap:].lstrip())
-    return " " * (after if after <= width // 2 else start + 2)

@@ -8,8 +8,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from spbench.bench.commands.forms.columns import GAP, Layout, is_number, layout, text_of, wrapped
+from spbench.bench.commands.forms.columns import Layout, is_number, layout, text_of
 from spbench.bench.commands.output import Table, View
+from spbench.bench.commands.wrapping import GAP, wrapped
 
 #: texts in the place of folded lines that are shown
 _FOLDED = 3
