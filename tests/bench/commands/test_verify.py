@@ -55,7 +55,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
-    assert "| tensor_parallel | fp64  |     1 |           1 |           1.5e-14           | 1.0e-10 |" in out
+    assert "| tensor_parallel | fp64  |     1 |           1 | 1.5e-14           | 1.0e-10 |" in out
     wrong = replace(green, status="RED", error=float("inf"), verdict="so many words " * 20)
     found(green, wrong, wrong)
     code, out, _ = spbench("verify")
