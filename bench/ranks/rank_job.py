@@ -17,6 +17,9 @@ AGENTS = "SPBENCH_AGENTS"
 #: after one rank failed, seconds that the others have to notice it before they are killed
 GRACE_S = 5.0
 
+#: how the reason begins where ranks have not answered in time
+NO_END = "no end within its limit of"
+
 #: of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
 Fate = Literal["failed", "oom", "timeout"]
 
@@ -135,6 +138,6 @@ def collect(
         raise error
     if waiting:
         ranks_named = f"rank{'s' if len(waiting) > 1 else ''} {', '.join(map(str, sorted(waiting)))}"
-        what = f"no end within its limit of {timeout_s:g} s, no answer from {ranks_named}"
+        what = f"{NO_END} {timeout_s:g} s, no answer from {ranks_named}"
         raise RankError(min(waiting), what, "timeout", sorted(waiting))
     return values

@@ -21,14 +21,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from spbench.bench.model_files import names_a_file, read_model_file
-from spbench.bench.ranks.rank_job import RankError
+from spbench.bench.ranks.rank_job import NO_END, RankError
 from spbench.bench.ranks.rank_pool import Ranks
 from spbench.bench.ranks.staged_group import STAGED
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
@@ -45,6 +45,9 @@ from spbench.impls.registries import strategies as all_strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting
 from spbench.impls.training.step import PRECISIONS
+
+#: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
+HUNG_S = 15.0
 
 #: of :attr:`VerifyRow.bytes`
 EQUAL = "equal"
@@ -111,6 +114,7 @@ def verify(
     batch: int = 3,
     seq_len: int = 24,
     pool: Ranks | None = None,
+    expect: Callable[[int], None] = lambda cases: None,
     explain: int = 0,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
@@ -133,6 +137,7 @@ def verify(
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
+        expect: told how many cases there are, before the first is run.
         explain: of how many RED rows of each strategy the :attr:`VerifyRow.explanation` is made, the first
             ones.
 
@@ -152,27 +157,32 @@ def verify(
         "backend": backend,
         "backend_options": of_backend,
     }
-    explained: defaultdict[str, list[VerifyRow]] = defaultdict(list)
+    found: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
-        for strategy, (name, preset) in itertools.product(nestings, presets.items()):
-            meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
-            tried = _parts_and_variants(preset, parts)
-            for mesh, dtype, (part, varying) in itertools.product(meshes, dtypes, tried):
-                varied = set_options(preset, varying, f"model {name}")
-                case = Case(strategy, varied, part, dtype, **everywhere)
-                variant = _spelled({**varying, **chosen, **of_backend})
-                reds = explained[strategy.name]
-                row = verify_case(
-                    *(ranks, case, mesh),
-                    device=device,
-                    model_name=name,
-                    variant=variant,
-                    explain=len(reds) < explain,
-                )
-                reds += [row] if row.explanation else []
-                yield row
+        cases = [
+            (strategy, name, mesh, dtype, part, varying)
+            for strategy, (name, preset) in itertools.product(nestings, presets.items())
+            for size in world_sizes
+            for mesh in _meshes(strategy, size)
+            for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts))
+        ]
+        expect(len(cases))
+        for strategy, name, mesh, dtype, part, varying in cases:
+            varied = set_options(presets[name], varying, f"model {name}")
+            case = Case(strategy, varied, part, dtype, **everywhere)
+            reds = found[strategy.name]
+            row = verify_case(
+                *(ranks, case, mesh),
+                device=device,
+                model_name=name,
+                variant=_spelled({**varying, **chosen, **of_backend}),
+                explain=len(reds) < explain,
+                timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
+            )
+            reds += [row] if row.status == "RED" else []
+            yield row
 
 
 def _check_known(dtypes: Sequence[str], backend: str) -> None:
@@ -214,11 +224,13 @@ def verify_case(
     model_name: str = "",
     variant: str = "",
     explain: bool = False,
+    timeout_s: float | None = None,
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it.
 
     Args:
         explain: run one that is RED once more, to say where its step goes wrong first.
+        timeout_s: after it the case has failed; None: the pool's limit.
     """
     try:
         sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
@@ -248,7 +260,7 @@ def verify_case(
         backend = shared_backend(row.size, device)
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
             row = replace(row, bytes=EQUAL)
-        findings = pool.run(sizes, check_rank, case, device=device, backend=backend)
+        findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spbench.bench.meters.communication import communication_of
+from spbench.bench.meters.torch_internals import TorchDispatchMode
 
 #: code that calls collectives for others: this package's, Python's with what is installed, torch's
 _PASSED = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
