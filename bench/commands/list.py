@@ -39,6 +39,7 @@ _OF_FILES = {
 _OF_CLASSES = {
     "strategies": "impls.registries:strategies",
     "peers": "impls.registries:peers",
+    "as published": "impls.registries:as_published",
     "models": "impls.models.model:models",
     "backends": "impls.registries:backends",
     "engines": "bench.engines.engine:engines",
@@ -55,7 +56,17 @@ _OF_FUNCTIONS: dict[str, FunctionModules] = {
 }
 #: in the order in which they are printed
 _KINDS = (
-    *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
+    *(
+        "scenarios",
+        "strategies",
+        "peers",
+        "as published",
+        "models",
+        "clusters",
+        "backends",
+        "engines",
+        "meters",
+    ),
     *("quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
 )
 #: the kind of which one can be shown, by its name
@@ -72,9 +83,9 @@ _ONE = "cluster"
 def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
 
-    Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by kind of work, each
-    with its source, and what is not known; NAME may be a file of yours.
+    Kinds: scenarios, strategies, peers, 'as published', models, clusters, backends, engines, meters,
+    quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by
+    kind of work, each with its source, and what is not known; NAME may be a file of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(
@@ -147,6 +158,7 @@ def _first_sentence(documented: object) -> str:
 _ABOUT: dict[str, Callable[[Any], str]] = {
     "strategies": _about_strategy,
     "peers": _about_strategy,
+    "as published": lambda cls: f"{_about_strategy(cls)}: {cls.departs}",
     "models": _about_model,
     "engines": lambda cls: cls.summary,
 }
