@@ -27,11 +27,16 @@ def seconds_by_kind(program: Program, kernel_s: np.ndarray) -> dict[str, float]:
     return {name: float(kernel_s[of_compute & of_kind].sum()) for name, of_kind in kinds.items()}
 
 
-def forward_flops(program: Program) -> float:
-    """FLOPs of a rank's products and attention in forward phases."""
+def forward_flops(program: Program, weights: np.ndarray | None = None) -> float:
+    """FLOPs of a rank's products and attention in forward phases.
+
+    Args:
+        weights: how much of each event it does; None: all.
+    """
+    flops = program.flops if weights is None else program.flops * weights
     counted = (program.kind == KERNEL) & (program.category != MEMORY_BOUND)
     total, ends = 0.0, [first for _, first in program.marks[1:]] + [len(program)]
     for (phase, first), end in zip(program.marks, ends, strict=True):
         if phase == "forward":
-            total += float(program.flops[first:end][counted[first:end]].sum())
+            total += float(flops[first:end][counted[first:end]].sum())
     return total
