@@ -55,8 +55,8 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
     along_axes = []
     for axis in strategy.axes:
-        roles = strategy.roles(axis, sizes[axis])
-        along_axes.append(roles if axis == marked else roles_by_load(roles, loads_along(cell, axis)))
+        sets = strategy.roles(axis, sizes[axis])
+        along_axes.append(sets if axis == marked else roles_by_load(sets, loads_along(cell, axis)))
     found = []
     for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):

@@ -20,14 +20,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from spbench.bench.simulator.message_matching import Steps
-from spbench.bench.simulator.program import COMPUTE_STREAM, KERNEL, WAIT, Program
+from spbench.bench.simulator.program import COMPUTE_STREAM, KERNEL, WAIT
 from spbench.bench.simulator.waits import Times
 from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
 
 #: steps times ranks for which times are worked out one by one; of more, some ranks stand for others
 _MOST_TIMES = 2**21
 #: sets of ranks, at least
-_FEWEST_SETS = 4
+_FEWEST_SETS = 3
 
 
 def odd_sets(count: int, most: int) -> list[list[int]]:
@@ -139,22 +139,20 @@ class UnlikeWork:
         spared = np.bincount(step, weights=left_out, minlength=len(at) + 1)[:, None]
         reached = times.reached[at]
         left = np.where(waits[:, None], times.left[at], reached)
-        before = np.concatenate([np.zeros_like(left[:1]), left])
+        begun = np.zeros_like(left[:1])
+        before = np.concatenate([begun, left])
+        passed = reached - before[:-1] - spared[:-1]
         ends = np.full_like(reached, -np.inf)
         ends[waits] = times.end[partners[at[waits]]]
         # what a wait adds that is no waiting: see Costs.overlap_loss
         lost = np.where(left > np.maximum(reached, ends), left - reached, 0.0)
-        passed = np.cumsum(reached - before[:-1] - spared[:-1] + lost, axis=0)
-        latest = np.maximum(np.maximum.accumulate(ends - passed, axis=0), 0.0)
-        leaves = passed + latest
-        reaches = leaves.copy()
-        reaches[waits] = (np.concatenate([np.zeros_like(left[:1]), leaves[:-1]]) + reached - before[:-1])[
-            waits
-        ]
-        reaches[waits] -= spared[:-1][waits]
+        # it leaves a step when it has done what is before it, or later, when what it waits for has ended
+        so_far = np.cumsum(passed + lost, axis=0)
+        leaves = so_far + np.maximum(np.maximum.accumulate(ends - so_far, axis=0), 0.0)
+        leaves_before = np.concatenate([begun, leaves])
         found_reached, found_left = times.reached.copy(), times.left.copy()
-        found_reached[at], found_left[at[waits]] = reaches, leaves[waits]
-        ended = computed - before[-1] + (leaves[-1] if len(at) else 0.0) - spared[-1]
+        found_reached[at], found_left[at[waits]] = leaves_before[:-1] + passed, leaves[waits]
+        ended = leaves_before[-1] + computed - before[-1] - spared[-1]
         return times._replace(reached=found_reached, left=found_left), ended
 
 

@@ -27,11 +27,11 @@ import numpy as np
 from spbench.bench.simulator.costs import Costs
 from spbench.bench.simulator.fast_forward import FastForward, tick_of
 from spbench.bench.simulator.host_clock import HostClock, host_seconds
+from spbench.bench.simulator.lighter_ranks import unlike_work
 from spbench.bench.simulator.message_matching import Deadlock, World
 from spbench.bench.simulator.occupancy import Channels, ProcessGroups
 from spbench.bench.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
 from spbench.bench.simulator.timeline import Timeline
-from spbench.bench.simulator.lighter_ranks import unlike_work
 
 
 class Simulation:

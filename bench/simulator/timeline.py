@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spbench.bench.simulator.lighter_ranks import Alike, UnlikeWork
 from spbench.bench.simulator.program import (
     CATEGORIES,
     COLLECTIVE,
@@ -23,7 +24,6 @@ from spbench.bench.simulator.program import (
     shifted,
 )
 from spbench.bench.simulator.step_parts import forward_flops, seconds_by_kind
-from spbench.bench.simulator.lighter_ranks import Alike, UnlikeWork
 from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
