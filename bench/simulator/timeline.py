@@ -23,7 +23,7 @@ from spbench.bench.simulator.program import (
     Program,
     shifted,
 )
-from spbench.bench.simulator.step_parts import forward_flops, seconds_by_kind
+from spbench.bench.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
@@ -219,13 +219,12 @@ class Timeline:
         return {f"{name}_s": float(s.mean()) for name, s in {**kinds, **exposed}.items()}
 
     @property
-    def forward_flops(self) -> float:
-        """FLOPs of the products and the attention of forward phases, of all ranks, without what backward
-        computes again."""
-        total = 0.0
+    def flops(self) -> Flops:
+        """The FLOPs of all ranks."""
+        total = Flops(0.0, 0.0, 0.0)
         for steps, work in zip(self._world.steps, self._works, strict=True):
             weights = None if work is None else work.mean_weights
-            total += forward_flops(steps.program, weights) * len(steps.all_ranks)
+            total = total.plus(flops_of(steps.program, weights).times(len(steps.all_ranks)))
         return total
 
     @property
