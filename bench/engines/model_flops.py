@@ -69,9 +69,9 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
     """:attr:`Measurement.flops`, and in words where the work of the ranks together is not that of the model;
     "" where it is.
 
-    Softmax attention is work that ranks only share out: together they have the model's, but for heads that
-    are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the same
-    work. All products together are at least the model's.
+    Causal softmax attention is work that ranks only share out: together they have the model's, but for heads
+    that are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the
+    same work. All products together are at least the model's. This is not said of linear attention.
 
     Args:
         metered: of all ranks.
@@ -79,17 +79,17 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
     model = forward_flops(cell)
     found = {"model": model_flops(cell), "forward": metered.forward, "all": metered.all}
     _, length = cell.shape
-    options = cell.strategy_options
+    kinds = {site.kind for site in model_preset(*cell.model_arguments).sites(1, length)}
+    if kinds & {"linear_attention", "gated_recurrence"}:
+        return found, ""  # cut into other chunks where ranks have fewer positions
     allowed = _ROUNDING + (work_error(cell) or 0.0)
-    if options.get("placement") == "striped":
+    if cell.strategy_options.get("placement") == "striped":
         allowed += cell.sizes.world / length
-    most = float("inf") if options.get("pad_heads") else model.attention * (1 + allowed)
+    padded = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads")
+    most = float("inf") if padded else model.attention * (1 + allowed)
     if not model.attention * (1 - allowed) <= metered.attention <= most:
         return found, _differs("softmax attention", metered.attention, model.attention)
-    kinds = {site.kind for site in model_preset(*cell.model_arguments).sites(1, length)}
-    # chunks of linear attention and of recurrences are cut otherwise where ranks have fewer positions
-    in_chunks = kinds & {"linear_attention", "gated_recurrence"}
-    if not in_chunks and metered.forward < model.forward * (1 - allowed):
+    if metered.forward < model.forward * (1 - allowed):
         return found, _differs("forward", metered.forward, model.forward)
     return found, ""
 
