@@ -73,8 +73,14 @@ class Anatomy:
         return asdict(self)
 
 
-def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> Anatomy:
-    """Take a rank's log apart, its blocks as an allocator of that kind gives them out."""
+def anatomy(
+    log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator, usable: int | None = None
+) -> Anatomy:
+    """Take a rank's log apart, its blocks as an allocator of that kind gives them out.
+
+    Args:
+        usable: bytes of the card that it is asked about: see :func:`least_usable`.
+    """
     repeated = stretches(log.sizes, log.events, log.streams)
     found = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
     blocks, events = np.asarray(found.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
@@ -88,7 +94,7 @@ def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> 
         moment=_moment(log, at),
         peak_memory_bytes=int(live[at]),
         reserved_memory_bytes=found.peak_reserved,
-        least_usable_bytes=least_usable(log, int(live[at]), found.peak_reserved, kind),
+        least_usable_bytes=least_usable(log, int(live[at]), found.peak_reserved, kind, usable),
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
         parts=_parts(log, blocks, kinds, alive),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
@@ -97,20 +103,36 @@ def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> 
     )
 
 
-def least_usable(log: MemoryLog, low: int, high: int, kind: type[CachingAllocator] = CachingAllocator) -> int:
+def least_usable(
+    log: MemoryLog,
+    low: int,
+    high: int,
+    kind: type[CachingAllocator] = CachingAllocator,
+    usable: int | None = None,
+) -> int:
     """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
     may be more than what is given out, as free blocks between others are too small.
+
+    A larger card does not always serve what a smaller one does: blocks are given back where room is short,
+    and what is asked for later finds other gaps. So the answer is held to the card that is asked about: at
+    most its bytes if that serves the log, and more if it does not.
 
     Args:
         low: bytes with which it cannot, or just can: those that are given out at once at the most.
         high: bytes with which it can.
         kind: the allocator.
+        usable: bytes of the card that is asked about; None: of no one card.
     """
     repeated = stretches(log.sizes, log.events, log.streams)
+
+    def serves(nbytes: int) -> bool:
+        return replay(log.sizes, log.events, nbytes, (), log.streams, kind, repeated).out_of_memory is None
+
+    if usable is not None and low <= usable < high:
+        low, high = (low, usable) if serves(usable) else (usable, high)
     while high - low > max(SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
-        found = replay(log.sizes, log.events, middle, (), log.streams, kind, repeated)
-        low, high = (low, middle) if found.out_of_memory is None else (middle, high)
+        low, high = (low, middle) if serves(middle) else (middle, high)
     return high
 
 

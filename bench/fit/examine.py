@@ -11,7 +11,7 @@ from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.engines.usable_memory import usable_memory_bytes
-from spbench.bench.fit.anatomy import anatomy
+from spbench.bench.fit.anatomy import Anatomy, anatomy
 from spbench.bench.fit.answers import FIT
 from spbench.bench.fit.stages import OneStage
 from spbench.bench.measurement import Measurement, run_cell
@@ -27,7 +27,7 @@ _CHECKED, _NEAR = 4, 0.01
 
 def examine(cell: Cell) -> Measurement:
     """The measurement of a cell, timed even where it does not fit; in ``meters`` the :class:`Anatomy` of the
-    class of ranks that is closest to not fitting, with its ``ranks`` and ``stage``, or beyond it.
+    class of ranks that is closest to not fitting, with its ``ranks`` and ``stage``, or furthest beyond it.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -35,14 +35,14 @@ def examine(cell: Cell) -> Measurement:
     traces = virtual.trace_classes(cell, events=can_time(cell))
     found = traces.memory_measurement()
     traces.add_time(found)
-    at = fullest(traces)
+    at, of_fullest = _fullest(traces)
     ranks = traces.classes[at]
     found.meters = {
         **found.meters,
         FIT: {
             "ranks": list(ranks.ranks),
             "stage": ranks.stage.index if ranks.stage.count > 1 else None,
-            **anatomy(traces.traces[at].memory, allocator_of(cell)).as_dict(),
+            **of_fullest.as_dict(),
         },
     }
     return found
@@ -55,14 +55,25 @@ def trace_stage(one: OneStage) -> Measurement:
     return Measurement("ok")
 
 
-def fullest(traces: ClassTraces) -> int:
-    """The place of the class that runs out of memory, or has the largest peak, set-up included."""
+def _fullest(traces: ClassTraces) -> tuple[int, Anatomy]:
+    """The place of the class that needs the largest card, and its anatomy. Of classes that fit and of others
+    each has its bounds: what does not fit needs more than the card, what fits no more."""
+    kind, usable = allocator_of(traces.cell), usable_memory_bytes(traces.cell)
+    oom = [each.status == "oom" for each in traces.by_class]
+    candidates = [at for at in range(len(oom)) if oom[at] or not any(oom)]
 
-    def need(at: int) -> tuple[bool, int]:
-        measured = traces.by_class[at]
-        return measured.status == "oom", max(entry["peak_memory_bytes"] for entry in measured.by_class)
+    def largest(at: int, name: str) -> int:
+        return max(int(entry[name]) for entry in traces.by_class[at].by_class)
 
-    return max(range(len(traces.classes)), key=need)
+    first, *others = sorted(candidates, key=lambda at: -largest(at, "peak_memory_bytes"))
+    best = first, anatomy(traces.traces[first].memory, kind, usable)
+    for at in others:
+        # no class needs more than it reserves where nothing is given back
+        if largest(at, "reserved_memory_bytes") > best[1].least_usable_bytes:
+            other = anatomy(traces.traces[at].memory, kind, usable)
+            if other.least_usable_bytes > best[1].least_usable_bytes:
+                best = at, other
+    return best
 
 
 def attempt(cell: Cell) -> Measurement:
