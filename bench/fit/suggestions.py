@@ -114,14 +114,14 @@ def _of_strategies(cell: Cell) -> Iterator[Change]:
     dp = cell.sizes.dp
     node = min(dp, load_cluster(cell.cluster).devices_per_node)
     for n in sorted({ranks for ranks in (2, node) if ranks > 1 and dp % ranks == 0}, reverse=True):
-        for each in _usual_strategies():
+        for each in usual_strategies():
             new = {each["axis"]: n, "dp": dp // n}
             words = f"{each['summary']}, over {n} ranks"
             yield Change({"strategy": each["name"], **_divided(cell, new)}, words)
 
 
 @declared
-def _usual_strategies() -> list[dict[str, str]]:
+def usual_strategies() -> list[dict[str, str]]:
     """``name``, ``axis`` and ``summary`` of the usual strategies of one axis."""
     from spbench.impls.registries import strategies
 
