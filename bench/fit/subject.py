@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.changes import changed
+from spbench.bench.config.changes import changed, written
 from spbench.bench.config.choices import names
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
@@ -28,6 +29,8 @@ _TRAINING = {"moments": "later", "steps": 2}
 _PRECISION = "bf16"
 #: strategies that an error names at the most
 _NAMED = 3
+#: settings of what is trained, whatever the layout
+_OF_THE_JOB = ("precision", "model_options")
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"
 #: fields of a Hugging Face config.json, of which other JSON files of jobs have none
@@ -168,22 +171,26 @@ def ask_for(needed: Mapping[str, Any], model: str) -> None:
 
 
 def _check_axes(strategy: str, sizes: Mapping[str, int]) -> None:
-    """Raises a UserError for ranks along an axis that a strategy does not divide along, with those that do."""
+    """Raises a UserError for ranks along an axis that a strategy does not divide along; it names some that
+    do."""
     if strategy not in names("strategy"):
         return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
     for axis in unused_axes(strategy_axes(strategy), sizes):
         usual = [each["name"] for each in usual_strategies() if each["axis"] == axis]
-        others = [name for name in names("strategy") if strategy_axes(name) == [axis] and not requirements(name)]
-        give = f"--strategy {' or '.join([*dict.fromkeys([*usual, *others])][:_NAMED])}"
-        if not others:
-            give = f"two strategies around each other, as --strategy ulysses+ring_attention --sp N, or --sp for --{axis}"
-        who = "nothing does without a strategy" if strategy == "single" else f"the strategy {strategy} does not"
-        raise UserError(f"--{axis} {sizes[axis]} divides a sample along {axis}, and {who}: give {give}")
+        every = [
+            each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
+        ]
+        give = f"--strategy {' or '.join([*dict.fromkeys([*usual, *every])][:_NAMED])}"
+        if not every:
+            around = "--strategy ulysses+ring_attention --sp N"
+            give = f"two strategies around each other, as {around}, or --sp for --{axis}"
+        who = "nothing divides" if strategy == "single" else f"the strategy {strategy} does not divide"
+        raise UserError(f"--{axis} {sizes[axis]}: {who} a sample along {axis}; give {give}")
 
 
 def _usual_backend(sizes: Mapping[str, int]) -> str:
-    """What programs take of themselves: fully sharded states over several ranks (torchtitan, TRL, accelerate's
-    FSDP 2), Megatron-LM's buffers where there are stages of a pipeline, as it has these."""
+    """What programs take of themselves: over several ranks fully sharded states (torchtitan, TRL, FSDP 2 of
+    accelerate), and where there are stages of a pipeline the buffers of Megatron-LM, which has these."""
     if sizes.get("pp", 1) > 1:
         return "megatron"
     return "zero3" if math.prod(sizes.values()) > 1 else "ddp"
@@ -251,3 +258,17 @@ def _checked(cell: Cell) -> Cell:
     if load_cluster(cell.cluster).usable_memory_bytes is None:
         raise UserError(f"cluster {cell.cluster} has no memory limit: name one that has by --cluster")
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
+
+
+def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
+    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+
+    Args:
+        words: that it was asked about with.
+        asked: what else; of its settings those of the model and the precision are the job's own.
+    """
+    batch, seq_len = cell.shape
+    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
+    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
+    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])
