@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.meters.allocator import SEGMENT_GRANULE, CachingAllocator
+from spbench.bench.fit.fullest import least_usable
+from spbench.bench.meters.allocator import CachingAllocator
 from spbench.bench.meters.memory_log import CATEGORIES, MemoryLog
 from spbench.bench.meters.repeated_events import stretches
 from spbench.bench.meters.replay import replay
 
 #: points of the curve, each the largest of its run of events
 _POINTS = 600
-#: how exactly the smallest card is found: a segment, or this part of it
-_NEAR = 1e-3
 #: parts of the peak, by kind and module, that have a line each; all smaller ones share one
 _MOST_PARTS = 12
 
@@ -74,12 +73,12 @@ class Anatomy:
 
 
 def anatomy(
-    log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator, usable: int | None = None
+    log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator, least: int | None = None
 ) -> Anatomy:
     """Take a rank's log apart, its blocks as an allocator of that kind gives them out.
 
     Args:
-        usable: bytes of the card that it is asked about: see :func:`least_usable`.
+        least: as :func:`least_usable` has it, where that is known.
     """
     repeated = stretches(log.sizes, log.events, log.streams)
     found = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
@@ -94,46 +93,13 @@ def anatomy(
         moment=_moment(log, at),
         peak_memory_bytes=int(live[at]),
         reserved_memory_bytes=found.peak_reserved,
-        least_usable_bytes=least_usable(log, int(live[at]), found.peak_reserved, kind, usable),
+        least_usable_bytes=least or least_usable(log, int(live[at]), found.peak_reserved, kind),
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
         parts=_parts(log, blocks, kinds, alive),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
         phases=_phases(log),
         events=len(events),
     )
-
-
-def least_usable(
-    log: MemoryLog,
-    low: int,
-    high: int,
-    kind: type[CachingAllocator] = CachingAllocator,
-    usable: int | None = None,
-) -> int:
-    """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
-    may be more than what is given out, as free blocks between others are too small.
-
-    A larger card does not always serve what a smaller one does: blocks are given back where room is short,
-    and what is asked for later finds other gaps. So the answer is held to the card that is asked about: at
-    most its bytes if that serves the log, and more if it does not.
-
-    Args:
-        low: bytes with which it cannot, or just can: those that are given out at once at the most.
-        high: bytes with which it can.
-        kind: the allocator.
-        usable: bytes of the card that is asked about; None: of no one card.
-    """
-    repeated = stretches(log.sizes, log.events, log.streams)
-
-    def serves(nbytes: int) -> bool:
-        return replay(log.sizes, log.events, nbytes, (), log.streams, kind, repeated).out_of_memory is None
-
-    if usable is not None and low <= usable < high:
-        low, high = (low, usable) if serves(usable) else (usable, high)
-    while high - low > max(SEGMENT_GRANULE, _NEAR * low):
-        middle = (low + high) // 2
-        low, high = (low, middle) if serves(middle) else (middle, high)
-    return high
 
 
 def _alive(events: np.ndarray, at: int, count: int) -> np.ndarray:

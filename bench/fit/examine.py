@@ -9,10 +9,10 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
-from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.engines.usable_memory import usable_memory_bytes
-from spbench.bench.fit.anatomy import Anatomy, anatomy
+from spbench.bench.fit.anatomy import anatomy
 from spbench.bench.fit.answers import FIT
+from spbench.bench.fit.fullest import fullest
 from spbench.bench.fit.stages import OneStage
 from spbench.bench.measurement import Measurement, run_cell
 from spbench.bench.meters.memory_log import MemoryLog
@@ -35,14 +35,14 @@ def examine(cell: Cell) -> Measurement:
     traces = virtual.trace_classes(cell, events=can_time(cell))
     found = traces.memory_measurement()
     traces.add_time(found)
-    at, of_fullest = _fullest(traces)
-    ranks = traces.classes[at]
+    at, least = fullest(traces)
+    ranks, log = traces.classes[at], traces.traces[at].memory
     found.meters = {
         **found.meters,
         FIT: {
             "ranks": list(ranks.ranks),
             "stage": ranks.stage.index if ranks.stage.count > 1 else None,
-            **of_fullest.as_dict(),
+            **anatomy(log, allocator_of(cell), least).as_dict(),
         },
     }
     return found
@@ -53,27 +53,6 @@ def trace_stage(one: OneStage) -> Measurement:
     first = next(each.first for each in rank_classes(one.cell) if each.stage.index == one.stage)
     virtual.trace(one.cell, first, events=can_time(one.cell))
     return Measurement("ok")
-
-
-def _fullest(traces: ClassTraces) -> tuple[int, Anatomy]:
-    """The place of the class that needs the largest card, and its anatomy. Of classes that fit and of others
-    each has its bounds: what does not fit needs more than the card, what fits no more."""
-    kind, usable = allocator_of(traces.cell), usable_memory_bytes(traces.cell)
-    oom = [each.status == "oom" for each in traces.by_class]
-    candidates = [at for at in range(len(oom)) if oom[at] or not any(oom)]
-
-    def largest(at: int, name: str) -> int:
-        return max(int(entry[name]) for entry in traces.by_class[at].by_class)
-
-    first, *others = sorted(candidates, key=lambda at: -largest(at, "peak_memory_bytes"))
-    best = first, anatomy(traces.traces[first].memory, kind, usable)
-    for at in others:
-        # no class needs more than it reserves where nothing is given back
-        if largest(at, "reserved_memory_bytes") > best[1].least_usable_bytes:
-            other = anatomy(traces.traces[at].memory, kind, usable)
-            if other.least_usable_bytes > best[1].least_usable_bytes:
-                best = at, other
-    return best
 
 
 def attempt(cell: Cell) -> Measurement:
