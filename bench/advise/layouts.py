@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spbench.bench.advise.question import Question
-from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.cell import Sizes
 from spbench.bench.errors import UserError, suggestion
 from spbench.impls.axes import spelled
 from spbench.impls.registries import backends, strategies
@@ -178,8 +178,8 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
     settings = strategy_settings(strategy, question.heeded)
     if not question.program:
         return settings
-    parts = {"strategy": strategy, "sizes": Sizes(**dict.fromkeys(nesting(strategy).axes, 2))}
-    cells = [question.cell.model_copy(update={**parts, "strategy_options": each}) for each in settings]
+    sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
+    cells = [question.on_two(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
     return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
 
 
@@ -198,7 +198,7 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
         for name, cls in searched.items()
         if question.allows_backend(name)
         for own in cls.options_type.searched()
-        if question.runs(_trained_by(question, {"backend": name, **own}), "training")
+        if question.runs(question.on_two({"backend": name, **own}), "training")
     ]
     for name, value in question.options.items():
         section, _, option = name.partition(".")
@@ -212,9 +212,3 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
             there = ", ".join(dict.fromkeys(map(str, has)))
             raise UserError(f"--fixed {name}={value}: no backend is searched with it; they have {there}")
     return settings
-
-
-def _trained_by(question: Question, settings: Mapping[str, Any]) -> Cell:
-    """The question's cell with a backend and its options."""
-    content = {**question.cell.training.model_dump(exclude_defaults=True), **settings}
-    return question.cell.model_copy(update={"training": TrainingOptions.model_validate(content)})

@@ -79,6 +79,13 @@ class Question:
         """What the program has no arguments for, by the key of a cell."""
         return {}
 
+    def on_two(self, training: Mapping[str, Any] = {}, **parts: Any) -> Cell:
+        """The cell on two replicas, with settings of training and other parts: what a program is asked about
+        each by itself."""
+        content = {**self.cell.training.model_dump(exclude_defaults=True), **training}
+        update = {"sizes": Sizes(dp=2), "batch": 2, "training": TrainingOptions.model_validate(content)}
+        return self.cell.model_copy(update={**update, **parts})
+
     def with_figures(self, figures: Mapping[str, str]) -> Question:
         """The question on a cluster with other figures, by dotted name.
 
@@ -189,14 +196,18 @@ def question(
 
 
 def _check_program(asked: Question) -> None:
-    """Raises a UserError where the program has no arguments for what is trained, whatever the layout."""
+    """Raises a UserError where the program has no arguments for what is trained, with no backend."""
     if not asked.program:
         return
-    flags = program_flags(asked.program, asked.cell)
-    if lacking := [
-        line for line in flags.missing if not line.startswith((*_BELONGS["strategy"], "training"))
-    ]:
-        raise UserError(f"--for {asked.program}: {flags.program} has no {'; no '.join(lacking)}")
+    of_layouts = (*_BELONGS["strategy"], "training")
+    lacking: list[str] = []
+    for backend in names("backend"):
+        flags = program_flags(asked.program, asked.on_two({"backend": backend}))
+        lines = [line for line in flags.missing if not line.startswith(of_layouts)]
+        if not lines:
+            return
+        lacking = min([*filter(None, [lacking]), lines], key=len)
+    raise UserError(f"--for {asked.program}: {flags.program} has no {'; no '.join(lacking)}")
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
