@@ -18,7 +18,8 @@ BASELINES = Path("results", "baseline")
 
 #: what a row and its comparison with published numbers rest on: folders, and the files in them
 _MEASURED = (
-    *(("impls", "*.py"), ("bench", "*.py"), ("bench", "*.yaml"), ("bench", "*.json"), ("scenarios", "*.yaml")),
+    *(("impls", "*.py"), ("bench", "*.py"), ("bench", "*.yaml"), ("bench", "*.json")),
+    ("scenarios", "*.yaml"),
     *(("results/papers", "*.csv"), ("results/measured", "*.csv"), ("results/field", "*.csv")),
 )
 #: a folder with all of these is a checkout of spbench
@@ -70,8 +71,8 @@ def refuse_unmeasured_checkout(folder: Path, gate: str) -> None:
     """
     if said := unmeasured_checkout(folder):
         raise UserError(
-            f"{gate} would be of other code than this checkout's ({said}); run  pip install -e .  in the checkout, "
-            "so that its own files are measured"
+            f"{gate} would be of other code than this checkout's ({said}); run  pip install -e .  "
+            "in the checkout, so that its own files are measured"
         )
 
 

@@ -1,5 +1,4 @@
-"""What the gate refuses to judge: results of other code than that of the checkout whose baseline it holds them
-against."""
+"""What the gate refuses to judge: results of other code than that of the checkout whose baseline it has."""
 
 from __future__ import annotations
 
@@ -24,6 +23,6 @@ def check_gate(base: Results, new: Results) -> None:
     digests = [(row.get("digest") or {}).get("code") for row in new.cells.values()]
     if others := sum(digest not in (None, code_digest()) for digest in digests):
         raise UserError(
-            f"{new.path}: {others} of {len(digests)} rows were made by other code than this checkout has now; "
-            "run the scenario again, so that the gate judges this code"
+            f"{new.path}: {others} of {len(digests)} rows were made by other code than this checkout has "
+            "now; run the scenario again, so that the gate judges this code"
         )
