@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from spbench.bench.published.comparison import COMPARISON_FILE
+from spbench.bench.regressions.explanation import why
 from spbench.bench.regressions.measured_change import MeasuredChange, measured_changes
 from spbench.bench.regressions.metrics import METRICS, STATUSES, readings
 from spbench.bench.regressions.result_files import Results
@@ -41,6 +42,8 @@ class Difference:
         allowed: it is worse, but of what a subset need not have.
         interval: of ``change``, for a measured number that was tested.
         p: of that test, corrected for the number of tests.
+        strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
+        moved, why: see :class:`Why`.
     """
 
     verdict: Verdict
@@ -52,6 +55,9 @@ class Difference:
     allowed: bool = False
     interval: tuple[float, float] | None = None
     p: float | None = None
+    strategy: str = ""
+    moved: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def fails(self) -> bool:
@@ -116,7 +122,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
             *_cell(key, before, now, subset),
             *(_measured(key, change) for change in measured.get(key, ())),
         ]
-        differences += of_cell
+        differences += (_explained(each, before, now) for each in of_cell)
         equal["cells"] += not of_cell and key not in unjudged
     notes = [*base.notes, *new.notes]
     for name in dict.fromkeys([*(base.claims or {}), *(new.claims or {})]):
@@ -128,7 +134,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         # cells of both, as a claim that lost its cells does not name them any more
         keys = {row[side] for row in (was, is_now) if row for side in ("numerator", "denominator")}
         of_claim = list(_claim(where, was, is_now, subset and not keys - {""} <= new.cells.keys()))
-        differences += of_claim
+        differences += (_explained_claim(each, was, is_now) for each in of_claim)
         equal["claims"] += not of_claim
     if (base.claims is None) != (new.claims is None) and (base.claims is None or not new.path.is_dir()):
         side = base if base.claims is None else new
@@ -147,6 +153,27 @@ def _measured(key: str, change: MeasuredChange) -> Difference:
     verdict = _verdict(change.change)
     values = (change.base, change.new, change.change)
     return Difference(verdict, key, change.name, *values, interval=change.interval, p=change.p)
+
+
+def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
+    """With the strategy of its cell, and why it is one."""
+    strategy = str((new or base or {"cell": {}})["cell"].get("strategy", ""))
+    if base is None or new is None:
+        return replace(difference, strategy=strategy)
+    moved, text = why(difference.quantity, base, new)
+    return replace(difference, strategy=strategy, moved=moved, why=text)
+
+
+def _explained_claim(
+    difference: Difference, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None
+) -> Difference:
+    """With the strategy of its cell, and the numbers that its errors are of."""
+    strategy = str((new or base or {}).get("strategy") or "")
+    if base is None or new is None or new["published"] is None:
+        return replace(difference, strategy=strategy)
+    ours = ("none" if row["reproduced"] is None else f"{row['reproduced']:.6g}" for row in (base, new))
+    text = f"published {new['published']:.6g}, ours {' -> '.join(ours)}"
+    return replace(difference, strategy=strategy, why=text)
 
 
 def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[Difference]:

@@ -102,4 +102,5 @@ def _line(difference: Difference) -> Line:
         "before": difference.base,
         "now": difference.new,
         "worse by (%)": percent,
+        "what moved": difference.why,
     }
