@@ -62,7 +62,7 @@ def _line(group: Group, tested: bool) -> dict[str, Any]:
     """Of the table; ``tested``: it has a column for what is known of measured numbers."""
     return {
         "": group.verdict,
-        "strategy": group.worst.strategy,
+        "strategy": group.strategy,
         "cells": len(group.differences),
         "quantity": group.quantity,
         "base -> new": group.values,

@@ -25,7 +25,8 @@ _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Differences of one verdict, strategy and quantity, in which the same moved.
+    """Differences of one verdict, strategy and quantity, in which the same moved; of those that are allowed,
+    of all strategies.
 
     Attributes:
         differences: the worst first.
@@ -40,6 +41,11 @@ class Group:
     @property
     def verdict(self) -> str:
         return f"{self.worst.verdict} (allowed)" if self.worst.allowed else self.worst.verdict
+
+    @property
+    def strategy(self) -> str:
+        names = list(dict.fromkeys(each.strategy for each in self.differences))
+        return names[0] if len(names) == 1 else f"{len(names)} strategies"
 
     @property
     def quantity(self) -> str:
@@ -66,7 +72,7 @@ def grouped(differences: Iterable[Difference]) -> list[Group]:
     """The differences in groups, in the order of the first of each."""
     groups: dict[tuple[object, ...], list[Difference]] = {}
     for each in differences:
-        key = (each.verdict, each.allowed, each.strategy, each.quantity, each.moved)
+        key = (each.verdict, each.allowed or each.strategy, each.quantity, each.moved)
         groups.setdefault(key, []).append(each)
     return [Group(members) for members in groups.values()]
 
