@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spbench.bench.commands.history_groups import steps_by_strategy
 from spbench.bench.commands.options import printed
 from spbench.bench.commands.output import Output, Table
 
@@ -40,9 +41,9 @@ _IN_FULL, _AT_A_GLANCE = 3, 20
 def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted: Any) -> Output:
     """Show metrics over the commits recorded in FOLDER, and their steps.
 
-    Three series or fewer are shown commit by commit, more as an overview. A step has the range of commits
-    that holds its cause, for git log. FOLDER/targets.yaml has values that must be met, FOLDER/meant.yaml
-    the steps that were meant.
+    Three series or fewer are shown commit by commit; of more, the steps by strategy and metric. A step has
+    the range of commits that holds its cause, for git log. FOLDER/targets.yaml has values that must be met,
+    FOLDER/meant.yaml the steps that were meant.
     """
     from spbench.bench.history.history import read_history
 
@@ -50,11 +51,13 @@ def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted
     branch = branch if branch is not None else history.branches[0]
     assessments = [history.assess(series) for series in history.series(branch=branch, **wanted)]
     failing = [assessment for assessment in assessments if assessment.fails]
+    in_full = len(assessments) <= _IN_FULL
     return Output(
-        _sections(assessments),
+        [_over_commits(each) for each in assessments] if in_full else steps_by_strategy(assessments),
         {"branch": branch, "fails": bool(failing), "series": list(map(_content, assessments))},
         [line for assessment in assessments for line in _records(assessment)],
         notes=[*_asides(history, branch), *_hints(folder, failing), _summary(assessments)],
+        details=[*([] if in_full else _overview(assessments)), *_each_step(assessments)],
         code=int(fail_on_regression and bool(failing)),
     )
 
@@ -99,17 +102,12 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-# -- tables: a series commit by commit, many series at a glance, and their steps -------------------------
+# -- tables: a series commit by commit, many series at a glance, and each of their steps ------------------
 
 
-def _sections(assessments: Sequence[Assessment]) -> list[Table]:
-    """Tables for people: the series, then their steps."""
-    if len(assessments) <= _IN_FULL:
-        tables = [_over_commits(assessment) for assessment in assessments]
-    else:
-        tables = _overview(assessments)
+def _each_step(assessments: Sequence[Assessment]) -> list[Table]:
     steps = [_step_line(a, step) for a in _worst_first(assessments) for step in reversed(a.steps)]
-    return [*tables, Table("Steps, of each series the newest first", steps)] if steps else tables
+    return [Table("Steps, of each series the newest first", steps)] if steps else []
 
 
 def _over_commits(assessment: Assessment) -> Table:

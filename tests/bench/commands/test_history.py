@@ -58,6 +58,32 @@ def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
     )
 
 
+def test_steps_that_came_together_are_one_line(command_line: Run, tmp_path: Path) -> None:
+    """Of a strategy; a step of another strategy, or with other commits, is a line of its own."""
+
+    def many(number: int, _: random.Random) -> list[CellRecord]:
+        return [
+            cell(f"bert-tiny/{strategy}/sp4/b{size}/L8/fp32/local/virtual/0", step_time_s=size * slower)
+            for strategy in ("lasp", "dsp")
+            for size in (1, 2, 3)
+            for slower in [1 + 0.1 * size * (number >= (4 if strategy == "lasp" else 5))]
+        ]
+
+    out = command_line("history", str(nightly(tmp_path / "many", 6, many)))[1]
+    lines = [
+        [word.strip() for word in line.split("|")[1:-1]]
+        for line in out.partition("\n\n")[0].splitlines()
+        if "regression" in line
+    ]
+    last = f"{commit(4).short}..{commit(5).short}"
+    more = "/sp4/b3/L8/fp32/local/virtual/0 and 2 more"
+    assert [line[:6] for line in lines] == [
+        ["regression", "dsp", "3", "step time", "3 s -> 3.90 s (+30.0%)", last],
+        ["regression", "lasp", "3", "step time", "3 s -> 3.90 s (+30.0%)", RANGE],
+    ]
+    assert [line[-1] for line in lines] == [f"bert-tiny/dsp{more}", f"bert-tiny/lasp{more}"]
+
+
 def test_a_series_is_shown_commit_by_commit(command_line: Run, history: Path) -> None:
     code, out, _ = command_line("history", str(history), "--metric", "sent_bytes", "--cell", "lasp")
     lines = [line.split("|") for line in out.splitlines() if "| 2026-01-0" in line]
