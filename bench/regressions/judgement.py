@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.explanation import why
 from spbench.bench.regressions.measured_change import MeasuredChange, measured_changes
@@ -111,7 +112,11 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     Args:
         new: read with ``judged``, where it comes from a file.
         subset: the new results may lack cells, and the claims that stand on them.
+
+    Raises:
+        UserError: a row of the base is ok and has no measurement.
     """
+    _check_base(base)
     differences: list[Difference] = []
     equal: Counter[str] = Counter()
     measured, unjudged, not_judged = measured_changes(base.cells, new.cells)
@@ -124,7 +129,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         ]
         differences += (_explained(each, before, now) for each in of_cell)
         equal["cells"] += not of_cell and key not in unjudged
-    notes = [*base.notes, *new.notes]
+    notes = [*base.notes, *new.notes, *_lacking(base, new)]
     for name in dict.fromkeys([*(base.claims or {}), *(new.claims or {})]):
         where = " ".join(word for word in name[:2] if word)
         if base.claims is None or (new.claims is None and not new.path.is_dir()):
@@ -143,6 +148,34 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     return Judgement(
         differences, equal, unjudged - {each.where for each in differences}, [*notes, *not_judged]
     )
+
+
+def _check_base(base: Results) -> None:
+    """Refuse a base with a row that is ok and without numbers, beside which nothing is ever worse."""
+    for key, row in base.cells.items():
+        if row["status"] == "ok" and not row["measurement"]:
+            raise UserError(
+                f"{base.path}: the row {key} is ok and its measurement is empty, so that nothing can be "
+                "judged by it; take the row from another copy, or make the base anew"
+            )
+
+
+def _lacking(base: Results, new: Results) -> Iterator[str]:
+    """A line on the metrics that new rows have and those of the base have not, though a cell's status is the
+    same: what is not there judges nothing."""
+    lacking: Counter[str] = Counter()
+    for key in base.cells.keys() & new.cells.keys():
+        before, now = base.cells[key], new.cells[key]
+        if before["status"] == now["status"]:
+            had = readings(before)
+            lacking.update(n for n, r in readings(now).items() if r.metric.judged and n not in had)
+    if lacking:
+        named = ", ".join(f"{name} ({_cells(count)})" for name, count in lacking.items())
+        yield f"{base.path} lacks metrics that the new results have, so that they are not judged: {named}"
+
+
+def _cells(count: int) -> str:
+    return "1 cell" if count == 1 else f"{count} cells"
 
 
 def _verdict(change: float) -> Verdict:
