@@ -99,7 +99,7 @@ def _texts(output: Output) -> Iterator[str]:
             yield section.split(": ")[0].split(" (")[0]
             continue
         yield section.title
-        yield section.title.split(" (")[0]
+        yield section.title.split(": ")[0].split(" (")[0]
         yield from section.folded.values()
         for line in section.lines:
             for name, value in line.items():

@@ -42,7 +42,10 @@ def command(
     output: Path | None,
     resume: bool,
 ) -> Iterator[Output]:
-    """Run scenarios afresh on virtual ranks, and write the results for spbench compare."""
+    """Run scenarios afresh, and write their results as baselines.
+
+    They run on virtual ranks; `spbench compare` holds later results against them.
+    """
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.config.select import Narrowing
     from spbench.bench.measured_tree import refuse_unmeasured_checkout

@@ -75,12 +75,12 @@ def command(
     output: Path | None,
     arguments: list[str],
 ) -> Output:
-    """Say whether the results NEW are worse than BASE: exit code 1 if they are, 2 if nothing can be judged.
+    """Say whether the results NEW are worse than BASE.
 
-    Each is a folder with cells.jsonl and comparison.csv, or a cells.jsonl; or a JSON file of
-    pytest-benchmark, or a folder of such files, which count as rounds. Sent bytes, memory and simulated times
-    of virtual ranks, answers of searches, statuses and errors against published numbers are judged exactly;
-    times of real ranks and of benchmarks by a statistical test.
+    Exit code 1 if they are, 2 if nothing can be judged. Each is a folder with cells.jsonl and comparison.csv,
+    or a cells.jsonl; or a JSON file of pytest-benchmark, or a folder of such files, which count as rounds.
+    Sent bytes, memory and simulated times of virtual ranks, answers of searches, statuses and errors against
+    published numbers are judged exactly; times of real ranks and of benchmarks by a statistical test.
     """
     from spbench.bench.regressions.gate import check_gate
     from spbench.bench.regressions.judgement import judge

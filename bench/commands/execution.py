@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spbench.bench.commands.progress import SweepProgress, message
+from spbench.bench.commands.progress import SweepProgress, message, remark
 from spbench.bench.errors import suggestion
 from spbench.plots import FIGURES
 
@@ -113,7 +113,7 @@ def run_cells(
         if comparisons:
             files.append(write_comparisons(comparisons, folder))
     if unpriced := _unpriced(rows):
-        click.echo(f"{scenario.name}: {unpriced}", err=True)
+        message(f"{scenario.name}: {unpriced}")
     return Ran(rows, list(current.values()), comparisons, files)
 
 
@@ -215,11 +215,11 @@ def _announce(
     if results.moved:
         message(f"earlier results are now {results.moved}")
     if stale := outdated(cells, results.rows, digest_of):
-        message(f"{scenario.name}: {stale}")
+        remark(f"{scenario.name}: {stale}")
     total = len(cells)
     kept = f", {total - len(todo)} of them kept from before" if total > len(todo) else ""
     running = f"; running {len(todo)}, {at_a_time} at a time" if todo else ""
-    message(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
+    remark(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
 
 
 def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:

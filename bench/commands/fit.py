@@ -94,11 +94,11 @@ def command(
     must_fit: bool,
     jobs: int | None,
 ) -> Output:
-    """Say whether a job fits the memory of its cards, and by how much, on which ranks and at which step.
+    """Say whether a job fits its cards, and what would make it fit.
 
-    SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
-    config.json or .py file) with --cluster, --gpus and --seq-len. Where it does not fit, single changes that
-    make it fit follow, each proved by a trace.
+    It says by how much, on which ranks and at which step. SUBJECT... is a scenario (name or file), the files
+    of a job that spbench import reads, or a model (name, config.json or .py file) with --cluster, --gpus and
+    --seq-len. Where it does not fit, single changes that make it fit follow, each proved by a trace.
     """
     from spbench.bench.commands.fit_report import report
     from spbench.bench.errors import UserError

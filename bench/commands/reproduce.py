@@ -106,11 +106,13 @@ class Reproduction:
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
 def command(output: Path | None, **asked: Any) -> Iterator[Output]:
-    """Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all), each published number beside
-    ours; PAPER/SCENARIO runs that one alone, and keeps what the files have of the others. `strategies` makes
-    the rows and traces of the strategies' pages, `datasheets` times of datasheets alone, `bands` fits the
-    intervals of simulated times to these results, and `megatron_cases` predicts what each of Megatron-LM's
-    functional tests needs, as it is imported.
+    """Set each published number of a PAPER beside ours.
+
+    Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all); PAPER/SCENARIO runs that one alone,
+    and keeps what the files have of the others. `strategies` makes the rows and traces of the strategies'
+    pages, `datasheets` times of datasheets alone, `bands` fits the intervals of simulated times to these
+    results, and `megatron_cases` predicts what each of Megatron-LM's functional tests needs, as it is
+    imported.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -272,13 +274,40 @@ def _report(
     from spbench.bench.reproduction.findings import RECORDS
     from spbench.bench.sweep.results import finite
 
-    sections: list[Table | str] = [f"{paper.title} ({paper.source})"]
-    for scenario in scenarios:
-        for title, lines in findings.blocks(scenario.name):
-            sections.append(Table(f"{scenario.name}: {title}", lines))
-    sections.append(Table("Verdict", findings.verdict()))
+    details = [
+        Table(f"{scenario.name}: {title}", lines, below=("note",))
+        for scenario in scenarios
+        for title, lines in findings.blocks(scenario.name)
+    ]
+    *verdict, of_all = findings.verdict()
+    sections = [f"{paper.title} ({paper.source})", _verdict_table(verdict)]
     content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
     if findings.orders:
         content["orders"] = [line for lines in findings.orders.values() for line in lines]
     content["files"] = [str(path) for path in files]
-    return Output(sections, finite(content), findings.records, RECORDS, files=files, code=code)
+    notes = [*_cells(findings.runs), f"{paper.name}: {of_all['errors']}"]
+    return Output(
+        sections,
+        finite(content),
+        findings.records,
+        RECORDS,
+        notes=notes,
+        files=files,
+        code=code,
+        details=details,
+    )
+
+
+def _verdict_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Of what was compared; a terminal counts what nothing is published of."""
+    unpublished = {at: line["errors"] for at, line in enumerate(lines) if not line["numbers"]}
+    important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
+    return Table("Verdict", lines, important, ("errors",), unpublished)
+
+
+def _cells(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How many cells came out how, in a line, as RUNS has them as texts."""
+    statuses = ("ok", "oom", "unsupported", "failed")
+    counts = {status: sum(int(run[status]) for run in runs) for status in statuses}
+    total = sum(int(run["cells"]) for run in runs)
+    yield f"{total} cells: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}"

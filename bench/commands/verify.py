@@ -62,9 +62,10 @@ def command(
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
-    """Check strategies against the single-device model on real ranks: outputs and every gradient.
+    """Check outputs and every gradient against a single device.
 
-    A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
+    Strategies run on real ranks. A strategy is a name, or names with plus signs, one around the next:
+    tensor_parallel+ring_attention.
     """
     strategy += _installed_peers() if peers else ()
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
