@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from spbench.impls.discovery import installed_version, looked_up, named_classes
 
 if TYPE_CHECKING:
-    from spbench.impls.as_published.baseline import PublishedBaseline
+    from spbench.impls.as_published.as_published import AsPublished
     from spbench.impls.backends.backend import Backend
     from spbench.impls.peers.peer import Peer
     from spbench.impls.strategies.base import Strategy
@@ -45,11 +45,11 @@ def peers() -> Mapping[str, type[Peer]]:
     return named_classes("spbench.impls.peers", Peer)
 
 
-def as_published() -> Mapping[str, type[PublishedBaseline]]:
+def as_published() -> Mapping[str, type[AsPublished]]:
     """Every baseline as its authors ran it, by name; none is a method to use."""
-    from spbench.impls.as_published.baseline import PublishedBaseline
+    from spbench.impls.as_published.as_published import AsPublished
 
-    return named_classes("spbench.impls.as_published", PublishedBaseline)
+    return named_classes("spbench.impls.as_published", AsPublished)
 
 
 def versions(requires: Iterable[str]) -> dict[str, str | None]:

@@ -25,12 +25,12 @@ from spbench.impls.strategies.nesting import PLUS, nesting
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, peers, baselines as published, engines, meters, quantities or
+    """The names of all models, strategies, peers, code as published, engines, meters, quantities or
     backends, sorted."""
     known: Mapping[str, Any] = {
         "strategy": strategies,
         "peer": peers,
-        "as published": as_published,
+        "as-published": as_published,
         "backend": backends,
         "engine": engines,
         "meter": meters,
@@ -41,7 +41,7 @@ def names(kind: str) -> list[str]:
 
         return sorted(models())
     every: Iterable[str] = known[kind]()
-    return sorted(every) if kind in ("strategy", "peer", "as published", "backend") else list(every)
+    return sorted(every) if kind in ("strategy", "peer", "as-published", "backend") else list(every)
 
 
 #: by kind: names that others have for what has an unlike one here
@@ -118,7 +118,7 @@ def strategy_problem(name: str) -> str:
 def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
-        if part not in known and part not in names("as published"):
+        if part not in known and part not in names("as-published"):
             return unknown("strategy", part, known)
     try:
         nesting(name)

@@ -24,7 +24,7 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.beside_values import check_bytes, check_elements, check_positions
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
 from spbench.bench.verification.documents import check_documents, masked_attention
-from spbench.impls.as_published.baseline import PublishedBaseline
+from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
@@ -129,7 +129,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     )
 
     of_model: Strategy = _OneDevice(strategy.vocabulary_parts)
-    reference = strategy.on_one_device() if isinstance(strategy, PublishedBaseline) else of_model
+    reference = strategy.on_one_device() if isinstance(strategy, AsPublished) else of_model
 
     def on_one_device(dtype: torch.dtype, strategy: Strategy = reference) -> VerifiedRun:
         return _on_one_device(pickle.dumps((plain, strategy, dtype, mesh.device_type)))

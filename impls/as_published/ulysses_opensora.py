@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.as_published.baseline import PublishedBaseline
+from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.collectives import scatter_to_group
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.strategies.base import Strategy
@@ -46,7 +46,7 @@ FRAMES = 0
 POSITIONS, HEADS = 1, 2
 
 
-class OpenSoraUlysses(PublishedBaseline, SequenceChunks):
+class OpenSoraUlysses(AsPublished, SequenceChunks):
     """Frames are cut; all-to-alls swap positions for heads in every attention, whether or not they are
     whole."""
 

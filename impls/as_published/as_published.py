@@ -10,7 +10,7 @@ from spbench.impls.layout import Site, Unsupported
 from spbench.impls.strategies.base import Strategy
 
 
-class PublishedBaseline(Strategy):
+class AsPublished(Strategy):
     """A strategy whose code computes another function than the model's, as its authors ran it.
 
     Verification holds it to :meth:`on_one_device`, so that its gradients are proven right for what it
