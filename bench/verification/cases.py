@@ -33,7 +33,7 @@ from spbench.bench.ranks.rank_pool import Ranks
 from spbench.bench.ranks.staged_group import STAGED
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.explanation import explain_failure, explain_values
-from spbench.bench.verification.judged import how_wrong, judged, unequal_bytes, worst_of
+from spbench.bench.verification.judged import how_departs, how_wrong, judged, unequal_bytes, worst_of
 from spbench.bench.verification.oracle import Finding, check_rank
 from spbench.bench.verification.verified_run import Case
 from spbench.impls.axes import Place
@@ -64,13 +64,16 @@ class VerifyRow:
         mesh: ranks along each axis, as "tp2xsp3".
         dtype: a key of :data:`PRECISIONS`.
         batch, seq_len: whole sizes, in samples and positions.
-        status: "unsupported" is no fault: the strategy says that it cannot run these sizes.
+        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
+            none either: a published baseline computes what its authors' code does, which is not what the
+            model asks for.
         error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
             the one with the largest error for its limit.
         tensor, rank: which tensor that is, and where.
         factor: the number that this tensor is the reference times, where a RED one is that
             (:class:`Discrepancy`).
-        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too.
+        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
+            of a baseline as published, in which way it departs from the model.
         reason: why it is unsupported, or what a rank raised, in a line.
         bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
             there is none to compare with, as of a part of a model.
@@ -87,7 +90,7 @@ class VerifyRow:
     dtype: str
     batch: int
     seq_len: int
-    status: Literal["green", "RED", "unsupported"]
+    status: Literal["green", "RED", "unsupported", "as published"]
     error: float | None = None
     limit: float | None = None
     tensor: str = ""
@@ -268,16 +271,17 @@ def verify_case(
         red = replace(red, reason=failed.reason, traceback=str(failed))
         why = partial(explain_failure, pool, case, sizes, device, backend)
     else:
-        red = _judged(row, findings)
+        red = _judged(row, case, findings)
         why = partial(explain_values, pool, case, sizes, device, backend)
     return replace(red, explanation=why()) if explain and red.status == "RED" else red
 
 
-def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
+def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings of ranks 0, 1, ..."""
     every = judged(PRECISIONS[row.dtype].parameters, findings)
-    wrong = [each for each in every if each.excess > 1]
-    worst = worst_of(every, wrong)
+    own = [each for each in every if not each.finding.departs]
+    wrong = [each for each in own if each.excess > 1]
+    worst = worst_of(own, wrong)
     row = replace(
         row,
         error=worst.finding.found.error,
@@ -287,7 +291,9 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
         bytes="; ".join(unequal_bytes(wrong)) or row.bytes,
     )
     if not wrong:
-        return row
+        departing = [each for each in every if each.finding.departs and each.excess > 1]
+        said = how_departs(case, departing) if departing else ""
+        return replace(row, status="as published", verdict=said) if said else row
     return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
 
 

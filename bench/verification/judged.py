@@ -10,6 +10,9 @@ from statistics import median
 import torch
 
 from spbench.bench.verification.oracle import Finding
+from spbench.bench.verification.verified_run import Case
+from spbench.impls.as_published.as_published import AsPublished
+from spbench.impls.strategies.nesting import Nesting
 
 FLOAT64_LIMIT = 1e-10
 NOISE_FACTOR = 4.0
@@ -74,6 +77,20 @@ def how_wrong(worst: Judged, wrong: Sequence[Judged]) -> str:
     more = [f"and {len(others) - OTHERS_NAMED} more"] if len(others) > OTHERS_NAMED else []
     listed = [f"wrong too: {', '.join([*others[:OTHERS_NAMED], *more])}"] if others else []
     return f"{where_wrong(wrong)}: {'; '.join([*map(str, shown), *listed])}"
+
+
+def how_departs(case: Case, departing: Sequence[Judged]) -> str:
+    """How far a baseline's own function is from the model's: in the first tensor, and in how many."""
+    classes = case.strategy.classes if isinstance(case.strategy, Nesting) else (case.strategy,)
+    (cls,) = (cls for cls in classes if issubclass(cls, AsPublished))
+    first = departing[0].finding.tensor
+    ranks = [each for each in departing if each.finding.tensor == first]
+    error = max(each.finding.found.error for each in ranks)
+    tensors = len({each.finding.tensor for each in departing})
+    return (
+        f"computes what its authors' code does, and departs from the model: {cls.departs}. {first} differs "
+        f"by {error:.1e} on {len(ranks)} ranks, {tensors} tensors do in all"
+    )
 
 
 def where_wrong(wrong: Sequence[Judged]) -> str:

@@ -22,6 +22,7 @@ from spbench.bench.verification.beside_values import check_bytes, check_elements
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
 from spbench.bench.verification.documents import check_documents, masked_attention
 from spbench.bench.verification.verified_run import Case, VerifiedRun, share_of
+from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
 from spbench.impls.composition import Composition
@@ -43,12 +44,14 @@ class Finding:
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
         tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
             over sp", 1 of values, 2 of documents that see each other.
+        departs: whether it is of a published baseline's own function against the model, and no fault.
     """
 
     tensor: str
     found: Discrepancy
     noise: float
     tells: int = 1
+    departs: bool = False
 
 
 class _OneDevice(Strategy):
@@ -78,6 +81,7 @@ class BothRuns:
         model: of both, without dropout.
         truth: on one device in float64.
         noisy: on one device in the case's dtype; None: that is float64.
+        departures: how far the reference of a published baseline, its own function, is from the model's.
         checked: on this rank, with the strategy.
         recorder: has seen what the checked run communicates.
     """
@@ -87,6 +91,7 @@ class BothRuns:
     noisy: VerifiedRun | None
     checked: VerifiedRun
     recorder: Recorder
+    departures: Mapping[str, Discrepancy]
 
     def compared(
         self, expected: dict[str, Tensor], noisy: dict[str, Tensor] | None, got: Mapping[str, Tensor | None]
@@ -117,9 +122,11 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         *(case.part, case.dtype, case.batch, case.seq_len, case.seed),
     )
 
-    def on_one_device(dtype: torch.dtype) -> VerifiedRun:
-        arguments = plain, strategy.vocabulary_parts, dtype, mesh.device_type, watch
-        return _on_one_device(pickle.dumps(arguments))
+    of_model: Strategy = _OneDevice(strategy.vocabulary_parts)
+    reference = strategy.on_one_device() if isinstance(strategy, AsPublished) else of_model
+
+    def on_one_device(dtype: torch.dtype, strategy: Strategy = reference) -> VerifiedRun:
+        return _on_one_device(pickle.dumps((plain, strategy, dtype, mesh.device_type, watch)))
 
     truth = on_one_device(torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
@@ -136,7 +143,11 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         watch=watch,
     )
     noisy = None if case.torch_dtype is torch.float64 else on_one_device(case.torch_dtype)
-    return BothRuns(model, truth, noisy, checked, recorder)
+    departures: dict[str, Discrepancy] = {}
+    if reference is not of_model:
+        of_model_share = share_of(on_one_device(torch.float64, of_model), checked)
+        departures = discrepancies(of_model_share, share_of(truth, checked))
+    return BothRuns(model, truth, noisy, checked, recorder, departures)
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
@@ -145,6 +156,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     runs = both_runs(mesh, case)
     model, truth, checked, recorder = runs.model, runs.truth, runs.checked, runs.recorder
     return [
+        *(Finding(name, each, 0.0, departs=True) for name, each in runs.departures.items()),
         *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
@@ -157,5 +169,5 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
 def _on_one_device(pickled: bytes) -> VerifiedRun:
     """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
     models, one after another. Nobody writes to what it holds."""
-    case, vocabulary_parts, dtype, device, watch = pickle.loads(pickled)
-    return VerifiedRun(case, _OneDevice(vocabulary_parts), dtype, device=device, watch=watch)
+    case, strategy, dtype, device, watch = pickle.loads(pickled)
+    return VerifiedRun(case, strategy, dtype, device=device, watch=watch)
