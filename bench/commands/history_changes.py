@@ -41,7 +41,7 @@ def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[tuple[Assessment, Step]]] = {}
     for each in sorted(assessments, key=lambda each: not each.regressions):
         for step in reversed(each.steps):
-            verdict = step.verdict
+            verdict: str = step.verdict
             if step.meant:
                 verdict += " (meant)"
             elif step.verdict == "regression" and step not in each.regressions:

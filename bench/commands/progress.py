@@ -72,6 +72,10 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
+    def expect(self, total: int) -> None:
+        """Say how many steps there are, where that is known only now."""
+        self.total = total
+
     def now(self, text: str) -> None:
         """Say what is being done."""
         if self._bar and self._task is not None:

@@ -280,7 +280,7 @@ def _report(
         for title, lines in findings.blocks(scenario.name)
     ]
     *verdict, of_all = findings.verdict()
-    sections = [f"{paper.title} ({paper.source})", _verdict_table(verdict)]
+    sections: list[Table | str] = [f"{paper.title} ({paper.source})", _verdict_table(verdict)]
     content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
     if findings.orders:
         content["orders"] = [line for lines in findings.orders.values() for line in lines]

@@ -67,6 +67,7 @@ class _Measured(_Timed, total=False):
     parts: dict[Text, Signed | None]
     bound: Text
     mfu: Number | None
+    flops: dict[Text, Number]
     calibration: Text
     rates: Text
     losses: list[dict[Text, Signed | None]]

@@ -57,7 +57,8 @@ class Screen:
         right = {name for name in widths if is_number(fitted.lines, name)}
         for text in _cells({name: name for name in widths}, widths, right, is_head=True):
             yield self._styled([text], "bold")
-        yield "─" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
+        if widths:
+            yield "─" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
         for line in fitted.lines:
             yield from _cells(line, widths, right)
             for text in _below(line, fitted):
@@ -74,7 +75,7 @@ def _cells(
 ) -> Iterator[str]:
     """The lines of a row, of which a value that is broken takes several; a head stands at the bottom."""
     texts = {name: wrapped(text_of(values[name]), width, further="") for name, width in widths.items()}
-    height = max(map(len, texts.values()))
+    height = max(map(len, texts.values()), default=0)
     for name, width in widths.items():
         blank = [""] * (height - len(texts[name]))
         lines = [*blank, *texts[name]] if is_head else [*texts[name], *blank]
