@@ -15,6 +15,7 @@ import click
 
 from spbench.bench.commands.progress import SweepProgress, message, remark
 from spbench.bench.errors import suggestion
+from spbench.impls.outside_code import told
 from spbench.plots import FIGURES
 
 if TYPE_CHECKING:
@@ -258,7 +259,6 @@ def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
     except NothingToDraw as error:
         message(f"spbench: the figure {figure} was not drawn: {error}; the results are kept")
         return [], True
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
+    except (Exception, SystemExit) as error:
+        message(f"spbench: the figure {figure} could not be drawn: {told(error)}; the results are kept")
         return [], True

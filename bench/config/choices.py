@@ -4,7 +4,6 @@ disk (:mod:`spbench.bench.declarations`)."""
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,18 +18,17 @@ from spbench.bench.search.quantities import Candidates, quantities
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
-from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
+from spbench.impls.outside_code import place, raised
+from spbench.impls.registries import INSTALL, absent, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, peers, code as published, engines, meters, quantities or
-    backends, sorted."""
+    """The names of all models, strategies, peers, engines, meters, quantities or backends, sorted."""
     known: Mapping[str, Any] = {
         "strategy": strategies,
         "peer": peers,
-        "as-published": as_published,
         "backend": backends,
         "engine": engines,
         "meter": meters,
@@ -41,7 +39,7 @@ def names(kind: str) -> list[str]:
 
         return sorted(models())
     every: Iterable[str] = known[kind]()
-    return sorted(every) if kind in ("strategy", "peer", "as-published", "backend") else list(every)
+    return sorted(every) if kind in ("strategy", "peer", "backend") else list(every)
 
 
 #: by kind: names that others have for what has an unlike one here
@@ -88,11 +86,10 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         raise UserError(f"unknown {kind} {text!r}: there is no file {path}")
     try:
         module = loose_files.add(path)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:]
-        what = f"cannot be imported: {type(error).__name__}: {error}"
-        raise UserError(f"{path}{''.join(line)}: {what}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
     if kind == "model":
         found, base = list(getattr(module, "PRESETS", {})), "mapping PRESETS of models"
     else:
@@ -118,7 +115,7 @@ def strategy_problem(name: str) -> str:
 def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
-        if part not in known and part not in names("as-published"):
+        if part not in known:
             return unknown("strategy", part, known)
     try:
         nesting(name)
