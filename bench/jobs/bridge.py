@@ -20,6 +20,7 @@ from spbench.bench.jobs.megatron_model import model_name, set_model
 from spbench.bench.jobs.megatron_stages import set_schedule
 from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
 from spbench.bench.jobs.megatron_translation import Translation
+from spbench.bench.jobs.variables import variables
 from spbench.bench.yaml_files import read_yaml
 
 #: of which a configuration has some, and that no other kind has
@@ -114,7 +115,8 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
     t.problems[:0] = [*k.problems, *t.given.problems]
     # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
     t.remarks = [remark for remark in t.remarks if "this one refuses" not in remark]
-    return t.job("bridge", program, files, _arguments(k, t), problems)
+    arguments = [*_arguments(k, t), *variables(t, t.environment)]
+    return t.job("bridge", program, files, arguments, problems)
 
 
 def _of_config(k: Keys, config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -166,7 +168,16 @@ def _translation(k: Keys, values: Mapping[str, Any], of_config: Mapping[str, Any
         add("--seq-length", "dataset.seq_length", *lengths)
     if values["model.max_position_embeddings"] is None and lengths:
         add("--max-position-embeddings", "model.max_position_embeddings", min(lengths))
-    return BridgeTranslation(parse(words), {}, problems=[], spellings=spellings)
+    return BridgeTranslation(parse(words), _environment(k), problems=[], spellings=spellings)
+
+
+def _environment(k: Keys) -> dict[str, str]:
+    """The variables that Megatron-Bridge sets before it starts."""
+    found: dict[str, str] = {}
+    for key in ("env_vars", "model.env_vars"):
+        found |= {str(name): str(value) for name, value in (k.value(key) or {}).items()}
+        k.took("variables of the environment", key)
+    return found
 
 
 def _add_activation(k: Keys, values: Mapping[str, Any], add: Any) -> None:

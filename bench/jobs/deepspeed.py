@@ -71,6 +71,7 @@ class DeepSpeedJob:
         self._precision()
         set_sharding(k, self.found)
         self._optimizer()
+        self._beside()
         return k.job("deepspeed", k.program, self.files, k.arguments())
 
     def _model(self) -> None:
@@ -223,6 +224,27 @@ class DeepSpeedJob:
         precision, names = next(iter(chosen.items()), ("fp32", []))
         k.set("precision", precision, *names, note="" if names else "neither bf16 nor fp16")
         k.ignore("none is asked for", "accelerate.mixed_precision")
+
+    def _beside(self) -> None:
+        """What has an effect on steps, or more memory than they, in some jobs alone."""
+        k = self.keys
+        for name in ("flops_profiler", "comms_logger"):
+            if not (k.value(name) or {}).get("enabled"):
+                k.ignore("it is off", name)
+        whole, names = f"{_TRAINER}.per_device_eval_batch_size", ["per_device_eval_batch_size"]
+        names = [f"{_TRAINER}.{name}" for name in (*names, "eval_accumulation_steps")]
+        evaluates = {k.value(f"{_TRAINER}.{name}") for name in ("eval_strategy", "evaluation_strategy")}
+        if evaluates <= {None, "no"}:
+            k.ignore("nothing is evaluated", *names)
+        micro, _ = self._given("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
+        if (k.value(whole) or 0) <= (micro or 1):
+            k.ignore("evaluation holds no more than a step of training", whole)
+        if k.value("accelerate.distributed_type") != "FSDP" or k.value("accelerate.mixed_precision") != "no":
+            k.ignore(
+                "weights are loaded in it; those that are trained are float32 and half precision as the rest "
+                "of the job says",
+                *(f"{_TRAINER}.{name}" for name in ("torch_dtype", "dtype")),
+            )
 
     def _optimizer(self) -> None:
         k = self.keys

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
@@ -250,6 +251,8 @@ class TorchtitanJob:
             k.took("a fused Adam, the one that there is", way)
         else:
             k.approximate("Adam's step is fused, and makes no tensors of its own", way)
+        launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
+        k.set("training.cuda_alloc_conf", EXPANDABLE_SEGMENTS, note=f"torchtitan's {launcher} exports it")
         k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
         k.set("training.steps", 2, note="and one after it")
 

@@ -40,7 +40,9 @@ TORCHTITAN = BOTH | {
     "batch": 64,
     "mesh": ["dp", "cp", "sp", "tp"],
     "model_options": {"separate_projections": True, "attention": "flash_attention_2"},
-    "training": MEGATRON["training"] | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"},
+    "training": MEGATRON["training"]
+    | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"}
+    | {"cuda_alloc_conf": "expandable_segments:True"},
 }
 
 
@@ -93,6 +95,8 @@ def megatron_cells(draw: st.DrawFn) -> Cell:
         if draw(st.booleans()):
             training |= {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": draw(st.booleans())}
         training["overlap_param_gather"] = training["overlap_grad_reduce"] and draw(st.booleans())
+        if training["overlap_param_gather"] and "schedule" in training:
+            training["align_param_gather"] = draw(st.booleans())
     training["gradient_accumulation_fusion"] = draw(st.booleans())
     if precision != "fp32":
         training["accumulate_allreduce_grads_in_fp32"] = draw(st.booleans())
@@ -290,6 +294,7 @@ def test_flags_that_a_change_takes_away() -> None:
     before = cell(MEGATRON, training={"distributed_optimizer": True, "overlap_grad_reduce": True})
     after = cell(MEGATRON | {"training": {"backend": "zero3", "moments": "later", "steps": 2}})
     found = flag_changes(before, after, "megatron")
+    assert found is not None
     assert "--use-torch-fsdp2" in found.given
     assert str(found).endswith(", without --use-distributed-optimizer --overlap-grad-reduce")
     assert flag_changes(before, after, "a program without flags") is None
