@@ -13,6 +13,7 @@ from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.jobs.torchtitan_files import content_of
+from spbench.bench.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
 #: by model.flavor of llama3
@@ -252,7 +253,10 @@ class TorchtitanJob:
         else:
             k.approximate("Adam's step is fused, and makes no tensors of its own", way)
         launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
-        k.set("training.cuda_alloc_conf", EXPANDABLE_SEGMENTS, note=f"torchtitan's {launcher} exports it")
+        k.approximate(
+            f"torch's allocator is as by default; {launcher} (not multinode_trainer.slurm) has {ALLOCATOR[0]} "
+            f"{EXPANDABLE_SEGMENTS}, which is training.cuda_alloc_conf"
+        )
         k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
         k.set("training.steps", 2, note="and one after it")
 

@@ -40,9 +40,7 @@ TORCHTITAN = BOTH | {
     "batch": 64,
     "mesh": ["dp", "cp", "sp", "tp"],
     "model_options": {"separate_projections": True, "attention": "flash_attention_2"},
-    "training": MEGATRON["training"]
-    | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"}
-    | {"cuda_alloc_conf": "expandable_segments:True"},
+    "training": MEGATRON["training"] | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"},
 }
 
 
