@@ -254,8 +254,8 @@ class TorchtitanJob:
             k.approximate("Adam's step is fused, and makes no tensors of its own", way)
         launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
         k.approximate(
-            f"torch's allocator is as by default; {launcher} (not multinode_trainer.slurm) has {ALLOCATOR[0]} "
-            f"{EXPANDABLE_SEGMENTS}, which is training.cuda_alloc_conf"
+            f"torch's allocator is as by default; {launcher} (not multinode_trainer.slurm) has "
+            f"{ALLOCATOR[0]} {EXPANDABLE_SEGMENTS}, which is training.cuda_alloc_conf"
         )
         k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
         k.set("training.steps", 2, note="and one after it")
