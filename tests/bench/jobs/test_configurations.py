@@ -75,7 +75,7 @@ def test_a_configuration_in_python_is_read_and_not_run() -> None:
             "no argument loss.chunks",
         ),
         ("return Trainer.Config(", "return Trainer.Config((", "no Python"),
-        ("\ndef", "\ndef other():\n    return Trainer.Config()\n\ndef", "several functions"),
+        ("\ndef", "\ndef other():\n    return Trainer.Config()\n\ndef", "2 functions make a configuration"),
     ):
         assert old in IN_PYTHON
         with pytest.raises(UserError, match=problem):

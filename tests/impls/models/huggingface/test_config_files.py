@@ -145,7 +145,7 @@ def test_what_counts_makes_the_same_model() -> None:
         (
             {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
             | {"moe_intermediate_size": 768},
-            'experts (MoE: num_experts = 128), which no model here has; for .* "qwen3" .* intermediate_size 6144',
+            '(MoE: num_experts = 128), which no model here has; .* "qwen3" .* intermediate_size 6144',
         ),
         (
             {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
