@@ -27,7 +27,7 @@ def command(
     allow_unknown: bool,
     output: Path | None,
 ) -> Output:
-    """Write a scenario from the launch script or the configuration FILE... of a training program.
+    """Write a scenario from [KIND] FILE...: the launch script or the configuration of a training program.
 
     The KIND is the program's (spbench list jobs); without it the files tell. FILE.py:NAME is one of several
     configurations in a file.
