@@ -27,12 +27,12 @@ def command(
     allow_unknown: bool,
     output: Path | None,
 ) -> Output:
-    """Write a scenario from [KIND] FILE...: the launch script or the configuration of a training program.
+    """Write a scenario from the files of a training job.
 
-    The KIND is the program's (spbench list jobs); without it the files tell. FILE.py:NAME is one of several
-    configurations in a file.
+    [KIND] FILE...: its launch script or its configuration, FILE.py:NAME one of several in a file; the KIND is
+    the program's (spbench list jobs), and without it the files tell.
 
-    Every argument is mapped to a setting, known to change nothing that is counted, or refused by name.
+    Every argument is mapped to a setting, known to change nothing that is counted, not modelled, or refused.
     Nothing in the files is run. The comment beside each line is the argument that it came from.
     """
     from spbench.bench.atomic_write import write_whole
