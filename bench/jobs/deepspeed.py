@@ -145,7 +145,6 @@ class DeepSpeedJob:
             k.set("sizes.sp", sp, *names)
         else:
             k.set("strategy", "single", note="data parallel alone")
-        k.ignore("sequences are whole", own, beside)
         if gpus is None:
             return None
         if gpus % sp:
@@ -163,8 +162,8 @@ class DeepSpeedJob:
         k, size, how = self.keys, f"{_CONTEXT}_size", f"{_CONTEXT}_comm_strategy"
         ranks = k.count(size)
         k.ignore("it is torch's", f"{_CONTEXT}_backend")
-        k.ignore("sequences are whole", *([size, how] if ranks == 1 else []))
         if ranks == 1:
+            k.ignore("sequences are whole", how)
             return 1
         strategy, options = ROTATIONS[k.value(how)]
         k.set("strategy", strategy, size, how, note="torch's context parallelism")

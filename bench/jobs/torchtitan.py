@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +221,17 @@ class TorchtitanJob:
         name = self.named("batch_size") if self.version == "a" else "training.local_batch_size"
         local, whole_name = k.count(name), "training.global_batch_size"
         whole = k.value(whole_name) if whole_name in k.known else -1
-        if whole == 0 or (whole > 0 and whole % (local * replicas)):
+        at_once = local * replicas
+        if whole < 0:
+            k.set("batch", at_once, name, note=f"{local} x {replicas} replicas")
+        elif whole == 0 or whole % at_once:
             k.problems.append(f"{whole_name} {whole} is no multiple of {name} {local} x {replicas} replicas")
             return
-        parts = prod([local, replicas]) if whole < 0 else whole
-        note = f"{local} x {replicas} replicas" if whole < 0 else ""
-        k.set("batch", parts, *([name] if whole < 0 else [whole_name]), note=note)
-        k.took(f"batch: {parts}", name)
-        if parts > local * replicas:
-            k.set("training.micro_batches", parts // (local * replicas), whole_name, name)
+        else:
+            k.set("batch", whole, whole_name)
+            k.took(f"batch: {whole}", name)
+            if whole > at_once:
+                k.set("training.micro_batches", whole // at_once, whole_name, name)
         length = k.count("training.seq_len")
         k.set("seq_len", length, "training.seq_len")
         half = k.value("training.mixed_precision_param") == "bfloat16"

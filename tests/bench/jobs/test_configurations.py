@@ -187,6 +187,7 @@ def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dic
             "global_batch_size = 12",
             "12 is no multiple of training.local_batch_size 8",
         ),
+        ("local_batch_size = 1", "global_batch_size = 0", "global_batch_size 0 is no multiple"),
         ('"8B"', '"8B_flex"', "model.flavor = 8B_flex: another flavor"),
         ('"AdamW"', '"Muon"', "another optimizer than Adam"),
         ('"op"', '"ops"', "neither 'op' nor a number"),
@@ -283,6 +284,10 @@ def test_context_parallelism_of_accelerate_is_torchs() -> None:
     ring = CONTEXT.replace("cp_size: 8", "cp_size: 4, parallelism_config_cp_comm_strategy: alltoall")
     made = settings(with_context(ring.replace("shard_size: 1", "shard_size: 2")))
     assert (made["strategy"], made["sizes.sp"], made["sizes.dp"]) == ("ring_attention", 4, 2)
+    whole = with_context(ring.replace("cp_size: 4", "cp_size: 1").replace("shard_size: 1", "shard_size: 8"))
+    assert settings(whole)["strategy"] == "single"
+    (how,) = [each for each in whole.arguments if each.name.endswith("cp_comm_strategy")]
+    assert (how.outcome, how.detail) == ("no effect", "sequences are whole")
     for job, problem in (
         (with_context(CONTEXT.replace("version: 2", "version: 1")), "needs .*fsdp_version 2"),
         (with_context(more="attn_implementation: eager\n"), "needs .*attn_implementation sdpa"),
