@@ -32,7 +32,7 @@ class Key:
     """A key that a program has.
 
     Attributes:
-        takes: a key of _TYPES, or choices with ``|`` between them, and after ``or`` another such.
+        takes: "any", a key of _TYPES, or choices with ``|`` between them, and after ``or`` another such.
         outcome: "mapped" where a setting may come from it.
         detail: why it has no effect, what it may move, or what is missing, for other values than the default.
     """
@@ -49,7 +49,7 @@ class Key:
         if value is None and self.optional:
             return ""
         kinds = self.takes.split("/")
-        if any(self._is(kind, value) for kind in kinds):
+        if "any" in kinds or any(self._is(kind, value) for kind in kinds):
             return ""
         needed = " or ".join(_NAMES.get(kind, f"one of {kind.replace('|', ', ')}") for kind in kinds)
         return f"{shown(value)} is not {needed}"
@@ -94,7 +94,7 @@ def flat(content: Mapping[str, Any], known: Mapping[str, Key], above: str = "") 
     """The values of nested mappings by the names of their keys, with dots between."""
     for key, value in content.items():
         name = f"{above}{key}"
-        whole = name in known and "map" in known[name].takes.split("/")
+        whole = name in known and {"map", "any"} & {*known[name].takes.split("/")}
         if isinstance(value, Mapping) and not whole:
             yield from flat(value, known, f"{name}.")
         else:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.jobs import bridge
 from spbench.bench.jobs.flags import program_flags
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile, read_job
+from spbench.bench.yaml_files import parse_yaml
 from spbench.impls.models.huggingface.config import model_from_config
 from spbench.impls.models.model import model_preset
 from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings
@@ -341,3 +343,49 @@ def test_a_kind_is_told_by_the_files() -> None:
         read_job("deepspeed", [*paths, INPUTS / "llama3_8b.toml"])
     with pytest.raises(UserError, match="a second configuration of DeepSpeed"):
         read_job("deepspeed", [*paths, INPUTS / "zero1.json"])
+
+
+def whole_bridge(more: dict[str, Any]) -> Job:
+    """The job of sizes with further keys."""
+    content = parse_yaml(Path("bridge.yaml"), (INPUTS / "bridge_8b.yaml").read_bytes())
+    for name, value in more.items():
+        *above, key = name.split(".")
+        place = content
+        for section in above:
+            place = place.setdefault(section, {})
+        place.setdefault(key, value)
+    return job_of("bridge", [JobFile(Path("bridge.yaml"), json.dumps(content).encode())], 16)
+
+
+def test_a_configuration_of_bridge_that_is_written_out_whole_is_the_same() -> None:
+    """With all keys that have a default at that, as its to_yaml writes them."""
+    known = bridge._tables()[1]
+    others = ("comm_overlap.", "mixed_precision", "model.bias_activation_fusion")  # which recipes set
+    defaults = {n: k.default for n, k in known.items() if k.default is not None and not n.startswith(others)}
+    assert len(defaults) > 400
+    whole = whole_bridge(defaults)
+    assert not whole.of("refused") + whole.of("unknown")
+    assert settings(whole) == settings(read(*JOBS["sizes"], gpus=16))
+
+
+def test_overlaps_and_variables_of_bridge() -> None:
+    made = settings(
+        whole_bridge(
+            {"comm_overlap.tp_comm_overlap": False, "model.pipeline_model_parallel_size": 2}
+            | {"model.virtual_pipeline_model_parallel_size": 2}
+        )
+    )
+    assert (made["training.bucket_size"], made["training.overlap_param_gather"]) == (128 * 2**20, True)
+    assert made["training.overlap_p2p_communication"] is True
+    assert "training.align_param_gather" not in made  # as all stages do by default
+    apart = {"comm_overlap.tp_comm_overlap": False, "comm_overlap.align_param_gather": False}
+    apart |= {"model.pipeline_model_parallel_size": 2, "model.virtual_pipeline_model_parallel_size": 2}
+    assert settings(whole_bridge(apart))["training.align_param_gather"] is False
+    with pytest.raises(UserError, match="hidden in products"):
+        whole_bridge({"comm_overlap.tp_comm_overlap": True}).cell()
+    variables = whole_bridge({"env_vars.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert variables.cell().training.cuda_alloc_conf == "expandable_segments:True"
+    experts = whole_bridge({"model.moe_router_topk": 4, "model.moe_grouped_gemm": True})
+    assert not experts.of("refused")
+    with pytest.raises(UserError, match=r"model.num_moe_experts = 8: a mixture of experts \(MoE\)"):
+        whole_bridge({"model.num_moe_experts": 8}).cell()
