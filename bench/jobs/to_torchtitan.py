@@ -9,7 +9,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.jobs.flags import Flag, Flags, several_ranks
-from spbench.bench.jobs.torchtitan import PRESETS, QWEN3, ROTATIONS, qwen3_options, versions
+from spbench.bench.jobs.torchtitan import ROTATIONS, versions
+from spbench.bench.jobs.torchtitan_models import PRESETS, QWEN3, qwen3_options
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
 

@@ -13,25 +13,14 @@ from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.jobs.torchtitan_files import content_of
+from spbench.bench.jobs.torchtitan_models import set_model
 from spbench.bench.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
-#: by model.flavor of llama3
-PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
-#: by model.flavor of qwen3, what its flavors do not share: layers, hidden, heads and inner
-QWEN3 = {"8B": (36, 4096, 32, 12288), "14B": (40, 5120, 40, 17408), "32B": (64, 5120, 64, 25600)}
-#: those whose embedding and head are one weight, which two units of FSDP gather
-_QWEN3_TIED = ("debugmodel", "0.6B", "1.7B", "4B")
 #: by context_parallel_rotate_method; with the strategy's own options
 ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
-}
-#: models of torchtitan that no model here is, and why
-_WITH_EXPERTS = {
-    "llama4": "a mixture of experts (MoE)",
-    "deepseek_v3": "a mixture of experts (MoE) and multi-head latent attention (MLA)",
-    "gpt_oss": "a mixture of experts (MoE) and a softmax with sinks",
 }
 #: the axes of a mesh, from the slowest-varying rank to the fastest
 _MESH = ["pp", "dp", "sp", "tp"]
@@ -42,14 +31,6 @@ def versions() -> Mapping[str, tuple[str, Mapping[str, Key]]]:
     """Of each version, the newest first, the program and its keys."""
     content = read_yaml(Path(__file__).with_name("torchtitan_keys.yaml"))
     return {v: (str(name), known_keys(content, v)) for v, name in content["versions"].items()}
-
-
-def qwen3_options(flavor: str) -> dict[str, Any]:
-    """The options that make llama3-8b a Qwen3."""
-    layers, hidden, heads, inner = QWEN3[flavor]
-    options = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "inner": inner}
-    options |= {} if hidden == 128 * heads else {"head_dim": 128}
-    return options | {"vocabulary": 151936, "norm_epsilon": 1e-6, "rotary_base": 1e6, "qk_norm": True}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -84,7 +65,7 @@ class TorchtitanJob:
 
     def job(self) -> Job:
         k = self.keys
-        self._model()
+        set_model(k, self.version)
         replicas = self._parallelism()
         if replicas is not None:
             self._batch(replicas)
@@ -92,41 +73,6 @@ class TorchtitanJob:
         self._optimizer()
         self._compile()
         return k.job("torchtitan", k.program, self.files, k.arguments())
-
-    def _model(self) -> None:
-        k = self.keys
-        name, flavor = k.value("model.name"), k.value("model.flavor")
-        flavors: Mapping[str, Any] = QWEN3 if name == "qwen3" else PRESETS
-        if name not in ("llama3", "qwen3") or (name == "qwen3" and self.version != "c"):
-            k.refuse(_WITH_EXPERTS.get(name, "another model than llama3 and, in 0.2.2, qwen3"), "model.name")
-        elif name == "qwen3" and flavor in _QWEN3_TIED:
-            k.refuse("one weight of embedding and head in two units of FSDP", "model.flavor")
-        elif name == "qwen3" and flavor not in flavors and "-A" in flavor:
-            k.refuse("a mixture of experts (MoE)", "model.flavor")
-        elif flavor not in flavors:
-            k.refuse(f"another flavor of {name} than {', '.join(flavors)}", "model.flavor")
-        self._set_sizes(name, flavor)
-        k.set(
-            "model_options.separate_projections", True, note="wq, wk, wv and w1, w3 are layers of their own"
-        )
-        k.set("model_options.attention", "flash_attention_2", note="torch's scaled_dot_product_attention")
-        if self.version == "c":
-            return
-        norm = k.value("model.norm_type") if self.version == "a" else "rmsnorm"
-        names = ["model.norm_type"] if self.version == "a" else []
-        if norm not in ("rmsnorm", "fused_rmsnorm"):
-            k.refuse("layer norms without a bias", *names)
-        way = "fused" if norm == "fused_rmsnorm" else "plain"
-        k.set("model_options.rms_norm", way, *names, note="" if names else "operator by operator")
-
-    def _set_sizes(self, name: str, flavor: str) -> None:
-        k, names = self.keys, ("model.name", "model.flavor")
-        if name != "qwen3":
-            k.set("model", PRESETS.get(flavor, "llama3-8b"), *names)
-            return
-        k.set("model", "llama3-8b", *names, note="with the sizes of Qwen3")
-        for option, value in qwen3_options(flavor if flavor in QWEN3 else "8B").items():
-            k.set(f"model_options.{option}", value, "model.flavor")
 
     def _parallelism(self) -> int | None:
         """Set strategy, sizes and backend; returns how many replicas there are."""
@@ -195,6 +141,11 @@ class TorchtitanJob:
             if balanced == "ptrr":
                 k.refuse("sequences balanced by blocks of a mask", balancer)
             options["placement"] = "zigzag" if balanced else "contiguous", [balancer]
+            if self.version != "c":
+                k.approximate(
+                    "a sequence's keys and values are sent once; torchtitan repeats them for the queries that "
+                    "share them before it sends them"
+                )
         k.ignore("of context parallelism, which the job has not", rotation, balancer)
         at = ([tp_name] if tp > 1 else []) + ([cp_name, rotation] if cp > 1 else [])
         note = "" if at else "no rank has a part of a layer or a sequence"
