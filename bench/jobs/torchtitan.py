@@ -143,8 +143,8 @@ class TorchtitanJob:
             options["placement"] = "zigzag" if balanced else "contiguous", [balancer]
             if self.version != "c":
                 k.approximate(
-                    "a sequence's keys and values are sent once; torchtitan repeats them for the queries that "
-                    "share them before it sends them"
+                    "a sequence's keys and values are sent once; torchtitan repeats them first for the "
+                    "queries that share them"
                 )
         k.ignore("of context parallelism, which the job has not", rotation, balancer)
         at = ([tp_name] if tp > 1 else []) + ([cp_name, rotation] if cp > 1 else [])
