@@ -18,7 +18,8 @@ from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.fit.suggestions import usual_strategies
-from spbench.bench.jobs.job_files import read_job
+from spbench.bench.jobs.job_files import path_and_part, read_job
+from spbench.bench.jobs.torchtitan_files import has_configurations
 from spbench.bench.model_files import CONFIG, names_a_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.axes import MESH_AXES, unused_axes
@@ -87,7 +88,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         cells, remarks, settings = _of_model(first, asked)
     else:
         _refuse_narrowing(first, asked)
-        job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)
+        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster)
         cells, remarks, program = [job.cell()], job.remarks, job.kind
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
@@ -104,9 +105,9 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     (first, *others) = words
     if not others and _is_scenario(first):
         return "scenario"
-    if not others and _is_model(first):
+    if not others and _is_model(first) and not has_configurations(first):
         return "model"
-    if missing := [word for word in words if not Path(word).is_file()]:
+    if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         known = [*packaged(PACKAGE), *names("model")]
         hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
         raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
