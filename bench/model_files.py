@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import parse_json, read_file
 
 SUFFIX = ".json"
 #: what a folder of a model has its configuration in
@@ -31,10 +30,7 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
     """
     path = folder / Path(model).expanduser()
     path = path / CONFIG if path.is_dir() else path
-    try:
-        content = json.loads(read_file(path))
-    except ValueError as error:
-        raise UserError(f"{path}: malformed JSON: {error}") from error
+    content = parse_json(path, read_file(path))
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
     found = _read(content)

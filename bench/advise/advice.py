@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
 from spbench.bench.cell import Cell
 from spbench.bench.config.changes import written
 from spbench.bench.trust.bands import packaged_model, with_band
+from spbench.bench.yaml_text import dump
 from spbench.impls.strategies.nesting import PLUS
 
 #: of products, what a scalar that was fitted to a few cells charges for blocks of wider matrices
@@ -257,4 +256,4 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
-    return yaml.safe_dump({"title": title, "groups": groups}, sort_keys=False, allow_unicode=True)
+    return dump({"title": title, "groups": groups})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.calibration.cluster_of_logs import cluster_of_logs
 from spbench.bench.calibration.findings import findings_of
@@ -14,6 +12,7 @@ from spbench.bench.calibration.log_cluster import LogCluster, heading
 from spbench.bench.clusters.cluster import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.yaml_text import dump
 
 
 def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -> Output:
@@ -55,4 +54,4 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
 
 def _text(made: LogCluster, command: str) -> str:
     comment = "".join(f"# {line}\n" for line in [command, *heading(made)])
-    return comment + yaml.safe_dump(made.content, sort_keys=False, width=110, allow_unicode=True)
+    return comment + dump(made.content, width=110)

@@ -17,6 +17,7 @@ from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.jobs.job_files import read_job
 from spbench.bench.model_files import CONFIG, names_a_file
+from spbench.bench.user_files import read_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.loose_files import SUFFIX as PYTHON
@@ -119,7 +120,7 @@ def _is_model(word: str) -> bool:
         return True
     if not names_a_file(word) or not path.is_file():
         return False
-    text = path.read_text(errors="replace")
+    text = read_file(path).decode(errors="replace")
     return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
 
 

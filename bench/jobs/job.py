@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from spbench.bench.cell import Cell
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
+from spbench.bench.yaml_text import dump
 
 Outcome = Literal["mapped", "no effect", "refused", "unknown"]
 
@@ -188,5 +187,5 @@ def _lines(content: Mapping[str, Any], above: str, sources: Mapping[str, str]) -
 
 def _scalar(value: Any) -> str:
     """A value in YAML, in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    text = dump(value, flow=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -10,7 +10,7 @@ from pathlib import Path
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.jobs import JOBS
 from spbench.bench.jobs.job import Job
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import decoded, read_file
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
@@ -26,10 +26,7 @@ class JobFile:
     @property
     def text(self) -> str:
         """The content; UserError where it is not UTF-8."""
-        try:
-            return self.content.decode()
-        except UnicodeDecodeError as error:
-            raise self.wrong(f"not a text file in UTF-8 (byte {error.start})") from error
+        return decoded(self.path, self.content)
 
     def wrong(self, problem: str) -> UserError:
         """The error that says what is wrong with the file."""
