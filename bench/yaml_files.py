@@ -24,6 +24,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
 
+#: words that older YAML takes for true and false
+_SWITCHES = ("yes", "no", "on", "off", "y", "n")
+
 
 class StrictModel(BaseModel):
     """A part of a file: unknown keys, NaN and infinities are refused, and nothing can be changed."""
@@ -111,6 +114,8 @@ def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple
             message = "unknown key" + suggestion(path[-1], _known_keys(model, path[:-1]))
         case "missing":
             message = "is missing"
+        case "bool_type" | "bool_parsing" if str(problem["input"]).lower() in _SWITCHES:
+            message = f"must be true or false, not {given}"
         case "literal_error":
             message = f"must be {problem['ctx']['expected']}, not {given}"
             message += suggestion(

@@ -15,6 +15,7 @@ import click
 
 from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.output import Output
+from spbench.bench.errors import shown
 
 DEFAULT_FORM = "table"
 Function = Callable[..., Any]
@@ -38,9 +39,12 @@ def numbers(least: int = 1) -> Several:
     """Whole numbers of at least ``least``."""
 
     def number(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise ValueError(f"{word!r} is not a whole number of at least {least}")
-        return int(word)
+        from spbench.bench.counts import size
+
+        found = size(word)
+        if found is None or found < least:
+            raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
+        return found
 
     return Several("n[,n...]", number)
 
@@ -48,7 +52,7 @@ def numbers(least: int = 1) -> Several:
 def _setting(word: str) -> tuple[str, str]:
     name, _, wanted = map(str.strip, word.partition("="))
     if not (name and wanted):
-        raise ValueError(f"{word!r} is not SETTING=VALUE, such as training.backend=zero1")
+        raise ValueError(f"{shown(word)} is not SETTING=VALUE, such as training.backend=zero1")
     return name, wanted
 
 
@@ -57,19 +61,37 @@ WORDS = Several("name[,name...]")
 SETTINGS = Several("setting=value[,...]", _setting)
 
 
-class Length(click.IntRange):
-    """A whole number of at least 1, which may end in K, M or G: powers of 1024."""
+class Length(click.ParamType[int]):
+    """A size: a whole number of at least 1, which may end in K, M or G: powers of 1024."""
 
     name = "n"
 
-    def __init__(self) -> None:
-        super().__init__(min=1)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from spbench.bench.counts import with_suffix
+        from spbench.bench.counts import MOST_POSITIONS, no_size, size
 
-        number: int = super().convert(with_suffix(value), param, ctx)
+        number = value if isinstance(value, int) else size(value)
+        if number is None:
+            self.fail(no_size(str(value)), param, ctx)
+        if not 1 <= number <= MOST_POSITIONS:
+            self.fail(f"{number} is not in the range 1 to {MOST_POSITIONS}", param, ctx)
         return number
+
+
+class Limit(click.ParamType[float]):
+    """A time in seconds after which something is given up."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from spbench.bench.counts import MOST_SECONDS
+
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{shown(value)} is not a number of seconds", param, ctx)
+        if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
+            self.fail(f"{value} is no time to wait: give seconds above 0, up to {MOST_SECONDS}", param, ctx)
+        return seconds
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -199,9 +221,7 @@ def shape(command: Command) -> Function:
     def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
         return command(shape={"batch": batch, "seq_len": seq_len}, **arguments)
 
-    of_batch = click.option(
-        "--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it."
-    )
+    of_batch = click.option("--batch", type=Length(), help="Only this batch; where one is searched for, it.")
     length = "Likewise for the sequence length, as 131072 or 128K."
     return of_batch(click.option("--seq-len", type=Length(), help=length)(shaped))
 

@@ -12,6 +12,7 @@ import click
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
     WORDS,
+    Limit,
     choosing_cells,
     device,
     executor,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 @fresh
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Limit(),
     metavar="SECONDS",
     help="Give a cell up after this time, whatever the scenario says.",
 )

@@ -17,7 +17,7 @@ from spbench.bench.config.changes import changed, given
 from spbench.bench.config.choices import cell_names, check_known, names, strategy_problem
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
-from spbench.bench.counts import with_suffix
+from spbench.bench.counts import size
 from spbench.bench.errors import UserError, suggestion
 
 ALL = "all"
@@ -147,7 +147,7 @@ def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[
     wanted: dict[str, list[str]] = {}
     for name, value in where:
         count = name in ("batch", "seq_len")
-        wanted.setdefault(name, []).append(str(with_suffix(value)) if count else value)
+        wanted.setdefault(name, []).append(str(size(value) or value) if count else value)
     for name, values in wanted.items():
         settings = [settings_of(cell) for cell in cells]
         known = list(dict.fromkeys(known for has in settings for known in has))
