@@ -43,7 +43,9 @@ def with_suffix(value: Any) -> Any:
 
 
 def no_size(text: str) -> str:
-    """What is wrong with a text that :func:`size` cannot read."""
+    """What is wrong with a text where a size is needed."""
+    if size(text) is not None:
+        return f"{shown(text)} is a text; leave out its quotes"
     mend = f"write {text.replace(',', '')}" if _WITH_COMMAS.fullmatch(text) else f"write it {WAYS}"
     return f"{shown(text)} is not a whole number; {mend}"
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 #: the flag, for messages
 FLAG = "--set"
 #: what a cell has that is not set
-_NOT_SET = ("variant", "model_config_json", "meters", "learning", "search", "timing")
+_NOT_SET = ("variant", "model_config_json", "meters", "learning", "search", "timing", "device")
 
 
 def given(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engines
+from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
@@ -138,6 +138,7 @@ def _refusal(content: Mapping[str, Any]) -> str:
     cell = Cell.model_validate(content)
     reason = ""
     try:
+        engine_class(cell.engine)().check(cell)
         search = Candidates(cell) if cell.search is not None else None
         for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
             try:
