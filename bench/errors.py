@@ -54,13 +54,28 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozens
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = MOST_SHOWN
 
 
-def suggestion(word: object, known: Iterable[str]) -> str:
+def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
     """The end of an error about an unknown name: ``; did you mean 'x'? (known: x, y)``.
 
-    Without a name close to ``word`` the question is left out; without known names the text is empty.
+    Without a name close to ``word`` the question is left out; without known names the text is empty. Of names
+    that would be a wall of text, the nearest are shown.
+
+    Args:
+        where: what shows all of them, as "spbench list models".
     """
-    names = [str(name) for name in known]
-    close = [name for name in names if str(word) in re.split("[-_+]", name)]  # h100 is dgx-h100, not h800
-    close = close or difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
+    names, word = [str(name) for name in known], str(word)[:MOST_SHOWN]
+    close = [name for name in names if word in re.split("[-_+]", name)]  # h100 is dgx-h100, not h800
+    close = close or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     guess = f"; did you mean {min(close, key=len)!r}?" if close else ""
-    return f"{guess} (known: {', '.join(names)})" if names else guess
+    if not names:
+        return guess
+    text = ", ".join(names)
+    if len(text) <= _MOST_KNOWN:
+        return f"{guess} (known: {text})"
+    nearest = difflib.get_close_matches(word, names, n=3, cutoff=0.0)
+    every = f"; all: {where}" if where else ""
+    return f"{guess} (nearest of {len(names)}: {', '.join(nearest)}{every})"
+
+
+#: characters of the names that a message lists
+_MOST_KNOWN = 400

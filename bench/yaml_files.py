@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from os import PathLike, fspath
@@ -81,10 +82,12 @@ def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
         return known[name]
     if "/" in name or name.endswith(SUFFIXES):
         path = Path(name).expanduser()
-        if path.exists():
-            return path
+        with suppress(OSError, ValueError):  # of a name that no file can have
+            if path.exists():
+                return path
         raise UserError(f"no {kind} file {name}")
-    raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}; or give the path of a YAML file")
+    hint = suggestion(name, known, f"spbench list {kind}s")
+    raise UserError(f"unknown {kind} {shown(name)}{hint}; or give the path of a YAML file")
 
 
 def dotted(path: Path_) -> str:

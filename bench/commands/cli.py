@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import click
 
-from spbench.bench.errors import UserError
+from spbench.bench.errors import UserError, described, one_line, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules
 
 COMMANDS = FunctionModules("spbench.bench.commands", "", "command", "spbench.commands", "commands")
@@ -70,6 +70,11 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"unknown command {shown(args[0])}{suggestion(args[0], COMMANDS.names())}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         helps = [click.Command(name, help=text) for name, text in COMMANDS.docstrings().items()]
@@ -161,7 +166,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
             return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
-        text = f"internal error: {type(error).__name__}: {error} (SPBENCH_DEBUG=1 shows where)"
+        text = f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)"
         return _complain(text, 70, traced=True)
 
 
@@ -178,7 +183,7 @@ def _fill_closed_streams() -> None:
 def _complain(text: str, code: int, *, traced: bool = False) -> int:
     if traced and os.environ.get("SPBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
-    print(f"spbench: {' '.join(text.split())}", file=sys.stderr)
+    print(f"spbench: {one_line(text)}", file=sys.stderr)
     return code
 
 

@@ -18,6 +18,7 @@ from spbench.bench.commands.output import Output
 from spbench.bench.errors import shown
 
 DEFAULT_FORM = "table"
+_GIVEN = click.core.ParameterSource.COMMANDLINE
 Function = Callable[..., Any]
 Command = TypeVar("Command", bound=Function)
 
@@ -114,6 +115,15 @@ class Counts(click.ParamType[tuple[int, ...]]):
         return tuple(dict.fromkeys(found))
 
 
+def refuse_given(names: Iterable[str], why: str) -> None:
+    """UsageError where one of the options of the running command, by the names of its parameters, is given on
+    the command line, where it would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and context.get_parameter_source(parameter.name) is _GIVEN:
+            raise click.UsageError(f"{parameter.opts[0]} {why}")
+
+
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(value for several in values for value in several))
 
@@ -154,9 +164,23 @@ changes = click.option(
     callback=_joined,
     help="Give the chosen cells another value of a setting, such as training.backend=zero1 or sizes.tp=2.",
 )
-scenario = click.option(
-    "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
-)
+
+
+def scenario(command: Command) -> Function:
+    """Add SCENARIO and --scenario, which are two ways to say one thing; the command gets ``scenario``."""
+
+    @functools.wraps(command)
+    def named(placed: str | None, scenario: str | None, **arguments: Any) -> Any:
+        if (placed is None) == (scenario is None):
+            context = click.get_current_context()
+            wrong = "name a scenario" if placed is None else "name one scenario, once"
+            raise click.UsageError(f"{wrong}: {context.command_path} SCENARIO (see spbench list scenarios)")
+        return command(scenario=scenario if placed is None else placed, **arguments)
+
+    text = "Name (see spbench list), or path of a YAML file of your own; SCENARIO is the same."
+    return click.argument("placed", metavar="[SCENARIO]", required=False)(
+        click.option("--scenario", help=text)(named)
+    )
 
 
 def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command], Command]:

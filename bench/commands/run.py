@@ -84,7 +84,7 @@ def command(
     require: str | None,
     dry_run: bool,
 ) -> Output:
-    """Run a scenario's cells, and compare them with what was published.
+    """Run the cells of SCENARIO, and compare them with what was published.
 
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
     model, strategy, code or torch has changed since is run again.

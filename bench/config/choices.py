@@ -13,7 +13,7 @@ from typing import Any, Literal
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class, engines
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
 from spbench.impls import loose_files
@@ -45,16 +45,30 @@ def names(kind: str) -> list[str]:
 #: by kind: names that others have for what has an unlike one here
 ELSEWHERE = {
     "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
-    "backend": {"fsdp": "zero3 (fully sharded), or fsdp_flat (one flat buffer a layer)", "ddp": "legacy_ddp"},
+    "backend": {
+        **dict.fromkeys(("fsdp", "fsdp2"), "zero3 (fully_shard), or fsdp_flat (one flat buffer a layer)"),
+        "ddp": "legacy_ddp",
+    },
+}
+
+
+#: by kind of name, the files of a user's that may stand in its place
+FILES = {"strategy": ".py file", "model": "config.json or .py file"}
+#: by kind of name, what spbench list calls it
+LISTED = {
+    **{kind: f"{kind}s" for kind in ("model", "backend", "engine", "meter", "figure", "cluster", "scenario")},
+    "strategy": "strategies",
+    "quantity": "quantities",
 }
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """What is wrong with a name that nothing of a kind has, and what to write instead."""
     here = ELSEWHERE.get(kind, {}).get(name.lower())
-    mend = f"; here that is {here}" if here else suggestion(name, known)
-    file = "; or give the path of a .py file" if kind in ("strategy", "model") else ""
-    return f"unknown {kind} {name!r}{mend}{file}"
+    listed = LISTED.get(kind)
+    mend = f"; here that is {here}" if here else suggestion(name, known, f"spbench list {listed}")
+    file = f"; or give the path of a {FILES[kind]}" if kind in FILES else ""
+    return f"unknown {kind} {shown(name)}{mend}{file}"
 
 
 def check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:

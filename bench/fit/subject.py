@@ -14,9 +14,9 @@ from spbench.bench.config.choices import names
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.jobs.job_files import read_job
-from spbench.bench.model_files import CONFIG, names_a_file
+from spbench.bench.model_files import CONFIG, names_a_file, remote_name
 from spbench.bench.user_files import read_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.axes import MESH_AXES
@@ -95,8 +95,9 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
         return "model"
     if missing := [word for word in words if not Path(word).is_file()]:
         known = [*packaged(PACKAGE), *names("model")]
-        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
-        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
+        hint = suggestion(missing[0], known, "spbench list scenarios, spbench list models")
+        hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
+        raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
     return "job"
 
 

@@ -73,7 +73,7 @@ def test_as_json(folder: Path, command_line: Run) -> None:
             "mamf_finder.txt (mamf-finder): 663.6 TFLOP/s of bf16",
         ),
         (("--from", "step.json", "--engine", "emulated"), "give either --scenario"),
-        (("--engine", "emulated", "--extends", "dgx-h100"), "--extends: it goes with --from"),
+        (("--engine", "emulated", "--extends", "dgx-h100"), "--extends goes with --from"),
         (("--engine", "emulated", "step.json"), "step.json: it goes with --from"),
         (
             ("--from", "all_reduce_perf.log", "--output", "step.json.yaml", "step.json.yaml"),
