@@ -21,6 +21,7 @@ from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.reproduce_cases import run_cases
 from spbench.bench.commands.reproduce_times import fit_bands, run_datasheets
+from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
@@ -57,8 +58,12 @@ class Reproduction:
 
     @property
     def asked(self) -> tuple[str, str]:
-        """The name of the paper, and of the one scenario, or ""."""
-        paper, _, scenario = self.paper.partition("/")
+        """The name of the paper, and of the one scenario, or ""; UserError for a slash with none after it."""
+        paper, slash, scenario = self.paper.partition("/")
+        if slash and not scenario:
+            raise UserError(
+                f"{self.paper}: name a scenario after the slash, or leave it out for all of {paper}"
+            )
         return paper, scenario
 
     def runs(self, scenario: Scenario) -> Path:

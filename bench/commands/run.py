@@ -91,9 +91,12 @@ def command(
     """
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.ranks.answers import answers_of_server
+    from spbench.bench.reproduction.papers import unknown_paper
 
     click.get_current_context().with_resource(answers_of_server())
     loaded = load_scenario(scenario)
+    if remark := unknown_paper(loaded.document.paper):
+        message(f"spbench: warning: {loaded.path}: {remark}")
     narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:

@@ -39,7 +39,8 @@ def command(
 ) -> Output:
     """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
 
-    The cell is one of SCENARIO, chosen by the options. It also says the memory of each class of ranks that run the same program.
+    The cell is one of SCENARIO, chosen by the options. It also says the memory of each class of ranks that
+    run the same program.
     """
     from spbench.bench.config.scenario import load_scenario
 

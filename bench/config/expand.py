@@ -141,10 +141,20 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
         path, message = first_problem(Cell, error)
-        raise Problem(_origin(path, layers), message) from error
+        raise Problem(_origin(path, layers), message + _sweep(content, path)) from error
     for path, message in impossible(cell):
-        raise Problem(_origin(path, layers), message)
+        raise Problem(_origin(path, layers), message + _sweep(content, path))
     return cell
+
+
+def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
+    """How a sweep over a setting is written whose value is a list, where lists do not multiply."""
+    at: Any = content
+    for step in path:
+        at = at[step] if isinstance(at, Mapping) and step in at else None
+    if not isinstance(at, list) or not path or path[0] in (*MULTIPLYING, "mesh", "meters"):
+        return ""
+    return "; a list here is no sweep: write a group, or a variant, for each value"
 
 
 def _with_file(
