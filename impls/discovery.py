@@ -194,7 +194,7 @@ class FunctionModules:
             for named in dict.fromkeys(
                 re.findall(
                     rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
-                    path.read_text(),
+                    path.read_text(encoding="utf-8"),
                     re.MULTILINE,
                 )
             )
@@ -213,7 +213,7 @@ def _source(place: EntryPoint) -> str:
     the entry point raises an error."""
     try:
         spec = importlib.util.find_spec(place.module)
-        return Path((spec and spec.origin) or "").read_text()
+        return Path((spec and spec.origin) or "").read_text(encoding="utf-8")
     except (ImportError, OSError):
         return ""
 

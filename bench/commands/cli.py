@@ -11,6 +11,7 @@ of the others is read from their files.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -137,6 +138,8 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     output = sys.stdout
     if output is None:
         return _complain("standard output is closed; send it to a file, or to /dev/null", 2)
+    if isinstance(output, io.TextIOWrapper):  # a character that its encoding lacks is written as its number
+        output.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
     except OSError:
@@ -159,6 +162,9 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain(error.format_message(), 2)
     except (UserError, DiscoveryError) as error:
         return _complain(str(error), 2, traced=True)
+    except UnicodeEncodeError as error:
+        around = shown(error.object[max(0, error.start - 60) : error.end + 60])
+        return _complain(f"{around} is no UTF-8; rename what has such a name", 2, traced=True)
     except MemoryError as error:
         return _complain(f"{_NO_MEMORY}: {error}".removesuffix(": "), 2, traced=True)
     except Exception as error:
@@ -177,7 +183,7 @@ def _fill_closed_streams() -> None:
         pass
     os.close(number)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _complain(text: str, code: int, *, traced: bool = False) -> int:
