@@ -8,6 +8,7 @@ are refused: what they construct are not the plain values that schemas describe.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -253,3 +254,29 @@ def dump(content: Any, *, flow: bool = False, width: int = 80, dumper: type[Dump
         content, Dumper=dumper, default_flow_style=flow, width=width, sort_keys=False, allow_unicode=True
     )
     return text
+
+
+class _OneLine(Dumper):
+    """Writes a text with line breaks or control characters in double quotes, these escaped."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_OneLine.add_representer(str, _OneLine.represent_text)
+_LONGEST_COMMENT = 200
+
+
+def scalar(value: Any) -> str:
+    """A value in one line of YAML, whatever its texts hold; what reads it gets an equal one."""
+    text = dump(value, flow=True, width=sys.maxsize, dumper=_OneLine)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def comment(text: str) -> str:
+    """A text as a comment of one line: what cannot be printed is escaped, what is long is cut."""
+    cut = text if len(text) <= _LONGEST_COMMENT else f"{text[: _LONGEST_COMMENT - 3]}..."
+    return "# " + "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut
+    )

@@ -37,10 +37,10 @@ def command(
     ranks: tuple[int, ...],
     output: Path,
 ) -> Output:
-    """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
+    """Write the simulated step of a cell as a trace for Perfetto.
 
-    The cell is one of SCENARIO, chosen by the options. It also says the memory of each class of ranks that
-    run the same program.
+    The cell is one of SCENARIO, chosen by the options; the trace has its step event by event. The command
+    also says the memory of each class of ranks that run the same program.
     """
     from spbench.bench.config.scenario import load_scenario
 
