@@ -18,7 +18,7 @@ def test_a_missing_library_is_one_line(
     monkeypatch.setattr(report, "NEEDED", ("altair", "no_such_module"))
     code, out, err = command_line("report", "--output", str(tmp_path / "site"))
     assert (code, out) == (2, "")
-    command = "pip install -c constraints.txt '.[report]'"  # as docs/report.md has it
+    command = "pip install -c constraints.txt -e '.[report]'"  # as docs/report.md has it
     assert command in (Path(__file__).parents[3] / "docs/report.md").read_text(encoding="utf-8")
     assert err.startswith(f"spbench: spbench report needs no_such_module: {command} (from PyPI")
 
