@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from os import PathLike, fspath
+from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -83,7 +84,7 @@ def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
     if "/" in name or name.endswith(SUFFIXES):
         path = Path(name).expanduser()
         with suppress(OSError, ValueError):  # of a name that no file can have
-            if path.exists():
+            if lexists(path):  # a link that leads nowhere is told when it is read
                 return path
         raise UserError(f"no {kind} file {name}")
     hint = suggestion(name, known, f"spbench list {kind}s")

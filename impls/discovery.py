@@ -229,6 +229,10 @@ def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
     return known[name]
 
 
+#: as commands take it: a comma separates names, "+" strategies, "/" folders, ":" a file from a name
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+
+
 class _Names:
     """What was found, by name, and where."""
 
@@ -239,6 +243,10 @@ class _Names:
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Add what was found at a place; the same object may be found several times."""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise DiscoveryError(
+                f"{place}: {name!r} is no name of a {self.what}: it needs letters, digits, '_', '-' or '.'"
+            )
         if name in self.values and self.values[name] is not value:
             raise DiscoveryError(
                 f"two of one name: {self.places[name]} and {place} are each a {self.what} named {name!r}; "

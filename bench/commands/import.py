@@ -52,7 +52,9 @@ def command(
     text = job.scenario_text()
     if output is None:
         return Output([text.removesuffix("\n")], {"scenario": text}, [{"scenario": text}])
-    if output.resolve() in [file.resolve() for file in files]:
+    from spbench.bench.user_files import resolved
+
+    if resolved(output) in [resolved(file) for file in files]:
         raise UserError(f"--output {output} is one of the files")
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")

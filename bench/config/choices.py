@@ -16,6 +16,7 @@ from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
+from spbench.bench.user_files import resolved
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
@@ -93,11 +94,11 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
         return [PLUS.join(each) for each in itertools.product(*parts)]
     file, _, name = text.partition(f"{loose_files.SUFFIX}:")
-    path = (folder / Path(file + loose_files.SUFFIX if name else file).expanduser()).resolve()
+    path = resolved(folder / Path(file + loose_files.SUFFIX if name else file).expanduser())
     if path.suffix != loose_files.SUFFIX:
         return [text]
     if not path.is_file():
-        raise UserError(f"unknown {kind} {text!r}: there is no file {path}")
+        raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
     try:
         module = loose_files.add(path)
     except Exception as error:
