@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.progress import SweepProgress, message, remark
-from spbench.bench.errors import suggestion
 from spbench.impls.outside_code import told
 from spbench.plots import FIGURES
 
@@ -230,9 +229,6 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
-    if figure not in FIGURES:
-        hint = suggestion(figure, FIGURES.names())
-        message(f"spbench: warning: no figure drawn: unknown figure {figure!r}{hint}")
     return _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
 
 

@@ -53,7 +53,9 @@ def command(
     text = job.scenario_text()
     if output is None:
         return Output([text.removesuffix("\n")], {"scenario": text}, [{"scenario": text}])
-    if output.resolve() in [path_and_part(file)[0].resolve() for file in files]:
+    from spbench.bench.user_files import resolved
+
+    if resolved(output) in [resolved(path_and_part(file)[0]) for file in files]:
         raise UserError(f"--output {output} is one of the files")
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")

@@ -16,11 +16,12 @@ from spbench.bench.config.choices import names
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.fit.suggestions import usual_strategies
 from spbench.bench.jobs.job_files import path_and_part, read_job
 from spbench.bench.jobs.torchtitan_files import has_configurations
-from spbench.bench.model_files import CONFIG, names_a_file
+from spbench.bench.model_files import CONFIG, names_a_file, remote_name
+from spbench.bench.user_files import read_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.axes import MESH_AXES, unused_axes
 from spbench.impls.loose_files import SUFFIX as PYTHON
@@ -109,8 +110,9 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
         return "model"
     if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         known = [*packaged(PACKAGE), *names("model")]
-        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
-        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
+        hint = suggestion(missing[0], known, "spbench list scenarios, spbench list models")
+        hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
+        raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
     return "job"
 
 
@@ -134,7 +136,7 @@ def _is_model(word: str) -> bool:
         return True
     if not names_a_file(word) or not path.is_file():
         return False
-    text = path.read_text(errors="replace")
+    text = read_file(path).decode(errors="replace")
     return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
 
 

@@ -11,7 +11,7 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.jobs import JOBS
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.other_programs import keyed_program, started_program
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import decoded, read_file
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
@@ -32,10 +32,7 @@ class JobFile:
     @property
     def text(self) -> str:
         """The content; UserError where it is not UTF-8."""
-        try:
-            return self.content.decode()
-        except UnicodeDecodeError as error:
-            raise self.wrong(f"not a text file in UTF-8 (byte {error.start})") from error
+        return decoded(self.path, self.content)
 
     def __str__(self) -> str:
         """Its name, as messages and titles have it."""

@@ -241,7 +241,7 @@ def test_stages_of_zero() -> None:
         ("zero1.json", '"stage": 1', '"stage": 1, "offload_param": {"device": "cpu"}', "below ZeRO-3"),
         ("zero1.json", '"stage": 1', '"stage": 1, "stage": 2', "'stage' is given twice"),
         ("zero1.json", '"stage": 1', '"stages": 1', r"did you mean zero_optimization.stage\?"),
-        ("zero1.json", "{", "[", "no JSON"),
+        ("zero1.json", "{", "[", "malformed JSON"),
         ("zero1.json", '"AdamW"', '"Lion"', "optimizer.type = Lion: another optimizer"),
         ("trainer.yaml", "max_length: 4096", "", "how long sequences are is not said"),
         (
