@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from spbench.bench.advise.looks import Depth
 from spbench.bench.cell import Cell
@@ -24,7 +24,11 @@ from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
 from spbench.bench.simulator.costs import RatesUnknown
+from spbench.bench.simulator.substitutes import Substitute
 from spbench.impls.layout import Unsupported
+
+#: a part of a step
+Named = TypeVar("Named", str, Substitute)
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,13 @@ class Step:
         seconds: "step" and what the step is made of, by name.
         parts: as :attr:`Measurement.parts`.
         forward_flops: of all ranks.
+        priced_by: as :attr:`Timeline.priced_by`.
     """
 
     seconds: Mapping[str, float]
     parts: Mapping[str, float]
     forward_flops: float
+    priced_by: Mapping[Substitute, float]
 
     @classmethod
     def of(cls, traces: ClassTraces) -> Step:
@@ -52,21 +58,21 @@ class Step:
             timeline = traces.simulator()()
         except RatesUnknown as error:
             raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
-        return cls(
-            {"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts, timeline.forward_flops
-        )
+        seconds = {"step": timeline.step_time_s, **timeline.breakdown}
+        return cls(seconds, timeline.parts, timeline.forward_flops, timeline.priced_by)
 
     def on(self, other: Step, times: float) -> Step:
         """This and ``times`` what another one has more."""
 
-        def grown(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
             return {
                 name: max(0.0, a.get(name, 0.0) + times * (b.get(name, 0.0) - a.get(name, 0.0)))
                 for name in {**a, **b}
             }
 
         flops = self.forward_flops + times * (other.forward_flops - self.forward_flops)
-        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts), flops)
+        of_both = grown(self.seconds, other.seconds), grown(self.parts, other.parts)
+        return Step(*of_both, flops, grown(self.priced_by, other.priced_by))
 
 
 def look(cell: Cell, depth: Depth) -> Measurement:
@@ -96,7 +102,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
     _set_bytes(found, cell)
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
-    add_step_time(found, cell, step.seconds["step"], breakdown)
+    add_step_time(found, cell, step.seconds["step"], breakdown, step.priced_by)
     found.parts = dict(step.parts)
     found.bound = bound_of({**found.breakdown, **found.parts})
     found.mfu = utilization(cell, step.forward_flops, step.seconds["step"])

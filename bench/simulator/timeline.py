@@ -23,6 +23,7 @@ from spbench.bench.simulator.program import (
     shifted,
 )
 from spbench.bench.simulator.step_parts import forward_flops, seconds_by_kind
+from spbench.bench.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
@@ -169,6 +170,14 @@ class Timeline:
             exposed["across_nodes"][steps.ranks] = waits.across
         all_parts = {**kinds, **exposed}
         return {f"{name}_s": float(s[self._world.stands_for].mean()) for name, s in all_parts.items()}
+
+    @property
+    def priced_by(self) -> dict[Substitute, float]:
+        """Seconds of what is priced by something else than a rate of its own, the mean over ranks: of
+        kernels, and of communication that moves bytes, hidden or not, on the first rank of each program."""
+        moving = (end[:, 0] - start[:, 0] for start, end in zip(self._start, self._end, strict=True))
+        of_programs = zip(self._world.steps, self._kernel_s, moving, strict=True)
+        return seconds_by_substitute(self._costs, of_programs, self.breakdown.get("host_s", 0.0))
 
     @property
     def forward_flops(self) -> float:

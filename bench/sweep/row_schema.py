@@ -23,6 +23,13 @@ class _Sent(TypedDict):
     sent_bytes: Number
 
 
+class _PricedBy(TypedDict):
+    work: Text
+    by: Text
+    grade: Text
+    share: Number
+
+
 class _ClassMemory(TypedDict, total=False):
     peak_memory_bytes: Number | None
     reserved_memory_bytes: Number | None
@@ -69,6 +76,7 @@ class _Measured(_Timed, total=False):
     mfu: Number | None
     calibration: Text
     rates: Text
+    priced_by: list[_PricedBy]
     losses: list[dict[Text, Signed | None]]
     errors: dict[Text, Number]
     meters: dict[Text, dict[str, Any]]
