@@ -56,6 +56,7 @@ class Found:
         traced: every look.
         impossible: why there is no layout at all; "" if there is one.
         prices: of the named layout's memory switches, and of those that it could have.
+        by_kernel: of the named layout, the times by other attention kernels over its own.
     """
 
     best: list[Seen] = field(default_factory=list)
@@ -66,3 +67,4 @@ class Found:
     traced: list[Seen] = field(default_factory=list)
     impossible: str = ""
     prices: list[Price] = field(default_factory=list)
+    by_kernel: dict[str, float] = field(default_factory=dict)

@@ -59,6 +59,7 @@ def report(
             "layouts": answer.records(),
             "why": answer.why(),
             "prices": [asdict(each) for each in answer.found.prices],
+            "attention_kernels": answer.found.by_kernel,
             "strategies": [_brief(seen) for seen in answer.found.of_strategies],
             "nearest": answer.found.nearest and _brief(answer.found.nearest),
             "impossible": answer.found.impossible,
@@ -136,6 +137,10 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
     else:
         yield Table(f"The best layouts: {asked}", [*_lines(answer)])
         yield _told_apart(answer)
+        if attention := answer.attention():
+            yield attention
+        if priced_by := answer.priced_by():
+            yield f"times rest on substitutes: {priced_by}"
         yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
         if found.prices:
             yield _prices(winner.cell, found.prices)

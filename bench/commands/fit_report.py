@@ -13,6 +13,7 @@ from spbench.bench.fit.proofs import Proofs
 from spbench.bench.fit.verdict import Verdict, gib, moment_text
 from spbench.bench.trust.bands import shown_band, with_band
 from spbench.bench.trust.memory_errors import PEAK, RESERVED, past_errors
+from spbench.bench.trust.priced_by import priced_by_in_words
 from spbench.bench.trust.shown import shown_price
 
 #: a part of the peak below which a kind is not worth a word
@@ -52,6 +53,9 @@ def report(
         sections.append(_cells_table(verdicts, others))
         sections.append(f"in detail: {fullest.cell.key}")
     sections += [str(fullest), *_detail(fullest), *_help(fullest, proofs, sizes)]
+    timed = [fullest.measurement, *(proof.measurement for proof in proofs.found)] if proofs else []
+    if priced_by := priced_by_in_words(timed):
+        sections.append(f"times rest on substitutes: {priced_by}")
     sections.append("\n".join(f"beside real machines: {each}" for each in errors))
     sections.append(f"not modelled: {'; '.join(NOT_MODELLED)}")
     records = [
@@ -65,6 +69,7 @@ def report(
         "detail": {
             "cell": fullest.cell.key,
             **{name: value for name, value in fullest.anatomy.items() if name != "curve"},
+            "priced_by": fullest.measurement.get("priced_by") or [],
             "by_class": fullest.measurement["by_class"],
             "nvidia_smi": fullest.nvidia_smi(),
         },

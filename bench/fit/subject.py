@@ -15,6 +15,7 @@ from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
 from spbench.bench.jobs.job_files import read_job
 from spbench.bench.model_files import CONFIG, names_a_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
@@ -181,6 +182,9 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
     remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    if ATTENTION not in asked.settings:
+        cell, said = with_usual_attention(cell)
+        remarks += [said] if said else []
     return [cell], remarks, settings
 
 

@@ -125,7 +125,7 @@ def test_each_change_is_there_as_it_is_typed_with_its_price_in_time(
 ) -> None:
     code, out, _ = fit(*longer(small_cards(tmp_path, 100)))
     assert code == 0
-    assert out.splitlines()[0].startswith("fits: no, 0.107")
+    assert out.splitlines()[0].startswith("fits: no, 0.113")
     assert "Single changes that make it fit" in out
     assert "| (as it is) " in out
     (line,) = (line for line in out.splitlines() if line.startswith("| model_options.recompute=full "))
