@@ -12,6 +12,9 @@ GRADES = {
     "extrapolated": "extrapolated",
 }
 
+#: so many of a grade are named, those with the largest shares
+MOST = 3
+
 
 def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
     """What the times of some measurements are priced by instead of a rate of its own, each with its largest
@@ -25,7 +28,9 @@ def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
     parts = []
     for grade, words in GRADES.items():
         of_grade = sorted(((-share, *key) for key, share in shares.items() if key[0] == grade))
-        told = [f"{work} ({-share:.0%}) by {by}" for share, _, work, by in of_grade]
+        told = [f"{work} ({-share:.0%}) by {by}" for share, _, work, by in of_grade[:MOST]]
+        if len(of_grade) > MOST:
+            told.append(f"{len(of_grade) - MOST} more")
         if told:
             parts.append(f"{words}: {', '.join(told)}")
     return "; ".join(parts)
