@@ -85,9 +85,8 @@ def fit_bands(request: Reproduction) -> Output:
     from spbench.bench.trust.error_model import ErrorModel
     from spbench.bench.trust.memory_errors import MEMORY_ERRORS_FILE
 
-    files = [
-        path for name in (*papers(), *WITHOUT_RATES) if (path := request.output / f"{name}.csv").exists()
-    ]
+    names = (*papers(), *WITHOUT_RATES)
+    files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _cells()
     seen = observations(records, cells)
     if not seen:
@@ -102,7 +101,7 @@ def fit_bands(request: Reproduction) -> Output:
     ]
     content = json.dumps(model.as_dict(), indent=1) + "\n"
     folder = PACKAGED if request.write else request.output
-    scored = request.output / f"{CASES}_errors.csv"
+    scored = request.earlier(f"{CASES}_errors.csv")
     of_cases = read_csv(scored)[1] if scored.exists() else []
     memory = json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":"))
     written = [

@@ -74,6 +74,7 @@ class _Measured(_Timed, total=False):
     parts: dict[Text, Signed | None]
     bound: Text
     mfu: Number | None
+    flops: dict[Text, Number]
     calibration: Text
     rates: Text
     priced_by: list[_PricedBy]
@@ -119,6 +120,7 @@ class _Machine(TypedDict, total=False):
 
 class _Provenance(TypedDict, total=False):
     spbench: Text | None
+    tree: Text | None
     commit: Text | None
     project_commit: Text | None
     torch: Text | None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
@@ -104,6 +104,7 @@ def verify(
     batch: int = 3,
     seq_len: int = 24,
     pool: Ranks | None = None,
+    expect: Callable[[int], None] = lambda cases: None,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
 
@@ -125,6 +126,7 @@ def verify(
         batch: samples; odd, so that nothing hides in an even split.
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
+        expect: told how many cases there are, before the first is run.
 
     Raises:
         KeyError: an unknown strategy, model, dtype or backend.
@@ -145,14 +147,19 @@ def verify(
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
-        for strategy, (name, preset) in itertools.product(nestings, presets.items()):
-            meshes = [mesh for size in world_sizes for mesh in _meshes(strategy, size)]
-            tried = _parts_and_variants(preset, parts)
-            for mesh, dtype, (part, varying) in itertools.product(meshes, dtypes, tried):
-                varied = set_options(preset, varying, f"model {name}")
-                case = Case(strategy, varied, part, dtype, **everywhere)
-                variant = _spelled({**varying, **chosen, **of_backend})
-                yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
+        cases = [
+            (strategy, name, mesh, dtype, part, varying)
+            for strategy, (name, preset) in itertools.product(nestings, presets.items())
+            for size in world_sizes
+            for mesh in _meshes(strategy, size)
+            for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts))
+        ]
+        expect(len(cases))
+        for strategy, name, mesh, dtype, part, varying in cases:
+            varied = set_options(presets[name], varying, f"model {name}")
+            case = Case(strategy, varied, part, dtype, **everywhere)
+            variant = _spelled({**varying, **chosen, **of_backend})
+            yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
 
 
 def _check_known(dtypes: Sequence[str], backend: str) -> None:
