@@ -261,8 +261,13 @@ def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
     """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
         return [], False
+    from spbench.plots.grid import NothingToDraw
+
     try:
         return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
+    except NothingToDraw as error:
+        message(f"spbench: the figure {figure} was not drawn: {error}; the results are kept")
+        return [], True
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")

@@ -18,12 +18,15 @@ class AttentionCall(NamedTuple):
     """Calls of a kernel that are alike.
 
     Attributes:
+        heads: of all sequences.
         length: the lesser of queries and keys.
     """
 
     direction: Direction
     mask: Mask
     head_size: int
+    heads: int
+    keys: int
     length: int
 
 
@@ -42,4 +45,5 @@ def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarra
         mask: Mask = "causal" if pairs < heads * queries * keys else "whole"
         direction: Direction = "backward" if backward else "forward"
         length = min(int(queries), int(keys))
-        yield AttentionCall(direction, mask, int(head_size), length), at[places == place]
+        call = AttentionCall(direction, mask, int(head_size), int(heads), int(keys), length)
+        yield call, at[places == place]
