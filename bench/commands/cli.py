@@ -24,7 +24,7 @@ import click
 from spbench.bench.commands.wrapping import for_stream
 from spbench.bench.errors import UserError, described, one_line, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules
-from spbench.impls.outside_code import exits_refused, place, raised
+from spbench.impls.outside_code import exits_refused, place
 
 COMMANDS = FunctionModules("spbench.bench.commands", "", "command", "spbench.commands", "commands")
 
@@ -178,12 +178,12 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
         if at := place(error):
-            return _complain(f"{at}: {raised(error)}", 2, traced=True)
-        return _complain(f"internal error: {raised(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
+            return _complain(f"{at}: {described(error)}", 2, traced=True)
+        return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
     except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         at = place(error) or f"{frame.f_code.co_filename}:{line}"
-        return _complain(f"{at}: {raised(error)}; nothing is taken for done", 2, traced=True)
+        return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
 
 
 def _fill_closed_streams() -> None:

@@ -112,8 +112,8 @@ def run_cells(
         files = [results.path]
         if comparisons:
             files.append(write_comparisons(comparisons, folder))
-    if unpriced := _unpriced(rows):
-        message(f"{scenario.name}: {unpriced}")
+    for said in filter(None, (_unpriced(rows), _substituted(rows))):
+        message(f"{scenario.name}: {said}")
     return Ran(rows, list(current.values()), comparisons, files)
 
 
@@ -186,6 +186,16 @@ def _unpriced(rows: Sequence[Row]) -> str:
             calls[name] = max(n, calls.get(name, 0))
     named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
     return f"timed by the bytes that they move alone, as their cost is not known: {named}" if calls else ""
+
+
+def _substituted(rows: Sequence[Row]) -> str:
+    """A line on the times of which work has no rate at all; "" if there are none."""
+    from spbench.bench.trust.priced_by import priced_by_in_words
+
+    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") == "substituted"]
+    if not missing:
+        return ""
+    return f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
 
 
 def opened_executor(address: str | None) -> AbstractContextManager[Executor | None]:

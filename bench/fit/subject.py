@@ -18,6 +18,7 @@ from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.fit.suggestions import usual_strategies
+from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
 from spbench.bench.jobs.job_files import path_and_part, read_job
 from spbench.bench.jobs.torchtitan_files import has_configurations
 from spbench.bench.model_files import CONFIG, names_a_file, remote_name
@@ -239,6 +240,9 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
     remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    if ATTENTION not in asked.settings:
+        cell, said = with_usual_attention(cell)
+        remarks += [said] if said else []
     return [cell], remarks, settings
 
 

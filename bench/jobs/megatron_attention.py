@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spbench.bench.clusters.attention_kernels import engines_choice
 from spbench.bench.jobs.megatron_container import (
     CONTAINER,
     DETERMINISTIC_FLASH_ATTENTION,
@@ -58,21 +59,17 @@ def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
 
 
 def _choose_attention(t: Translation, cluster: str) -> None:
-    """The kernel that TransformerEngine takes where it may (get_attention_backend of its
-    pytorch/attention/dot_product_attention/utils.py, and nvte_get_fused_attn_backend)."""
+    """The kernel that TransformerEngine takes where it may (:func:`engines_choice`, and
+    nvte_get_fused_attn_backend)."""
     card, generation = card_of(cluster)
     fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if t.environment.get(name) == "0"}
     deterministic = t.given.on("--deterministic-mode") or t.environment.get(fixed) == "0"
     dropout = t.given.share("--attention-dropout") > 0
-    fused = (
-        "NVTE_FUSED_ATTN" not in off
-        and generation >= 9
-        and not (generation >= 10 and deterministic and dropout)
-    )
+    fused = "NVTE_FUSED_ATTN" not in off and not (generation >= 10 and deterministic and dropout)
     undetermined = deterministic and runs_before(t, DETERMINISTIC_FLASH_ATTENTION)
-    flash = "NVTE_FLASH_ATTN" not in off and generation >= 8 and not undetermined
-    kernel = "cudnn" if fused else "flash" if flash else "unfused"
+    flash = "NVTE_FLASH_ATTN" not in off and not undetermined
+    kernel = engines_choice(generation, fused=fused, flash=flash)
     names = ["--attention-backend", *sorted(off)]
     if deterministic and (generation >= 10 or undetermined):
         names.append(fixed)
