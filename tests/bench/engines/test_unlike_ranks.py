@@ -82,7 +82,7 @@ def test_one_trace_says_what_each_rank_does(changes: dict[str, Any], tolerance: 
     ours, theirs = traces.simulator()(), each_traced(cell)
     assert ours.step_time_s == pytest.approx(theirs.step_time_s, rel=1e-9)
     assert ours.flops == pytest.approx(theirs.flops, rel=1e-12)
-    assert max(theirs.by_rank["compute"]) > 1.2 * theirs.by_rank["compute"].mean()
+    assert max(theirs.by_rank["compute"]) > 1.1 * theirs.by_rank["compute"].mean()
     for name, seconds in theirs.by_rank.items():
         if name != "hidden_communication":
             away = np.abs(ours.by_rank[name] - seconds).mean() / theirs.step_time_s
