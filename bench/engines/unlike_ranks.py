@@ -84,13 +84,21 @@ def _loads(
     return [load(found.configured(Place(sizes, {axis: rank}), chosen)) for rank in range(sizes[axis])]
 
 
+def _is_plain_text(cell: Cell) -> bool:
+    """Whether no layer attends to anything but all earlier positions of one text."""
+    sites = model_preset(*cell.model_arguments).sites(1, cell.shape[1])
+    return attended_of(cell).plain and not any("window" in site.dims for site in sites)
+
+
+def is_uneven_text(cell: Cell) -> bool:
+    """Whether ranks have unlike work of one text, which a balanced placement would even out."""
+    return _is_plain_text(cell) and bool(_unlike(cell))
+
+
 def marked_axis(cell: Cell) -> str | None:
     """The axis along which ranks have unlike work of which the last one's step says all (``marks_work``), so
     that they are of one class; None: there is none."""
-    if not attended_of(cell).plain:
-        return None
-    sites = model_preset(*cell.model_arguments).sites(1, cell.shape[1])
-    if any("window" in site.dims for site in sites):
+    if not _is_plain_text(cell):
         return None
     strategy = nesting(cell.strategy)
     for axis in strategy.axes:
