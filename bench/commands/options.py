@@ -5,6 +5,7 @@ Nothing here imports torch or pandas when it is imported, so that help is quick.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,8 @@ from typing import Any, Literal, TypeVar
 import click
 
 from spbench.bench.commands.forms import FORMS
-from spbench.bench.commands.output import Output
+from spbench.bench.commands.output import Output, View
+from spbench.bench.commands.progress import silence
 
 DEFAULT_FORM = "table"
 Function = Callable[..., Any]
@@ -132,6 +134,9 @@ changes = click.option(
     callback=_joined,
     help="Give the chosen cells another value of a setting, such as training.backend=zero1 or sizes.tp=2.",
 )
+quiet = click.option(
+    "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."
+)
 scenario = click.option(
     "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
 )
@@ -207,8 +212,9 @@ def shape(command: Command) -> Function:
 
 
 def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
-    """Add --format, and print in that form what the command returns: an :class:`Output`, or several, each as
-    soon as it is made. The command's exit code is the largest of theirs."""
+    """Add --format, --wide, --details and --quiet, and print in that form what the command returns: an
+    :class:`Output`, or several, each as soon as it is made. The command's exit code is the largest of theirs.
+    """
 
     @click.option(
         "--format",
@@ -218,13 +224,16 @@ def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
         show_default=True,
         help="What is printed.",
     )
+    @click.option("--wide", is_flag=True, help="On a terminal: all columns of tables, below rows if need be.")
+    @click.option("--details", is_flag=True, help="On a terminal: all sections, and all rows of tables.")
+    @quiet
     @functools.wraps(command)
-    def printed(form: str, **arguments: Any) -> int:
+    def printed(form: str, wide: bool, details: bool, **arguments: Any) -> int:
         show = FORMS.load(form)
         result = command(**arguments)
         code = 0
         for output in [result] if isinstance(result, Output) else result:
-            show(output, sys.stdout, sys.stderr)
+            show(dataclasses.replace(output, view=View(wide, details)), sys.stdout, sys.stderr)
             code = max(code, output.code)
         return code
 

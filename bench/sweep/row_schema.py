@@ -112,6 +112,7 @@ class _Machine(TypedDict, total=False):
 
 class _Provenance(TypedDict, total=False):
     spbench: Text | None
+    tree: Text | None
     commit: Text | None
     project_commit: Text | None
     torch: Text | None

@@ -92,6 +92,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
     source: ClassVar[str] = ""
+    #: whether training programs of the day offer it, so that `spbench fit` proposes it; not inherited
+    usual: ClassVar[bool] = False
     #: whether it can be around a strategy that spreads positions: its attention calls ``super()`` with some
     #: of the heads and every position that it was given
     can_enclose: ClassVar[bool] = False
@@ -105,6 +107,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.usual = bool(vars(cls).get("usual", False))
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
             known = ", ".join(MEETINGS)
             raise TypeError(

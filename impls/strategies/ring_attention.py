@@ -220,6 +220,7 @@ class RingAttention(PlacedChunks):
     """Sequence chunks whose keys and values travel round the ring, past the queries of each rank."""
 
     name = "ring_attention"
+    usual = True
     summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
     source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})

@@ -23,7 +23,7 @@ import pandas as pd
 import pytest
 import torch
 
-from spbench.bench.commands.forms.as_table import drawn
+from spbench.bench.commands.forms.as_table import markdown
 from spbench.bench.commands.output import Table
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.registries import absent, peers
@@ -120,7 +120,7 @@ def test_attention_beside_the_peers(
     benchmark.extra_info["lines"] = table
     shown = [{k: f"{v:.3g}" if isinstance(v, float) else v for k, v in line.items()} for line in table]
     with capsys.disabled():
-        print("", drawn(Table(f"{algorithm} on {ranks} ranks, {dtype}", shown), terminal=False), sep="\n")
+        print("", markdown(Table(f"{algorithm} on {ranks} ranks, {dtype}", shown)), sep="\n")
     if path := os.environ.get("SPBENCH_PEERS"):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

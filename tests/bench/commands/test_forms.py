@@ -49,7 +49,7 @@ def test_each_form_prints_its_part_of_a_report() -> None:
     assert shown("table", OUTPUT) == (
         "a paragraph\n\n"
         "A title\n| name | number |\n|------|--------|\n| a    |    1.5 |\n\n"
-        "a note\n\na/file\n",
+        "a/file\n\na note\n",
         "",
     )
 

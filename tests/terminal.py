@@ -1,0 +1,169 @@
+"""What a terminal shows, checked: no word is broken, no line goes past the edge, an answer has few lines.
+
+:func:`faults` is a pure function of the text on the screen; :func:`screen_of` draws an output as a terminal
+of some width would show it; :func:`run_in_a_terminal` runs a command in a pseudo-terminal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+from unittest.mock import patch
+
+from spbench.bench.commands.forms import as_table
+from spbench.bench.commands.output import Output, View
+
+WIDTHS = (80, 100, 120)
+_SHOW = as_table.show
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+#: what the form itself says of what it shows
+_OF_THE_FORM = {
+    word
+    for text in (
+        "in each row: not shown: ; --wide shows all",
+        "more rows row for other reasons reason --details shows all them files in and",
+    )
+    for word in text.split()
+}
+#: a number that counts or a time that was taken, which may differ from run to run
+_COUNT = re.compile(r"\(?[\d.,/:%]+\)?[,;:]?")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen_of(output: Output, width: int, view: View | None = None) -> str:
+    """An output as the table form draws it on a terminal, without escape sequences."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        terminal = _Terminal()
+        _SHOW(output if view is None else replace(output, view=view), terminal, terminal)
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    return plain(terminal.getvalue())
+
+
+def plain(text: str) -> str:
+    """A text without escape sequences and carriage returns."""
+    return _ESCAPES.sub("", text).replace("\r\n", "\n")
+
+
+def faults(screen: str, width: int, words: Collection[str], most_lines: int | None = None) -> list[str]:
+    """What is wrong with a screen.
+
+    Args:
+        screen: its text, without escape sequences.
+        words: those of the whole output; a piece of a word is none of them.
+        most_lines: that it may have.
+    """
+    lines = screen.splitlines()
+    found = [f"past the edge: {line!r}" for line in lines if len(line) > width and _can_be_broken(line)]
+    known = _OF_THE_FORM | {*words}
+    for word in dict.fromkeys(screen.split()):
+        if not {word, word.rstrip(",;:")} & known and not set(word) <= {"─"} and not _COUNT.fullmatch(word):
+            found.append(f"a broken word: {word!r}")
+    if most_lines is not None and len(lines) > most_lines:
+        found.append(f"{len(lines)} lines, at most {most_lines} are wanted")
+    return found
+
+
+def _can_be_broken(line: str) -> bool:
+    """Whether a line has more than one word: a path that is longer than the screen stays whole."""
+    return len(line.split()) > 1
+
+
+def words_of(output: Output) -> set[str]:
+    """Every word of an output, from its plain values."""
+    return {word for text in _texts(output) for raw in text.split() for word in (raw, raw.rstrip(",;:"))}
+
+
+def _texts(output: Output) -> Iterator[str]:
+    for section in (*output.sections, *output.details):
+        if isinstance(section, str):
+            yield section
+            yield section.split(": ")[0].split(" (")[0]
+            continue
+        yield section.title
+        yield section.title.split(": ")[0].split(" (")[0]
+        yield from section.folded.values()
+        for line in section.lines:
+            for name, value in line.items():
+                yield f"{name}: {name} {'' if value is None else value}"
+    yield from output.notes
+    for path in output.files:
+        yield f"{path} {path.parent} {path.name}"
+
+
+def faults_of(output: Output, most_lines: int | None = None, view: View | None = None) -> list[str]:
+    """What is wrong with an output on terminals of :data:`WIDTHS`, with the widths."""
+    words = words_of(output)
+    return [
+        f"{width} columns: {fault}"
+        for width in WIDTHS
+        for fault in faults(screen_of(output, width, view), width, words, most_lines)
+    ]
+
+
+@contextmanager
+def outputs_checked() -> Iterator[None]:
+    """Inside, whatever is printed in the form of tables must be without faults on terminals too.
+
+    Raises:
+        AssertionError: something is not.
+    """
+    found: list[str] = []
+
+    def checked(output: Output, out: TextIO, err: TextIO) -> None:
+        _SHOW(output, out, err)
+        found.extend(faults_of(output))
+
+    try:
+        with patch.object(as_table, "show", checked):
+            yield
+    finally:  # the command line makes an exit code of what is raised within it
+        assert not found, "\n".join(found)
+
+
+def run_in_a_terminal(
+    command: Sequence[str], width: int, folder: Path, timeout_s: float = 600
+) -> tuple[int, str]:
+    """The exit code of a command and what it wrote to a pseudo-terminal of so many columns; what goes to
+    standard error goes nowhere."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, cwd=folder, env=environment
+    ) as process:
+        os.close(theirs)
+        written = b"".join(_chunks(ours))
+        os.close(ours)
+        return process.wait(timeout_s), plain(written.decode())
+
+
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = os.read(descriptor, 65536)
+        except OSError:  # the other end is closed, as Linux says it
+            return
+        if not chunk:
+            return
+        yield chunk
