@@ -94,7 +94,8 @@ def _loads(
         return load(found.configured(Place(sizes, {axis: rank}), chosen))
 
     first, last = of_rank(0), of_rank(sizes[axis] - 1)
-    if not attended.documents and first == last:  # of one text the work grows with the rank, or is even
+    # of one text the work grows with the rank, or is even
+    if sizes[axis] == 1 or (not attended.documents and first == last):
         return [first] * sizes[axis]
     return [first, *map(of_rank, range(1, sizes[axis] - 1)), last]
 
