@@ -231,11 +231,13 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         (cell,) = expand({}, [group], {}, "", Path())
     except Problem as problem:
         raise UserError(f"{model}: {str(problem).removeprefix('groups[0].')}") from problem
+    cell, placed = _placed(cell, settings)
     taken = {
         "precision": cell.precision,
         "batch": cell.batch,
         "strategy": cell.strategy,
         "training.backend": cell.training.backend,
+        **placed,
     }
     said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
@@ -244,6 +246,26 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         cell, said = with_usual_attention(cell)
         remarks += [said] if said else []
     return [cell], remarks, settings
+
+
+def _placed(cell: Cell, settings: Mapping[str, Any]) -> tuple[Cell, dict[str, str]]:
+    """A cell whose placement is the usual one where nothing says which, and the setting: programs place text
+    zigzag where contiguous chunks would give ranks unlike work under its causal mask."""
+    name = "strategy_options.placement"
+    if cell.strategy == "single" or name in settings:
+        return cell, {}
+    from spbench.bench.engines.plan import plan
+    from spbench.bench.engines.unlike_ranks import is_uneven_text
+    from spbench.impls.layout import Unsupported
+
+    try:
+        if not is_uneven_text(cell):
+            return cell, {}
+        zigzag = changed(cell, {name: "zigzag"})
+        plan(zigzag)
+    except (Unsupported, ValueError):  # what cannot be run is said where it is traced
+        return cell, {}
+    return zigzag, {name: "zigzag"}
 
 
 def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:
