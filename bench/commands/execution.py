@@ -15,7 +15,7 @@ import click
 
 from spbench.bench.commands.progress import SweepProgress, message, remark
 from spbench.impls.outside_code import told
-from spbench.plots import FIGURES
+from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -258,8 +258,6 @@ def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
     """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
         return [], False
-    from spbench.plots.grid import NothingToDraw
-
     try:
         return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
     except NothingToDraw as error:
