@@ -65,7 +65,10 @@ class Measurement:
             these in training where no rank repeats or pads work of another; ``all``, those metered in all
             phases, with what backward computes again.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
-        rates: of a simulated step time, what the cluster's rates are; see :meth:`Cluster.rates_of`.
+        rates: of a simulated step time, what the cluster's rates are; see :func:`rates_of_step`.
+        priced_by: of a simulated step time, what has no rate of its own: ``work``, what it is priced ``by``,
+            the ``grade`` of that (:mod:`spbench.bench.simulator.substitutes`), and the ``share`` of the step
+            that such work takes by that price, hidden or not; the largest first.
         unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
             them by the bytes that they move alone.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
@@ -107,6 +110,7 @@ class Measurement:
     flops: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
     rates: str = ""
+    priced_by: list[dict[str, Any]] = field(default_factory=list)
     unpriced_operators: dict[str, int] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)

@@ -196,7 +196,7 @@ class FunctionModules:
             for named in dict.fromkeys(
                 re.findall(
                     rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
-                    path.read_text(),
+                    path.read_text(encoding="utf-8"),
                     re.MULTILINE,
                 )
             )
@@ -215,7 +215,7 @@ def _source(place: EntryPoint) -> str:
     the entry point raises an error."""
     try:
         spec = importlib.util.find_spec(place.module)
-        return Path((spec and spec.origin) or "").read_text()
+        return Path((spec and spec.origin) or "").read_text(encoding="utf-8")
     except (ImportError, OSError):
         return ""
 
@@ -231,6 +231,10 @@ def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
     return known[name]
 
 
+#: as commands take it: a comma separates names, "+" strategies, "/" folders, ":" a file from a name
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+
+
 class _Names:
     """What was found, by name, and where."""
 
@@ -241,6 +245,10 @@ class _Names:
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Add what was found at a place; the same object may be found several times."""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise DiscoveryError(
+                f"{place}: {name!r} is no name of a {self.what}: it needs letters, digits, '_', '-' or '.'"
+            )
         if name in self.values and self.values[name] is not value:
             raise DiscoveryError(
                 f"two of one name: {self.places[name]} and {place} are each a {self.what} named {name!r}; "

@@ -23,6 +23,7 @@ from spbench.bench.commands.options import (
 )
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import Progress
+from spbench.bench.config.changes import option_values
 from spbench.bench.config.choices import cell_names, check_known, names, option_mistakes, strategy_problem
 from spbench.bench.errors import UserError
 
@@ -175,9 +176,7 @@ def _options(
     Raises:
         UserError: one of the owners has no such option, or not with that value.
     """
-    import yaml
-
-    found = {name: yaml.safe_load(value) for name, value in given}
+    found = option_values(flag, given)
     for owner in owners:
         for path, problem in option_mistakes(section, owner, found):
             raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")

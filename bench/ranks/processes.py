@@ -271,7 +271,7 @@ def written_stacks(folder: Path, files: int | None = None) -> str:
             break
         time.sleep(STACKS_S / 20)
         before, sizes = sizes, [file.stat().st_size for file in _files(folder)]
-    texts = {file.name: file.read_text(errors="replace") for file in _files(folder)}
+    texts = {file.name: file.read_text(errors="replace", encoding="utf-8") for file in _files(folder)}
     return "".join(f"-- {name} --\n{text.rstrip()}\n" for name, text in texts.items() if text)
 
 

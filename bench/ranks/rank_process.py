@@ -195,7 +195,7 @@ def _write_operations_on_signal(name: str) -> None:
     def wait() -> None:
         while True:
             signal.sigwait([signal.SIGUSR2])
-            file.write_text(last_operations() or "none\n")
+            file.write_text(last_operations() or "none\n", encoding="utf-8")
 
     threading.Thread(target=wait, daemon=True).start()
 
