@@ -13,6 +13,7 @@ from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.ranking import (
     IN_BLOCKS,
+    NAMED,
     complexity,
     is_tie,
     parts_of,
@@ -25,8 +26,6 @@ from spbench.bench.config.changes import written
 from spbench.bench.fit.card_memory import CardMemory, card_memory
 from spbench.bench.trust.bands import packaged_model, with_band
 
-#: layouts that are named
-NAMED = 5
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "products_s": "products",
