@@ -15,15 +15,17 @@ import struct
 import subprocess
 import termios
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
+from unittest.mock import patch
 
-from spbench.bench.commands.forms.as_table import show
+from spbench.bench.commands.forms import as_table
 from spbench.bench.commands.output import Output, View
 
 WIDTHS = (80, 100, 120)
-#: wider than any output
-_EVERYTHING = 100_000
+_SHOW = as_table.show
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 #: what the form itself says of what it shows
 _OF_THE_FORM = {
@@ -49,7 +51,7 @@ def screen_of(output: Output, width: int, view: View | None = None) -> str:
     os.environ["COLUMNS"] = str(width)
     try:
         terminal = _Terminal()
-        show(output if view is None else replace(output, view=view), terminal, terminal)
+        _SHOW(output if view is None else replace(output, view=view), terminal, terminal)
     finally:
         if before is None:
             del os.environ["COLUMNS"]
@@ -99,7 +101,7 @@ def _texts(output: Output) -> Iterator[str]:
             yield section.split(": ")[0].split(" (")[0]
             continue
         yield section.title
-        yield section.title.split(" (")[0]
+        yield section.title.split(": ")[0].split(" (")[0]
         yield from section.folded.values()
         for line in section.lines:
             for name, value in line.items():
@@ -117,6 +119,26 @@ def faults_of(output: Output, most_lines: int | None = None, view: View | None =
         for width in WIDTHS
         for fault in faults(screen_of(output, width, view), width, words, most_lines)
     ]
+
+
+@contextmanager
+def outputs_checked() -> Iterator[None]:
+    """Inside, whatever is printed in the form of tables must be without faults on terminals too.
+
+    Raises:
+        AssertionError: something is not.
+    """
+    found: list[str] = []
+
+    def checked(output: Output, out: TextIO, err: TextIO) -> None:
+        _SHOW(output, out, err)
+        found.extend(faults_of(output))
+
+    try:
+        with patch.object(as_table, "show", checked):
+            yield
+    finally:  # the command line makes an exit code of what is raised within it
+        assert not found, "\n".join(found)
 
 
 def run_in_a_terminal(

@@ -38,12 +38,10 @@ class Step:
     Attributes:
         seconds: "step" and what the step is made of, by name.
         parts: as :attr:`Measurement.parts`.
-        forward_flops: of all ranks.
     """
 
     seconds: Mapping[str, float]
     parts: Mapping[str, float]
-    forward_flops: float
 
     @classmethod
     def of(cls, traces: ClassTraces) -> Step:
@@ -56,9 +54,7 @@ class Step:
             timeline = traces.simulator()()
         except RatesUnknown as error:
             raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
-        return cls(
-            {"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts, timeline.forward_flops
-        )
+        return cls({"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts)
 
     def on(self, other: Step, times: float) -> Step:
         """This and ``times`` what another one has more."""
@@ -69,8 +65,7 @@ class Step:
                 for name in {**a, **b}
             }
 
-        flops = self.forward_flops + times * (other.forward_flops - self.forward_flops)
-        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts), flops)
+        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts))
 
 
 def look(cell: Cell, depth: Depth) -> Measurement:
@@ -105,7 +100,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     add_step_time(found, cell, step.seconds["step"], breakdown)
     found.parts = dict(step.parts)
     found.bound = bound_of({**found.breakdown, **found.parts})
-    found.mfu = utilization(cell, step.forward_flops, step.seconds["step"])
+    found.mfu = utilization(cell, step.seconds["step"])
     return found
 
 

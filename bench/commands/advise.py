@@ -84,13 +84,13 @@ def command(
     jobs: int | None,
     executor: str | None,
 ) -> Output:
-    """Say which layout of a model is the fastest that fits: strategies, ranks along each axis, backend,
-    micro-batches and recomputation.
+    """Find the fastest layouts of a model that fit its cards.
 
-    Layouts are estimated, the promising ones traced with few layers and the best with all. Times that differ
-    by less than the errors of such predictions are a tie, and the simplest of them is named first. --set also
-    takes a figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What
-    was traced is kept, so that the same command goes on where it was stopped.
+    A layout is strategies, ranks along each axis, a backend, micro-batches and recomputation. Layouts are
+    estimated, the promising ones traced with few layers and the best with all. Times that differ by less than
+    the errors of such predictions are a tie, and the simplest of them is named first. --set also takes a
+    figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
+    is kept, so that the same command goes on where it was stopped.
     """
     from spbench.bench.advise.ask import answered
     from spbench.bench.advise.question import question, whole_numbers

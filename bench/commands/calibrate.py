@@ -91,7 +91,9 @@ def command(
     extends: str | None,
     **sizes: tuple[int, ...],
 ) -> Output:
-    """Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
+    """Fit or measure the rates of a cluster.
+
+    Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
     --fit), measure this machine (--engine), or read what benchmarks wrote (--from FILE...). The latter two
     write a cluster file for --cluster."""
     ways = [bool(scenario or table or fits), engine is not None, bool(logs)]

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import click
 
+from spbench.bench.commands.wrapping import for_stream
 from spbench.bench.errors import UserError
 from spbench.impls.discovery import DiscoveryError, FunctionModules
 
@@ -178,7 +179,7 @@ def _fill_closed_streams() -> None:
 def _complain(text: str, code: int, *, traced: bool = False) -> int:
     if traced and os.environ.get("SPBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
-    print(f"spbench: {' '.join(text.split())}", file=sys.stderr)
+    print(for_stream(f"spbench: {' '.join(text.split())}", sys.stderr), file=sys.stderr)
     return code
 
 

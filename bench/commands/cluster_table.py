@@ -29,7 +29,11 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
     memory = "no limit of memory" if usable is None else f"{usable / 2**30:.1f} GiB for tensors"
     node = f"{cluster.devices_per_node} a node, network cards: {cluster.network.nics_per_node}"
     return Output(
-        [f"{cluster.name}: {cluster.about}", f"{cluster.device.name}, {memory}; {node}", Table("", lines)],
+        [
+            f"{cluster.name}: {cluster.about}",
+            f"{cluster.device.name}, {memory}; {node}",
+            Table("", lines, COLUMNS, ("figure",)),
+        ],
         {"cluster": cluster.model_dump(mode="json"), "kinds_of_work": lines, "gaps": gaps},
         lines,
         COLUMNS,

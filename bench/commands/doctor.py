@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @many("--check", WORDS, "Only these checks; all if left out.")
 @printed
 def command(check: tuple[str, ...]) -> Output:
-    """Say what of Python, torch, CUDA, GPUs, ranks and disks works here, each with a remedy.
+    """Say what works on this machine, and how to mend the rest.
 
-    Exit code 1 if virtual ranks, or real ranks on CPUs, cannot run. Each check runs in a process of its own
-    with a time limit.
+    It looks at Python, torch, CUDA, GPUs, ranks and disks. Exit code 1 if virtual ranks, or real ranks on
+    CPUs, cannot run. Each check runs in a process of its own with a time limit.
     """
     from spbench.bench.doctor.check import checks, diagnose
     from spbench.bench.errors import UserError, suggestion
@@ -33,7 +33,7 @@ def command(check: tuple[str, ...]) -> Output:
     lines = [{key: value for key, value in asdict(line).items() if key != "is_needed"} for line in found]
     broken = [line.subject for line in found if line.is_needed and line.status == "missing"]
     return Output(
-        [Table("Diagnosis", lines)],
+        [Table("Diagnosis", lines, ("subject", "status", "found"), ("found", "remedy"))],
         {"works": not broken, "observations": [asdict(line) for line in found]},
         [asdict(line) for line in found],
         notes=[_summary(found, broken)],

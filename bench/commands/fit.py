@@ -94,7 +94,7 @@ def command(
     must_fit: bool,
     jobs: int | None,
 ) -> Output:
-    """Say whether a job fits the memory of its cards, by how much, and what would make it fit.
+    """Say whether a job fits its cards, and what would make it fit.
 
     SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
     config.json or .py file) with --cluster, --gpus and --seq-len. The answer has the fullest ranks, the step

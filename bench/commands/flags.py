@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def command(
     kind: str, scenario: str, narrowing: Narrowing, shape: Mapping[str, int | None], output: Path | None
 ) -> Output:
-    """Write the command or the configuration of a training program that does what one cell says.
+    """Write a cell as the flags of a training program.
 
     The KIND is the program's: megatron or torchtitan.
 
-    It is what `spbench import KIND` reads as that cell again. What the program has no argument for is refused
-    by name; how it makes the same in its own way is said.
+    It is the command or the configuration that `spbench import KIND` reads as that cell again. What the
+    program has no argument for is refused by name; how it makes the same in its own way is said.
     """
     from spbench.bench.atomic_write import write_whole
     from spbench.bench.config.choices import refusal

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from spbench.bench.commands.history_changes import changes_table, difference, target_text
 from spbench.bench.commands.options import printed
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.history.expectations import Target
     from spbench.bench.history.history import Assessment, History
     from spbench.bench.history.series import Series
     from spbench.bench.history.steps import Step
@@ -38,11 +38,11 @@ _IN_FULL, _AT_A_GLANCE = 3, 20
 )
 @printed
 def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted: Any) -> Output:
-    """Show metrics over the commits recorded in FOLDER, and their steps.
+    """Show metrics over the commits in FOLDER, and their steps.
 
-    Three series or fewer are shown commit by commit, more as an overview. A step has the range of commits
-    that holds its cause, for git log. FOLDER/targets.yaml has values that must be met, FOLDER/meant.yaml
-    the steps that were meant.
+    Three series or fewer are shown commit by commit, of more what changed, by strategy; the series are
+    details. A step has the range of commits that holds its cause, for git log. FOLDER/targets.yaml has values
+    that must be met, FOLDER/meant.yaml the steps that were meant.
     """
     from spbench.bench.history.history import read_history
 
@@ -50,12 +50,15 @@ def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted
     branch = branch if branch is not None else history.branches[0]
     assessments = [history.assess(series) for series in history.series(branch=branch, **wanted)]
     failing = [assessment for assessment in assessments if assessment.fails]
+    in_full = len(assessments) <= _IN_FULL
+    by_series = _sections(assessments)
     return Output(
-        _sections(assessments),
+        by_series if in_full else [*changes_table(assessments)],
         {"branch": branch, "fails": bool(failing), "series": list(map(_content, assessments))},
         [line for assessment in assessments for line in _records(assessment)],
         notes=[*_asides(history, branch), *_hints(folder, failing), _summary(assessments)],
         code=int(fail_on_regression and bool(failing)),
+        details=[] if in_full else by_series,
     )
 
 
@@ -109,7 +112,9 @@ def _sections(assessments: Sequence[Assessment]) -> list[Table]:
     else:
         tables = _overview(assessments)
     steps = [_step_line(a, step) for a in _worst_first(assessments) for step in reversed(a.steps)]
-    return [*tables, Table("Steps, of each series the newest first", steps)] if steps else tables
+    important = ("", "metric", "change", "commits", "before", "after")
+    title = "Steps, of each series the newest first"
+    return [*tables, Table(title, steps, important, ("cell", "meant", "also changed"))] if steps else tables
 
 
 def _over_commits(assessment: Assessment) -> Table:
@@ -123,15 +128,16 @@ def _over_commits(assessment: Assessment) -> Table:
                 "commit": point.commit.short,
                 "date": point.commit.date[:16].replace("T", " "),
                 "value": series.spelled(point.value),
-                "change": None if before is None else _difference(series, before, point.value),
+                "change": None if before is None else difference(series, before, point.value),
                 "": "; ".join(_remark(step) for step in came),
             }
         )
         before = point.value
     machine = f", {series.machine}" if series.machine else ""
     unit = f" ({series.unit})" if series.unit else ""
-    targets = "".join(f"; {_target(series, target)}" for target in assessment.targets)
-    return Table(f"{series.metric.name}{unit} of {series.cell}, {series.suite}{machine}{targets}", lines)
+    targets = "".join(f"; {target_text(series, target)}" for target in assessment.targets)
+    title = f"{series.metric.name}{unit} of {series.cell}, {series.suite}{machine}{targets}"
+    return Table(title, lines, below=("",))
 
 
 def _overview(assessments: Sequence[Assessment]) -> list[Table]:
@@ -144,7 +150,7 @@ def _overview(assessments: Sequence[Assessment]) -> list[Table]:
             "unit": a.series.unit,
             "commits": len(a.series.points),
             "steps": len(a.steps),
-            "target": "; ".join(_target(a.series, target) for target in a.targets),
+            "target": "; ".join(target_text(a.series, target) for target in a.targets),
             "machine": a.series.machine,
             "cell": a.series.cell,
             "suite": a.series.suite,
@@ -153,7 +159,8 @@ def _overview(assessments: Sequence[Assessment]) -> list[Table]:
     ]
     quiet = len(assessments) - len(shown)
     title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
-    return [Table(title, lines)] if lines else []
+    important = ("metric", "first", "last", "unit", "steps", "target")
+    return [Table(title, lines, important, ("cell",))] if lines else []
 
 
 def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
@@ -167,7 +174,7 @@ def _step_line(assessment: Assessment, step: Step) -> dict[str, Any]:
         "metric": series.metric.name,
         "before": series.spelled(step.before),
         "after": series.spelled(step.after),
-        "change": _difference(series, step.before, step.after),
+        "change": difference(series, step.before, step.after),
         "commits": step.commit_range,
         "kind": "drift" if step.drift else "step",
         "meant": step.meant,
@@ -180,22 +187,6 @@ def _step_line(assessment: Assessment, step: Step) -> dict[str, Any]:
 def _remark(step: Step) -> str:
     kind = f"{step.verdict}, a drift" if step.drift else step.verdict
     return f"{kind}: {step.commit_range}" + (f" (meant: {step.meant})" if step.meant else "")
-
-
-def _target(series: Series, target: Target) -> str:
-    limit = "at most" if series.metric.better == "smaller" else "at least"
-    missed = ": MISSED" if target.is_missed(series) else ""
-    return f"{limit} {series.spelled(target.value)}{missed}"
-
-
-def _difference(series: Series, before: float, after: float) -> str:
-    """A change as people read it: in percent; in units where that would be next to nothing."""
-    if before == after or series.metric.name == "status":
-        return ""
-    change = (after - before) / abs(before) if before else math.inf
-    if 1e-4 <= abs(change) < math.inf:
-        return f"{change:+.2%}"
-    return f"{after - before:+.6g} {series.unit}".strip()
 
 
 # -- for programs ----------------------------------------------------------------------------------------
@@ -255,7 +246,7 @@ def _step_content(step: Step) -> dict[str, Any]:
         "first_after": asdict(step.first_after.commit),
         "before": step.before,
         "after": step.after,
-        "change": step.change if math.isfinite(step.change) else None,
+        "change": step.change if isfinite(step.change) else None,
         "also_changed": step.also_changed,
         "meant": step.meant,
     }

@@ -28,9 +28,9 @@ def command(
     allow_unknown: bool,
     output: Path | None,
 ) -> Output:
-    """Write a scenario from the launch script or the configuration FILE... of a training program.
+    """Write a scenario from the files of a training job.
 
-    The KIND is the program's (spbench list jobs).
+    FILE... is its launch script or its configuration. The KIND is the program's (spbench list jobs).
 
     Every argument is mapped to a setting, known to change nothing that is counted, or refused by name.
     Nothing in the files is run. The comment beside each line is the argument that it came from.

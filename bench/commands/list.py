@@ -7,6 +7,7 @@ has changed since it was listed last (:mod:`spbench.bench.declarations`).
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -18,7 +19,7 @@ import click
 from spbench.bench.calibration import LOGS
 from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.options import files_of, path_option, printed
-from spbench.bench.commands.output import Output
+from spbench.bench.commands.output import Output, Table
 from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.exports import EXPORTS
@@ -39,6 +40,7 @@ _OF_FILES = {
 _OF_CLASSES = {
     "strategies": "impls.registries:strategies",
     "peers": "impls.registries:peers",
+    "as-published": "impls.registries:as_published",
     "models": "impls.models.model:models",
     "backends": "impls.registries:backends",
     "engines": "bench.engines.engine:engines",
@@ -55,9 +57,11 @@ _OF_FUNCTIONS: dict[str, FunctionModules] = {
 }
 #: in the order in which they are printed
 _KINDS = (
-    *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
-    *("quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
+    *("scenarios", "strategies", "peers", "as-published", "models", "clusters", "backends", "engines"),
+    *("meters", "quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
 )
+#: of a kind that are named where all kinds are listed
+_NAMED = 3
 #: the kind of which one can be shown, by its name
 _ONE = "cluster"
 
@@ -70,11 +74,12 @@ _ONE = "cluster"
 @path_option("--figure", "With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
 @printed
 def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
-    """List what there is of a KIND, or of every kind if none is named; or what is known of the cluster NAME.
+    """List scenarios, strategies, models, clusters and the rest.
 
-    Kinds: scenarios, strategies, peers, models, clusters, backends, engines, meters, quantities, answers,
-    forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by kind of work, each
-    with its source, and what is not known; NAME may be a file of yours.
+    It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
+    as-published (code that papers compare with, whose function is not the model's), models, clusters,
+    backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the
+    rates of one by kind of work, each with its source, and what is not known; NAME may be a file of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(
@@ -87,8 +92,9 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     if figure is not None:
         raise UserError("--figure is of one cluster: spbench list cluster NAME --figure FILE.png")
     content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
+    paragraphs = [_paragraph(name, of_kind) for name, of_kind in content.items()]
     return Output(
-        [_paragraph(name, of_kind) for name, of_kind in content.items()],
+        paragraphs if kind else [_overview(content)],
         content,
         [
             {"kind": name, "name": entry, "about": text}
@@ -96,7 +102,18 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
             for entry, text in of_kind.items()
         ],
         ["kind", "name", "about"],
+        notes=[] if kind else ["spbench list KIND has all of a kind, with a line about each"],
+        details=[] if kind else paragraphs,
     )
+
+
+def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
+    """How many there are of each kind, and the first of them."""
+    lines = [
+        {"kind": kind, "": len(of_kind), "such as": ", ".join([*of_kind][:_NAMED])}
+        for kind, of_kind in content.items()
+    ]
+    return Table("What there is", lines, below=("such as",))
 
 
 def entries(kind: str) -> dict[str, str]:
@@ -134,19 +151,27 @@ def _about_strategy(cls: type[Strategy]) -> str:
 
 
 def _about_model(model: Any) -> str:
-    sizes = {field.name: getattr(model, field.name) for field in fields(model)}
-    return ", ".join(f"{name} {value}" for name, value in sizes.items() if type(value) is int)
+    """Its whole numbers, but switches that are off, as they usually are."""
+    sizes = {field.name: (getattr(model, field.name), field.default) for field in fields(model)}
+    return ", ".join(
+        f"{name} {value}"
+        for name, (value, usual) in sizes.items()
+        if type(value) is int and (value > 1 or value != usual)
+    )
 
 
 def _first_sentence(documented: object) -> str:
     paragraph = (inspect.getdoc(documented) or "").split("\n\n")[0]
-    return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
+    return _ROLE.sub(r"\1", " ".join(paragraph.split()).split(". ")[0].rstrip("."))
 
 
+#: markup of docstrings around a name, as :class:`Name`
+_ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
 #: what is said of a class, or of a model, where that is not the first sentence of its docstring
 _ABOUT: dict[str, Callable[[Any], str]] = {
     "strategies": _about_strategy,
     "peers": _about_strategy,
+    "as-published": lambda cls: f"{_about_strategy(cls)}: {cls.departs}",
     "models": _about_model,
     "engines": lambda cls: cls.summary,
 }

@@ -26,7 +26,9 @@ def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
         return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
     usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
     only = next(iter(usable)) if len(usable) == 1 else None
-    return Table("Memory of each rank class at each step" + (f", of {_gib(only)} GiB" if only else ""), lines)
+    title = "Memory of each rank class at each step" + (f", of {_gib(only)} GiB" if only else "")
+    important = ("rank", "stage", "step", "fits", "peak GiB", "reserved GiB", "in")
+    return Table(title, lines, important, ("cell", "held at the peak (GiB)"))
 
 
 def _lines(measurement: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

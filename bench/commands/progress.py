@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
+from spbench.bench.commands.wrapping import for_stream
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import Task
@@ -38,7 +40,7 @@ def is_quiet() -> bool:
 
 def message(text: str) -> None:
     """Print a line on standard error, at once."""
-    print(text, file=sys.stderr, flush=True)
+    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def remark(text: str) -> None:
@@ -52,14 +54,14 @@ class Progress:
     what is being done, which is taken away at the end; elsewhere a line at each tenth. A context manager.
 
     Args:
-        total: steps of the task; None: its share is told with :meth:`at`.
+        total: steps of the task; None: its share is told with :meth:`at`, or not known.
     """
 
     def __init__(self, total: int | None = None):
         self.total, self.done = total, 0
         self._tenth = 0
-        self._bar = _bar() if sys.stderr.isatty() and not is_quiet() else None
-        self._task = None if self._bar is None else self._bar.add_task("starting", total=1.0)
+        self._bar = _bar() if total != 0 and sys.stderr.isatty() and not is_quiet() else None
+        self._task = None if self._bar is None else self._bar.add_task("starting", total=None)
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -70,6 +72,10 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
+    def expect(self, total: int) -> None:
+        """Say how many steps there are, where that is known only now."""
+        self.total = total
+
     def now(self, text: str) -> None:
         """Say what is being done."""
         if self._bar and self._task is not None:
@@ -77,22 +83,23 @@ class Progress:
 
     def at(self, text: str, share: float) -> None:
         """Say what is being done, and the share of the task that is behind, of 1."""
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, description=text, completed=share)
-        elif int(share * _TENTHS) > self._tenth and not is_quiet():
-            message(f"[{share:.0%}] {text}")
-        self._tenth = max(self._tenth, int(share * _TENTHS))
+        self.now(text)
+        self._advance(f"[{share:.0%}] {text}", share)
 
     def step(self, text: str, *, is_fault: bool = False) -> None:
         """A step is done; ``text`` says what came of it, which stays on the screen if it is a fault."""
-        assert self.total is not None
+        assert self.total, "the number of steps is not known"
         self.done += 1
-        line = f"[{self.done}/{self.total}] {text}"
-        tenth = self.done * _TENTHS // self.total
+        self._advance(f"[{self.done}/{self.total}] {text}", self.done / self.total, is_fault=is_fault)
+
+    def _advance(self, line: str, share: float, *, is_fault: bool = False) -> None:
+        tenth = int(share * _TENTHS + 1e-9)
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=self.done / self.total)
+            self._bar.update(self._task, total=1.0, completed=share)
             if is_fault:
-                self._bar.console.print(line, style="red", soft_wrap=True, markup=False)
+                self._bar.console.print(
+                    for_stream(line, sys.stderr), style="red", soft_wrap=True, markup=False
+                )
         elif is_fault or (tenth > self._tenth and not is_quiet()):
             message(line)
         self._tenth = max(self._tenth, tenth)
@@ -119,30 +126,30 @@ class SweepProgress(Progress):
         self._describe()
 
     def _describe(self) -> None:
-        self.now(f"{self.done}/{self.total} cells; now {', '.join(map(_label, self.running))}")
+        self.now(f"{self.done} of {self.total} cells; now {', '.join(map(_label, self.running))}")
 
 
 def _bar() -> Bar:
     from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn
+    from rich.progress import BarColumn, ProgressColumn, TextColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
     from rich.text import Text
 
-    class TimeLeft(ProgressColumn):
-        """The time that is left if the rest goes as what is done; until something is, what was taken."""
+    class Share(ProgressColumn):
+        """The share that is done and the time that is left if the rest goes alike; the time that was taken
+        until something is known."""
 
         def render(self, task: Task) -> Text:
             taken = task.elapsed or 0.0
-            if not task.completed:
+            if not task.total or not task.completed:
                 return Text(_spelled(taken))
-            return Text(f"{_spelled(taken * (1 / task.completed - 1))} left")
+            return Text(f"{task.completed:.0%}, {_spelled(taken * (1 / task.completed - 1))} left")
 
     one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Bar(
         BarColumn(bar_width=16),
-        TaskProgressColumn(),
-        TimeLeft(),
+        Share(),
         TextColumn("{task.description}", markup=False, table_column=one_line),
         console=Console(stderr=True, highlight=False),
         transient=True,

@@ -29,10 +29,11 @@ from spbench.bench.commands.output import Output
 @click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
 @printed
 def command(results: Path, history: Path, **naming: Any) -> Output:
-    """Keep the metrics of RESULTS, with commit and machine, as a file in a history.
+    """Keep the metrics of RESULTS as a file in a history.
 
-    RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a file of pytest-benchmark. Results of
-    changed files or several commits are refused. Recording the same run again changes nothing.
+    Commit and machine are kept too. RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a
+    file of pytest-benchmark. Results of changed files or several commits are refused. Recording the same run
+    again changes nothing.
     """
     from spbench.bench.history.from_results import Naming, add_record, record_of
 

@@ -30,10 +30,11 @@ _LISTED = 5
 )
 @printed
 def command(output: Path, results: Path | None, history: Path | None, baseline: Path | None) -> Output:
-    """Write a static site of the results: OUTPUT/index.html, which opens without a server or a network.
+    """Write a static site of the results.
 
-    It shows each paper beside our numbers, the strategies, the gate and its history, and every cell. It is
-    made of results/runs where that is there, and of the files that are committed with the code.
+    OUTPUT/index.html opens without a server or a network. It shows each paper beside our numbers, the
+    strategies, the gate and its history, and every cell. It is made of results/runs where that is there, and
+    of the files that are committed with the code.
     """
     _check_installed()
     from spbench.bench.report.build import build, check_place

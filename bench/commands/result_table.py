@@ -16,6 +16,9 @@ from spbench.plots.series import differing
 
 _GIB, _MIB = 2**30, 2**20
 
+#: columns of what was searched for
+_SEARCHED = ("max seq_len", "max batch")
+
 #: shares of a simulated step that have columns of their own, by the parts of its breakdown
 _SHARES = {
     "compute": ("compute_s",),
@@ -24,6 +27,12 @@ _SHARES = {
     "host": ("overhead_s", "host_s"),
 }
 
+#: what tells rows apart and what people look for first, in the order in which a terminal gives them room
+_IMPORTANT = (
+    *("model", "strategy", "GPUs", "mesh", "options", *_SEARCHED, "batch", "seq_len", "step", "status"),
+    *("peak GiB", "tokens/s", "MFU", "reserved GiB", "sent MiB/GPU"),
+)
+
 #: shown once in the title where all rows agree
 _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 
@@ -31,7 +40,7 @@ _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 def result_table(title: str, rows: Sequence[Row]) -> Table:
     """A line for each row, with a column for each loss of the models trained, and two where cells differ in
     the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
-    in common stands in the title."""
+    in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
     flats = [flat(row) for row in rows]
     shared = {name: flats[0][name] for name in _SHARED if len({entry[name] for entry in flats}) == 1}
     options = _options([Cell.model_validate(row["cell"]) for row in rows])
@@ -61,7 +70,20 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         line["reason"] = None if timed else entry["reason"] or None
         lines.append(line)
     common = ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, ""))
-    return Table(f"{title} ({common})", lines)
+    return Table(f"{title} ({common})", lines, _IMPORTANT, ("options", "reason"), _unsupported(rows))
+
+
+def _unsupported(rows: Sequence[Row]) -> dict[int, str]:
+    """The rows that are unsupported, by their index, with the reason and the strategies that share it."""
+    reasons = {
+        index: f"unsupported: {row['reason']}"
+        for index, row in enumerate(rows)
+        if row["status"] == "unsupported"
+    }
+    sharing: dict[str, dict[str, None]] = {}
+    for index, reason in reasons.items():
+        sharing.setdefault(reason, {})[rows[index]["cell"]["strategy"]] = None
+    return {index: f"{reason} ({', '.join(sharing[reason])})" for index, reason in reasons.items()}
 
 
 def _measured(entry: Mapping[str, Any], tie: bool | None) -> Iterator[tuple[str, Any]]:
@@ -123,4 +145,5 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """A line for each published number, ours beside it."""
     lines = [{"claim": c.claim, "variant": c.variant, **compared(vars(c))} for c in comparisons]
-    return Table("Published and ours (relative error: ours / published - 1)", lines)
+    title = "Published and ours (relative error: ours / published - 1)"
+    return Table(title, lines, ("claim", "published", "ours", "relative error", "role"), ("claim", "note"))

@@ -83,7 +83,7 @@ def command(
     require: str | None,
     dry_run: bool,
 ) -> Output:
-    """Run a scenario's cells, and compare them with what was published.
+    """Run a scenario's cells, beside what was published.
 
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
     model, strategy, code or torch has changed since is run again.
@@ -144,7 +144,8 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
         for cell in cells
     ]
     title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
-    return Output([Table(title, lines)], lines, lines)
+    table = Table(title, lines, ("model", "strategy", "GPUs", "asked", "now"), ("now", "cell"))
+    return Output([table], lines, lines)
 
 
 def _asked(cell: Cell) -> str:
@@ -158,6 +159,7 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     that of each class of ranks too."""
     from spbench.bench.commands.memory_table import memory_table
     from spbench.bench.commands.result_table import comparison_table, result_table
+    from spbench.bench.commands.run_verdict import verdict
     from spbench.bench.sweep.results import finite, flat_rows
     from spbench.bench.trust.bands import TIE_LEGEND, tied, with_band
 
@@ -176,4 +178,5 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
         "comparison": [dataclasses.asdict(entry) for entry in ran.comparisons],
         "files": [str(path) for path in files],
     }
-    return Output(sections, finite(content), flat_rows(ran.rows), files=files, code=code)
+    notes = verdict(ran.rows, ran.comparisons)
+    return Output(sections, finite(content), flat_rows(ran.rows), notes=notes, files=files, code=code)

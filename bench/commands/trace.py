@@ -37,9 +37,10 @@ def command(
     ranks: tuple[int, ...],
     output: Path,
 ) -> Output:
-    """Write the simulated step of one cell, event by event, as a trace that Perfetto opens.
+    """Write the simulated step of a cell as a trace for Perfetto.
 
-    It also says the memory of each class of ranks that run the same program.
+    The trace has the step event by event. The command also says the memory of each class of ranks that run
+    the same program.
     """
     from spbench.bench.config.scenario import load_scenario
 

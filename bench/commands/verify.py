@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import fill, shorten
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -22,7 +22,7 @@ from spbench.bench.commands.options import (
     printed,
 )
 from spbench.bench.commands.output import Output, Table
-from spbench.bench.commands.progress import message
+from spbench.bench.commands.progress import Progress
 from spbench.bench.config.choices import cell_names, check_known, names, option_mistakes, strategy_problem
 from spbench.bench.errors import UserError
 
@@ -62,9 +62,10 @@ def command(
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
-    """Check strategies against the single-device model on real ranks: outputs and every gradient.
+    """Check outputs and every gradient against a single device.
 
-    A strategy is a name, or names with plus signs, one around the next: tensor_parallel+ring_attention.
+    Strategies run on real ranks. A strategy is a name, or names with plus signs, one around the next:
+    tensor_parallel+ring_attention.
     """
     strategy += _installed_peers() if peers else ()
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
@@ -82,7 +83,8 @@ def command(
 
     strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
     ranks_on = chosen_device(device or "available")
-    with kept_verdicts(output, {"backend": backend, "device": ranks_on, **_made_now()}) as lines:
+    made = {"backend": backend, "device": ranks_on, **_made_now()}
+    with kept_verdicts(output, made) as lines, Progress() as progress:
         for row in cases.verify(
             strategies or None,
             list(model) or None,
@@ -93,9 +95,11 @@ def command(
             backend=backend,
             backend_options=backend_options,
             device=ranks_on,
+            expect=progress.expect,
         ):
             lines.append(finite(dataclasses.asdict(row)))
-            message(f"{_spelled(row)}: {row.status}")
+            progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
+            progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
     return Output(
         _sections(lines),
@@ -103,7 +107,8 @@ def command(
         lines,
         notes=[", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"],
         files=[output / VERDICTS_FILE] if output is not None else [],
-        code=0 if counts["green"] and counts["green"] + counts["unsupported"] == len(lines) else 1,
+        code=0 if lines and set(counts) <= _NO_FAULTS and set(counts) != {"unsupported"} else 1,
+        details=_each([line for line in lines if line["status"] in ("green", "unsupported")]),
     )
 
 
@@ -172,11 +177,42 @@ def _options(
     return found
 
 
+#: what no case is wrong for
+_NO_FAULTS = {"green", "unsupported", "as published"}
+
 #: characters of a variant in the table; JSON and CSV have all
 _VARIANT = 36
 
 
 def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
+    """The verdicts by strategy, and each of those that are not green or unsupported."""
+    wrong = [row for row in rows if row["status"] not in ("green", "unsupported")]
+    return [_by_strategy(rows), *_each(wrong)] if rows else []
+
+
+def _by_strategy(rows: Sequence[Mapping[str, Any]]) -> Table:
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["strategy"], row["dtype"]), []).append(row)
+    lines = []
+    for (strategy, dtype), mine in groups.items():
+        counts = Counter(row["status"] for row in mine)
+        worst = max((row["error"] for row in mine if row["status"] == "green"), default=None)
+        limits = [row["limit"] for row in mine if row["limit"] is not None]
+        lines.append(
+            {
+                "strategy": strategy,
+                "dtype": dtype,
+                **{status: counts[status] or None for status in dict.fromkeys(("green", *counts))},
+                "worst green error": None if worst is None else f"{worst:.1e}",
+                "limit": f"{min(limits):.1e}" if limits else None,
+            }
+        )
+    names = dict.fromkeys(name for line in lines for name in line)
+    return Table("Verdicts by strategy", [{name: line.get(name) for name in names} for line in lines])
+
+
+def _each(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
     """The table of verdicts, and below it what is said of those that are not green, each text once."""
     if not rows:
         return []
@@ -194,10 +230,10 @@ def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
         for row in rows
     ]
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
-    reasons = [
-        fill(f"({number}) {text}", 110, subsequent_indent="    ") for number, text in enumerate(texts, 1)
-    ]
-    return [Table(title, lines), "\n".join(reasons)]
+    important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
+    reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
+    table = Table(title, lines, important, ("variant",))
+    return [table, "\n".join(["Why, by the numbers of the table:", *reasons])] if reasons else [table]
 
 
 def _why(row: Mapping[str, Any]) -> str:

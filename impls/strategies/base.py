@@ -99,6 +99,9 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     can_enclose: ClassVar[bool] = False
     #: distributions beside torch whose code it calls where positions meet; peers have some
     requires: ClassVar[tuple[str, ...]] = ()
+    #: whether it marks what it computes for blocks of lower ranks (:func:`work_of`), so that the last rank's
+    #: step says what each rank does; of a class that overrides how positions meet, only if it says so itself
+    marks_work: ClassVar[bool] = False
     #: whether the dim along which a grid is cut changes during a step
     moves_grid: ClassVar[bool] = False
 

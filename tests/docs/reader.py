@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spbench.bench.commands.cli import exit_code
 from tests.docs.blocks import ROOT, Block, Command, simple_commands
+from tests.terminal import outputs_checked
 
 #: how a quoted error begins, which is how every one of ours does
 ERROR = "spbench: "
@@ -77,7 +78,7 @@ class Reader:
         if not self.in_process:
             return self._subprocess("bash", "-c", f"set -o pipefail; {line}")
         out, err, code = io.StringIO(), io.StringIO(), 0
-        with chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
+        with chdir(self.folder), redirect_stdout(out), redirect_stderr(err), outputs_checked():
             for program, *arguments in simple_commands(line):
                 assert program == "spbench", f"mark the block as slow: {line}"
                 code = code or exit_code(arguments)
@@ -87,7 +88,7 @@ class Reader:
         programs = self.folder / ".programs"
         if not programs.exists():
             programs.mkdir()
-            for name, what in (("spbench", "-m spbench"), ("python", "")):
+            for name, what in (("spbench", "-m tests.docs.checked_spbench"), ("python", "")):
                 (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n')
                 (programs / name).chmod(0o755)
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"

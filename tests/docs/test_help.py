@@ -21,6 +21,13 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert usage.count("\n") == 0, f"words are broken over lines: {usage}"
 
 
+def test_the_list_of_commands_cuts_no_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(["--help"])
+    helps = capsys.readouterr().out.split("Commands:\n")[1].splitlines()
+    assert [line.split()[0] for line in helps] == COMMANDS.names()
+    assert not [line for line in helps if line.endswith("...")]
+
+
 @pytest.mark.parametrize("name", COMMANDS.names())
 def test_every_command_and_option_says_what_it_is_for(name: str) -> None:
     command = COMMANDS.load(name)

@@ -10,7 +10,7 @@ from typing import TextIO
 from spbench.bench.commands.forms.columns import filled, is_number, text_of
 from spbench.bench.commands.output import Output, Table
 
-#: files of a folder that a terminal names
+#: files of a folder, and sections that are not shown, which a terminal names
 _NAMED = 3
 
 
@@ -40,15 +40,16 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
         yield screen.paragraph(section) if isinstance(section, str) else screen.table(section)
     yield screen.paragraph("\n".join(_files_by_folder(output.files)))
     if output.details and not output.view.details:
-        yield screen.aside(f"--details shows: {'; '.join(map(_name_of, output.details))}")
+        names = [*dict.fromkeys(map(_name_of, output.details))]
+        yield screen.aside(f"--details shows: {_first(names, '; ')}")
     yield screen.paragraph("\n".join(output.notes))
 
 
 def _name_of(section: Table | str) -> str:
-    """What a section is called where it is not shown: a table's title, a paragraph's words before the colon,
-    each without what stands in brackets."""
-    title = section.title if isinstance(section, Table) else section.split("\n")[0].split(": ")[0]
-    return title.split(" (")[0]
+    """What a section is called where it is not shown: the first words of its title or text, without what
+    stands after a colon or in brackets."""
+    title = section.title if isinstance(section, Table) else section.split("\n")[0]
+    return title.split(": ")[0].split(" (")[0].rstrip(":")
 
 
 def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:
@@ -60,8 +61,13 @@ def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:
         if len(paths) <= _NAMED:
             yield from map(str, paths)
         else:
-            named = ", ".join(path.name for path in paths[:_NAMED])
-            yield f"{len(paths)} files in {folder}: {named} and {len(paths) - _NAMED} more"
+            yield f"{len(paths)} files in {folder}: {_first([path.name for path in paths])}"
+
+
+def _first(texts: Sequence[str], between: str = ", ") -> str:
+    """A list cut to its first entries, with a count of the others."""
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return f"{between.join(texts[:_NAMED])}{more}"
 
 
 def markdown(table: Table) -> str:

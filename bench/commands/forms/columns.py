@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.commands.output import Table, View
+from spbench.bench.commands.wrapping import GAP
 
-#: between columns
-GAP = "  "
+#: characters that a sentence has at the least where it is broken within its column
+_NARROW = 28
 
 
 def text_of(value: Any) -> str:
@@ -41,7 +41,8 @@ class Layout:
     Attributes:
         lines: those that are shown.
         same: the columns that have one value in all of them, which is said once.
-        beside: the columns of the rows, in order, with their widths in characters.
+        beside: the columns of the rows, in order, with their widths in characters; a value that is longer is
+            broken between words.
         below: the sentences that stand below each row, a line each.
         joined: further columns that stand below each row, in one line.
         left_out: the columns that are not shown.
@@ -102,12 +103,17 @@ def _by_importance(table: Table, names: Sequence[str]) -> list[str]:
 def _with_room(
     table: Table, lines: Sequence[Mapping[str, Any]], names: Sequence[str], width: int
 ) -> dict[str, int]:
-    """The columns of a row with their widths; what room is left goes to names of several words."""
+    """The columns of a row with their widths. A sentence that most rows have is broken within the room that
+    is left, if there is some; otherwise what is left goes to names of several words."""
     taken: dict[str, int] = {}
     left = width + len(GAP)
     for name in _by_importance(table, names):
-        cells = max(len(text_of(line[name])) for line in lines)
-        needed = max([cells, *map(len, name.split())])
+        texts = [text_of(line[name]) for line in lines]
+        needed = max([*map(len, texts), *map(len, name.split())])
+        narrow = max([_NARROW, *(len(word) for text in texts for word in text.split())])
+        is_usual = sum(map(bool, texts)) > len(texts) / 2
+        if name in table.below and is_usual and needed + len(GAP) > left >= narrow + len(GAP):
+            needed = left - len(GAP)
         if needed + len(GAP) <= left:
             taken[name] = needed
             left -= needed + len(GAP)
@@ -117,35 +123,3 @@ def _with_room(
             taken[name] += more
             left -= more
     return {name: taken[name] for name in names if name in taken}
-
-
-def wrapped(text: str, width: int, indent: str = "", further: str | None = None) -> list[str]:
-    """A text's lines, those that are longer than the width broken between words; a word that is longer stays
-    whole.
-
-    Args:
-        indent: before the first line of each of the text's.
-        further: before the lines that continue one; None: as far as the line is indented itself, or as what
-            comes after its first gap of two spaces.
-    """
-    found = []
-    for line in text.splitlines():
-        deeper = _hanging(line, width) if further is None else further
-        found += textwrap.wrap(
-            line,
-            width,
-            initial_indent=indent,
-            subsequent_indent=indent + deeper,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
-    return found
-
-
-def _hanging(line: str, width: int) -> str:
-    start = len(line) - len(line.lstrip())
-    gap = line.find(GAP, start)
-    if gap == -1:
-        return " " * start
-    after = gap + len(line[gap:]) - len(line[gap:].lstrip())
-    return " " * (after if after <= width // 2 else start + 2)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from spbench.bench.commands.forms.columns import GAP, Layout, is_number, layout, text_of, wrapped
+from spbench.bench.commands.forms.columns import Layout, is_number, layout, text_of
 from spbench.bench.commands.output import Table, View
+from spbench.bench.commands.wrapping import GAP, wrapped
 
 #: texts in the place of folded lines that are shown
 _FOLDED = 3
@@ -55,15 +55,12 @@ class Screen:
             return
         widths = fitted.beside
         right = {name for name in widths if is_number(fitted.lines, name)}
-        heads = {name: textwrap.wrap(name, width, break_on_hyphens=False) for name, width in widths.items()}
-        height = max(map(len, heads.values()), default=0)
-        heads = {name: [""] * (height - len(words)) + words for name, words in heads.items()}
-        for number in range(height):
-            at = {name: words[number] for name, words in heads.items()}
-            yield self._styled([_row(at, widths, right)], "bold")
-        yield "─" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
+        for text in _cells({name: name for name in widths}, widths, right, is_head=True):
+            yield self._styled([text], "bold")
+        if widths:
+            yield "─" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
         for line in fitted.lines:
-            yield _row(line, widths, right)
+            yield from _cells(line, widths, right)
             for text in _below(line, fitted):
                 yield from wrapped(text, self.width, _BELOW, GAP)
 
@@ -73,12 +70,18 @@ class Screen:
         return drawn.get()
 
 
-def _row(values: Mapping[str, Any], widths: Mapping[str, int], right: set[str]) -> str:
-    cells = (
-        text_of(values[name]).rjust(width) if name in right else text_of(values[name]).ljust(width)
-        for name, width in widths.items()
-    )
-    return GAP.join(cells).rstrip()
+def _cells(
+    values: Mapping[str, Any], widths: Mapping[str, int], right: set[str], *, is_head: bool = False
+) -> Iterator[str]:
+    """The lines of a row, of which a value that is broken takes several; a head stands at the bottom."""
+    texts = {name: wrapped(text_of(values[name]), width, further="") for name, width in widths.items()}
+    height = max(map(len, texts.values()), default=0)
+    for name, width in widths.items():
+        blank = [""] * (height - len(texts[name]))
+        lines = [*blank, *texts[name]] if is_head else [*texts[name], *blank]
+        texts[name] = [text.rjust(width) if name in right else text.ljust(width) for text in lines]
+    for number in range(height):
+        yield GAP.join(lines[number] for lines in texts.values()).rstrip()
 
 
 def _below(line: Mapping[str, Any], fitted: Layout) -> Iterator[str]:

@@ -12,6 +12,7 @@ from spbench.bench.measurement import measure
 from spbench.bench.sweep.results import ResultsFile, Row
 from spbench.bench.sweep.sweep import as_row, unfinished
 from tests.bench import fakes
+from tests.terminal import outputs_checked
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -28,10 +29,12 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **hooks: Any) -> list[Ro
 
 @pytest.fixture
 def command_line(capsys: pytest.CaptureFixture[str]) -> Run:
-    """A function of a command line's words; it returns exit code, output and messages."""
+    """A function of a command line's words; it returns exit code, output and messages. What it prints is
+    checked as terminals show it, too."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = exit_code(arguments)
+        with outputs_checked():
+            code = exit_code(arguments)
         output = capsys.readouterr()
         return code, output.out, output.err
 

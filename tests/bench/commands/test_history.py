@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
 
 import pytest
 
+from spbench.bench.commands.history_changes import changes_table
+from spbench.bench.commands.output import Output
 from spbench.bench.git import git
+from spbench.bench.history.history import read_history
 from spbench.bench.history.run_record import CellRecord
 from tests.bench.commands.conftest import Run
 from tests.bench.history.records import cell, commit, nightly, record
 from tests.bench.history.test_from_results import checkout as checkout
 from tests.bench.history.test_from_results import results, row
+from tests.terminal import faults_of
 
 
 def cells(number: int, generator: random.Random) -> list[CellRecord]:
@@ -51,11 +56,40 @@ def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
     code, out, err = command_line("history", str(history))
     assert (code, err) == (0, "")
     lines = [line for line in out.splitlines() if "sent_bytes" in line and "lasp" in line]
-    assert [word in lines[0] for word in ("1073741824", "1073741825", "lasp/sp4")] == [True] * 3
-    assert [word in lines[1] for word in ("| regression |", "+1 bytes", RANGE)] == [True] * 3
+    assert [word in lines[0] for word in ("| regression |", "|     1 |", "+1 bytes", RANGE)] == [True] * 4
+    assert [word in lines[1] for word in ("1073741824", "1073741825", "lasp/sp4")] == [True] * 3
+    assert [word in lines[2] for word in ("| regression |", "+1 bytes", RANGE)] == [True] * 3
     assert out.splitlines()[-1] == (
         "REGRESSION: 1 regression, 0 missed targets; 5 series, 1 step, 0 of them meant"
     )
+
+
+def test_what_changed_is_told_by_strategy(tmp_path: Path) -> None:
+    """One change of five cells is a line for each strategy and metric, whichever cells they are."""
+
+    def grown(number: int, generator: random.Random) -> list[CellRecord]:
+        return [
+            cell(
+                f"bert-tiny/{strategy}/sp{ranks}/b2/L24/fp32/local/virtual/0",
+                sent_bytes=1000 * ranks * (1 + 0.01 * ranks * (number >= 4)),
+                peak_memory_bytes=1000,
+                step_time_s=0.5,
+            )
+            for strategy, ranks in itertools.product(("ulysses", "lasp"), (2, 4, 8))
+        ]
+
+    history = read_history(nightly(tmp_path, 6, grown))
+    assessments = [history.assess(series) for series in history.series()]
+    (table,) = changes_table(assessments)
+    shown = [
+        (line[""], line["strategy"], line["cells"], line["change"], line["commits"]) for line in table.lines
+    ]
+    assert shown == [
+        ("regression", "lasp", 3, "+2.00% to +8.00%", RANGE),
+        ("regression", "ulysses", 3, "+2.00% to +8.00%", RANGE),
+    ]
+    assert faults_of(Output([table]), most_lines=7) == []
+    assert list(changes_table([each for each in assessments if not each.steps])) == []
 
 
 def test_a_series_is_shown_commit_by_commit(command_line: Run, history: Path) -> None:

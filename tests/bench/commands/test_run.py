@@ -34,8 +34,13 @@ def test_run_prints_tables_and_paths(spbench: Run) -> None:
     assert [cell.strip() for cell in claim.split("|")[1:7]] == [
         *("rsa-max-seqlen-base", "first", "3", "4", "+33.3%", "predicted")
     ]
-    assert lines[-2:] == ["results/runs/small/cells.jsonl", "results/runs/small/comparison.csv"]
-    assert all(Path(line).is_file() for line in lines[-2:])
+    assert lines[-5:] == [
+        *("results/runs/small/cells.jsonl", "results/runs/small/comparison.csv", ""),
+        "published numbers: 1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, "
+        "worst 96.5%",
+        "5 cells: 5 ok",
+    ]
+    assert all(Path(line).is_file() for line in lines[-5:-3])
     assert "small: A small scenario: 5 cells; running 5" in err
     assert "[5/5] " in err
 
@@ -223,7 +228,7 @@ def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spbench.plots.__path__", [str(Path().absolute())])
     Path("a_figure.py").write_text(FIGURE)
     code, out, _ = spbench(*RUN, "--strategy", "tensor_parallel")  # the others are known from before
-    assert (code, out.splitlines()[-1]) == (0, "results/runs/small/a_figure.png")
+    assert (code, "\nresults/runs/small/a_figure.png\n\n" in out) == (0, True)
     for source, reason in FAILING:
         monkeypatch.delitem(sys.modules, "spbench.plots.a_figure", raising=False)
         importlib.invalidate_caches()
@@ -232,3 +237,13 @@ def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert code == 1
         assert re.search(f"the figure a_figure could not be drawn: .*{reason}", err.splitlines()[-1])
         assert "+33.3%" in out
+
+
+def test_a_figure_of_which_the_cells_have_nothing_is_an_error(spbench: Run) -> None:
+    Path("small.yaml").write_text(f"{SCENARIO}\nfigure: methods\n")
+    code, _, err = spbench("run", "--scenario", "small.yaml")
+    said = (
+        "the figure methods was not drawn: no cell here is of what it shows: measurements at a given sequence"
+    )
+    assert (code, said in err) == (1, True)
+    assert not list(Path("results/runs/small").glob("*.png"))

@@ -75,3 +75,14 @@ def test_lines_that_a_terminal_counts_instead() -> None:
     whole = screen_of(many, 120, View(details=True))
     assert whole.count("ulysses+ring_attention") == 4
     assert "--details" not in whole
+
+
+def test_a_first_column_without_room_stands_below() -> None:
+    """Even where it is all that differs."""
+    lines = [{"cell": f"{number}{'/part' * 30}", "fits": "yes"} for number in range(2)]
+    assert screen_of(Output([Table("Cells", lines)]), 80).splitlines() == [
+        "Cells",
+        "in each row: fits yes",
+        *("    cell:", f"      0{'/part' * 30}"),
+        *("    cell:", f"      1{'/part' * 30}"),
+    ]
