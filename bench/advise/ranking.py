@@ -41,7 +41,8 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
     one that is simpler."""
     ties = [seen for seen in best if is_tie(seen, best)]
     others = [seen for seen in best if not is_tie(seen, best)]
-    return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *others]
+    by_step = sorted(others, key=lambda seen: seen.step_s)
+    return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *by_step]
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:
