@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spbench.bench.config.scenario import Scenario, load_scenario
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.published.files import published_rows
 from spbench.bench.yaml_files import packaged
 
@@ -24,11 +24,16 @@ FIELD = "field"
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, by the name that commands take."""
+    """A paper, by the name that commands take.
+
+    Attributes:
+        finding: what was found of it, in a sentence or two, where its numbers alone mislead.
+    """
 
     name: str
     source: str
     title: str
+    finding: str = ""
 
     @property
     def label(self) -> str:
@@ -56,7 +61,7 @@ def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name, then the measurements of results/measured, and the
     step times of results/field."""
     _, _, rows = published_rows(PAPERS_FILE, Path())
-    named = {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
+    named = {row["paper"]: Paper(row["paper"], row["source"], row["title"], row["finding"]) for row in rows}
     sources = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
     _, _, rows = published_rows(FIELD_SOURCES_FILE, Path())
     field = ", ".join(dict.fromkeys(row["measured by"] for row in rows))
@@ -65,6 +70,13 @@ def papers() -> dict[str, Paper]:
         MEASURED: Paper(MEASURED, sources, "What real machines measured"),
         FIELD: Paper(FIELD, field, "Step times that others published"),
     }
+
+
+def unknown_paper(name: str) -> str:
+    """What to say of a scenario's paper that is none of those that are reproduced; "" of others."""
+    of_papers = [text for paper in papers().values() for text in (paper.name, paper.source)]
+    known = [text for text in of_papers if ", " not in text]  # the sources of measurements are many
+    return "" if name in ("", *known) else f"paper: unknown paper {shown(name)}{suggestion(name, known)}"
 
 
 def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:
