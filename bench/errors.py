@@ -7,6 +7,8 @@ import re
 import reprlib
 from collections.abc import Iterable
 
+from spbench.impls.outside_code import raised
+
 #: characters of an input that a message repeats
 MOST_SHOWN = 200
 
@@ -32,12 +34,8 @@ def shown(value: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The type and the text of an error, whatever its own ``__str__`` does."""
-    try:
-        text = one_line(str(error))
-    except Exception as second:
-        text = f"(its text cannot be made: {type(second).__name__})"
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
+    """The type and the text of an error, whatever its own ``__str__`` does, in one line."""
+    return one_line(raised(error))
 
 
 def shortened(text: str) -> str:

@@ -22,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from spbench.impls import loose_files
+from spbench.impls.outside_code import raised
 
 T = TypeVar("T")
 
@@ -156,9 +157,10 @@ class FunctionModules:
             raise DiscoveryError(f"{len(found)} {self.kind} are called {name!r}: {places}")
         try:
             loaded: Callable[..., Any] = found[0].load()
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SystemExit) as error:
             what = f"{self.kind.removesuffix('s')} {name} ({found[0].value})"
-            raise DiscoveryError(f"the {what} cannot be loaded: {error}") from error
+            said = raised(error) if isinstance(error, SystemExit) else error
+            raise DiscoveryError(f"the {what} cannot be loaded: {said}") from error
         return loaded
 
     def docstrings(self) -> dict[str, str]:
@@ -276,10 +278,13 @@ def _plugins(group: str) -> Iterator[tuple[str, Any]]:
     for entry in entry_points(group=group) if group else ():
         label = f"the entry point {entry.name} = {entry.value} of {group}"
         try:
-            yield label, entry.load()
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DiscoveryError(f"{label} cannot be loaded: {what}; mend or uninstall it") from error
+            loaded = entry.load()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            what = f"cannot be loaded: {raised(error)}; mend or uninstall it"
+            raise DiscoveryError(f"{label} {what}") from error
+        yield label, loaded
 
 
 def plugin_entries() -> list[EntryPoint]:

@@ -17,6 +17,7 @@ from spbench.bench.engines.step_times import can_time
 from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked, ask_for, kind_of, subject
+from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
 from spbench.bench.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.layout import HEEDED
@@ -182,6 +183,9 @@ def question(
             "--seq-len and --batch"
         )
     (cell,) = distinct.values()
+    if kind_of(words) == "scenario" and ATTENTION not in settings:
+        cell, said = with_usual_attention(cell)
+        remarks += [said] if said else []
     gpus = asked.gpus or cell.sizes.world
     plain = _of_every_layout(cell)
     if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):

@@ -6,7 +6,7 @@ only what differs from that packaged cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,7 +27,9 @@ PACKAGE = "spbench.scenarios.clusters"
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
-Rates = Literal["datasheet", "sourced", "fitted"]
+#: how wrong a rate may be that stands for another; see :mod:`spbench.bench.simulator.substitutes`
+Grade = Literal["extrapolated", "transferred", "substituted"]
+Rates = Literal["datasheet", "sourced", "fitted"] | Grade
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
@@ -58,6 +60,8 @@ class Device(StrictModel):
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        multiprocessors: streaming multiprocessors, on which a kernel's thread blocks run; null: kernels of
+            few blocks are not slowed down.
         l2_cache_bytes: of the cache that all multiprocessors share.
         workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
             of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
@@ -80,6 +84,7 @@ class Device(StrictModel):
     operators: dict[str, Sourced[OperatorTimes]] = {}
     launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    multiprocessors: Sourced[PositiveInt] = NOT_MEASURED
     l2_cache_bytes: Sourced[PositiveInt] = NOT_MEASURED
     workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
 
@@ -106,6 +111,8 @@ class Calibration(StrictModel):
     """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
 
     Attributes:
+        efficiency: of all that a device does, beside the three below and the device's own: every kernel and
+            message takes 1 / efficiency times as long.
         compute_efficiency: of matrix products, beside the device's; of attention kernels too where the device
             has none for them.
         memory_efficiency: of kernels, beside the device's.
@@ -117,6 +124,7 @@ class Calibration(StrictModel):
         fitted_on: the cells that the values were fitted on.
     """
 
+    efficiency: PositiveFloat = 1.0
     compute_efficiency: PositiveFloat = 1.0
     memory_efficiency: PositiveFloat = 1.0
     link_efficiency: PositiveFloat = 1.0
@@ -279,7 +287,25 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     base = own.pop("extends", None)
     if base is None:
         return own
-    return merge(_packaged_below(path, base, "extends"), own)
+    below = _packaged_below(path, base, "extends")
+    _drop_words_on_other_values(below, own)
+    return merge(below, own)
+
+
+#: what a figure's file says of its value, which a file that gives another value does not take over
+_OF_THE_VALUE = ("note", "substitute", "fitted_on", "inferred_from")
+
+
+def _drop_words_on_other_values(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Take out of ``below`` what it says of figures of which ``above`` gives another value."""
+    for key, value in above.items():
+        own = below.get(key)
+        if isinstance(value, dict) and isinstance(own, dict):
+            if "value" in value:
+                below[key] = {name: each for name, each in own.items() if name not in _OF_THE_VALUE}
+            else:
+                below[key] = own = dict(own)
+                _drop_words_on_other_values(own, value)
 
 
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:

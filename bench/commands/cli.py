@@ -24,6 +24,7 @@ import click
 from spbench.bench.commands.wrapping import for_stream
 from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules
+from spbench.impls.outside_code import exits_refused, place
 
 COMMANDS = FunctionModules("spbench.bench.commands", "", "command", "spbench.commands", "commands")
 
@@ -126,11 +127,14 @@ def launched_exit_code(arguments: Sequence[str] | None) -> int:
     ranks of all of them, and the others are what runs these."""
     from spbench.bench.ranks.torchrun import Launched, coordinating, serve
 
-    launched = Launched.here()
-    if launched.rank:
-        return serve(launched)
-    with coordinating(launched):
-        return exit_code(arguments)
+    try:
+        launched = Launched.here()
+        if launched.rank:
+            return serve(launched)
+        with coordinating(launched):
+            return exit_code(arguments)
+    except UserError as error:  # before there are ranks
+        return _complain(str(error), 2, traced=True)
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:
@@ -146,7 +150,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     except OSError:
         return _complain("the working directory is gone; change to one that is there", 2)
     try:
-        with redirect_stdout(_CheckedStream(output)):
+        with redirect_stdout(_CheckedStream(output)), exits_refused():
             code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
             sys.stdout.flush()
         return code or 0
@@ -173,8 +177,13 @@ def exit_code(arguments: Sequence[str] | None) -> int:
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
             return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
-        text = f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)"
-        return _complain(text, 70, traced=True)
+        if at := place(error):
+            return _complain(f"{at}: {described(error)}", 2, traced=True)
+        return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
+    except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        at = place(error) or f"{frame.f_code.co_filename}:{line}"
+        return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
 
 
 def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:

@@ -166,11 +166,14 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     from spbench.bench.commands.run_verdict import verdict
     from spbench.bench.sweep.results import finite, flat_rows
     from spbench.bench.trust.bands import TIE_LEGEND, tied, with_band
+    from spbench.bench.trust.priced_by import priced_by_in_words
 
     ties = tied(ran.rows)
     sections: list[Table | str] = [result_table(scenario.document.title, ran.rows)]
     if any(ties):
         sections.append(TIE_LEGEND)
+    if priced_by := priced_by_in_words(row["measurement"] for row in ran.rows):
+        sections.append(f"times rest on substitutes: {priced_by}")
     if memory:
         sections.append(memory_table({row["key"]: row["measurement"] for row in ran.rows}))
     if ran.comparisons:

@@ -4,7 +4,6 @@ disk (:mod:`spbench.bench.declarations`)."""
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from spbench.bench.user_files import resolved
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
+from spbench.impls.outside_code import place, raised
 from spbench.impls.registries import INSTALL, absent, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
@@ -101,11 +101,10 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
     try:
         module = loose_files.add(path)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:]
-        what = f"cannot be imported: {type(error).__name__}: {error}"
-        raise UserError(f"{path}{''.join(line)}: {what}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
     if kind == "model":
         presets = vars(module).get("PRESETS")
         found, base = list(presets) if isinstance(presets, Mapping) else [], "mapping PRESETS of models"

@@ -20,6 +20,8 @@ import numpy as np
 from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.clusters.links import CollectiveModel
 from spbench.bench.clusters.rates import AttentionRates, ProductRate, operator_seconds
+from spbench.bench.simulator import flash_attention_grid as grid
+from spbench.bench.simulator.attention_calls import attention_calls
 from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
 from spbench.bench.simulator.program import (
@@ -39,8 +41,6 @@ _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] =
     "measured": measured_seconds,
     "nccl": nccl_seconds,
 }
-#: PRECISION_NAMES begin with so many half precisions, which attention kernels' rates are of
-_HALVES = 2
 
 
 class RatesUnknown(ValueError):
@@ -92,7 +92,10 @@ class Costs:
     def __init__(
         self, cluster: Cluster, calibration: Calibration, parameters: int = 0, attention: str = "flash"
     ):
-        self.cluster, self.calibration, self.attention = cluster, calibration, attention
+        self.cluster, self.attention = cluster, attention
+        shares = ("compute_efficiency", "memory_efficiency", "link_efficiency")
+        of_all = {name: getattr(calibration, name) * calibration.efficiency for name in shares}
+        self.calibration = calibration.model_copy(update=of_all)
         self.step_overhead_s = calibration.step_overhead_s + parameters * calibration.parameter_overhead_s
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
@@ -210,7 +213,8 @@ class Costs:
             share = (products.share.value or 1.0) * self.calibration.compute_efficiency
             reached[program.precision == number] = peak[number] * share
         if own is not None:
-            reached = np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)
+            of_attention = peak * own * self.calibration.efficiency
+            reached = np.where(program.category == ATTENTION, of_attention[program.precision], reached)
         if device.attention is not None:
             self._set_attention_rates(program, device.attention, reached)
         return reached
@@ -232,24 +236,17 @@ class Costs:
     def _set_attention_rates(self, program: Program, known: AttentionRates, reached: np.ndarray) -> None:
         """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
         one for the kernel."""
-        whole = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
-        calls = np.column_stack([program.name[whole], program.shape[whole], program.flops[whole]])
-        # the calls of a ring are the same one after another
-        first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
-        kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
-        places = places.ravel()[np.cumsum(first) - 1]
-        at = np.flatnonzero(whole)
-        for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
-            backward = program.names[int(name)].endswith("_backward")
-            pairs = flops / (2 * head_size * (5 if backward else 2))  # as forward_flops and backward_flops
-            rate = known.rate_of(
-                self.attention,
-                int(head_size),
-                "backward" if backward else "forward",
-                "causal" if pairs < heads * queries * keys else "whole",
-            )
-            if rate is not None:
-                reached[at[places == place]] = rate.at(min(int(queries), int(keys)))
+        share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
+        on_grid = (known.default if self.attention == "flash" else self.attention) == grid.KERNEL
+        for call, events in attention_calls(program):
+            rate = known.rate_of(self.attention, call.head_size, call.direction, call.mask)
+            if rate is None:
+                continue
+            reached[events] = rate.at(call.length) * share
+            if on_grid:
+                reached[events] *= grid.head_share(call.head_size, rate.head_size)
+                if call.direction == "backward" and cores:
+                    reached[events] *= grid.backward_share(call.heads, call.keys, call.head_size, cores)
 
     def _memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

@@ -22,6 +22,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measurement import Status
 from spbench.bench.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
 from spbench.bench.trust.bands import tied, with_band
+from spbench.bench.trust.priced_by import priced_by_in_words
 from spbench.bench.user_files import read_file
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
@@ -234,6 +235,7 @@ def flat(row: Row) -> dict[str, Any]:
         **(measured.get("breakdown") or {}),
         **(measured.get("parts") or {}),
         **{name: measured.get(name) or None for name in _WORDS},
+        "priced_by": priced_by_in_words([measured]) or None,
         **{f"last_{name}": loss for name, loss in _last(losses).items()},
         **{f"error_{name}": error for name, error in errors.items()},
         **_metered(measured.get("meters") or {}),
