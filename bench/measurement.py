@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.rank_job import RankError
 from spbench.impls.layout import Unavailable, Unsupported
+from spbench.impls.outside_code import exits_refused, printed, told
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result
@@ -170,7 +171,8 @@ def measure(run: Run, cell: Cell) -> Outcome:
     """Run a cell; whatever it raises becomes an outcome."""
     start = time.perf_counter()
     try:
-        measurement = run(cell)
+        with exits_refused():
+            measurement = run(cell)
         outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
     except Unsupported as error:
         outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
@@ -178,9 +180,12 @@ def measure(run: Run, cell: Cell) -> Outcome:
         reason = shortened(error.reason)
         said = "" if error.status == "timeout" else str(error)
         outcome = Outcome(error.status, reason, traceback=said, log=error.log)
-    except (Exception, SystemExit) as error:
-        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()))
-        outcome = Outcome("failed", reason, traceback=traceback.format_exc())
+    except UserError as error:
+        outcome = Outcome("failed", str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        outcome = Outcome("failed", shortened(told(error)), traceback=printed(error))
     return replace(outcome, elapsed_s=time.perf_counter() - start)
 
 

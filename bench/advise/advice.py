@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
@@ -26,6 +24,7 @@ from spbench.bench.fit.card_memory import CardMemory, card_memory
 from spbench.bench.trust.bands import packaged_model, with_band
 from spbench.bench.trust.priced_by import priced_by_in_words
 from spbench.bench.trust.shown import shown_price
+from spbench.bench.yaml_text import dump
 from spbench.impls.models.model import model_preset
 
 #: layouts that are named
@@ -286,4 +285,4 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
-    return yaml.safe_dump({"title": title, "groups": groups}, sort_keys=False, allow_unicode=True)
+    return dump({"title": title, "groups": groups})

@@ -10,7 +10,7 @@ from typing import Any
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.clusters.changed_figures import changed_cluster
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.changes import given, written
+from spbench.bench.config.changes import given_once, option_values, written
 from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
@@ -164,7 +164,7 @@ def question(
         _check_setting(name)
     dotted = [pair for pair in fixed if "." in pair[0]]
     axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
-    options = given(dotted)
+    options = option_values("--fixed", dotted)
     settings = {**asked.settings, **_of_model(options)}
     kind = kind_of(words)
     if kind == "model":
@@ -292,12 +292,10 @@ def whole_numbers(
     """The numbers that an option's pairs of name and text give.
 
     Raises:
-        UserError: a name is not among those known or is there twice, or a number none from 1 on.
+        UserError: a name is not among those known or is given twice, or a number none from 1 on.
     """
     found: dict[str, int] = {}
-    for name, text in pairs:
-        if name in found:
-            raise UserError(f"{flag} {name}={found[name]} and {name}={text}: give one of them")
+    for name, text in given_once(flag, pairs).items():
         if name not in known or not text.isdecimal() or int(text) < 1:
             raise UserError(f"{flag} {name}={text}: give {', '.join(known)} as a whole number from 1 on")
         found[name] = int(text)

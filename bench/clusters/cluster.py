@@ -20,7 +20,8 @@ from spbench.bench.clusters.rates import AttentionRates, OperatorTimes, ProductR
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import InferredSetting
-from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, read_file, validate
+from spbench.bench.user_files import read_file
+from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, validate
 
 PACKAGE = "spbench.scenarios.clusters"
 

@@ -39,8 +39,8 @@ def command(
 ) -> Output:
     """Write the simulated step of a cell as a trace for Perfetto.
 
-    The trace has the step event by event. The command also says the memory of each class of ranks that run
-    the same program.
+    The cell is one of SCENARIO, chosen by the options; the trace has its step event by event. The command
+    also says the memory of each class of ranks that run the same program.
     """
     from spbench.bench.config.scenario import load_scenario
 

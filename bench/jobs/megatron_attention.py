@@ -16,6 +16,8 @@ _FUSIONS = (
     *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     *("--no-bias-dropout-fusion", "--no-rope-fusion"),
 )
+#: variables of TransformerEngine that allow a kernel, and its --attention-backend
+_ALLOWING = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
 
 def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
@@ -50,6 +52,7 @@ def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
     else:
         _choose_attention(t, cluster)
     t.ignore("attention is not FlashAttention", "--flash-attention-version")
+    _check_switches(t, local, asked or "auto")
     mask = "--no-create-attention-mask-in-dataloader"
     t.set("model_options.loader_mask", not g.on(mask), mask)
     _set_fusions(t, local)
@@ -75,6 +78,25 @@ def _choose_attention(t: Translation, cluster: str) -> None:
     t.set(
         "model_options.attention", kernel, *names, note=f"TransformerEngine's choice on {card or 'this card'}"
     )
+
+
+def _check_switches(t: Translation, local: bool, asked: str) -> None:
+    """Account for TransformerEngine's variables that allow kernels. Megatron-LM sets them by
+    --attention-backend, and refuses to start where they are set otherwise (_set_attention_backend of its
+    language_module.py); older versions took them as they were."""
+    for name, kernel in _ALLOWING.items():
+        value = t.environment.get(name)
+        if value is None:
+            continue
+        if local:
+            t.ignore("--transformer-impl local has unfused attention alone", name)
+        elif value == str(int(asked in (kernel, "auto"))):
+            t.ignore(f"is so with --attention-backend {asked}", name)
+        elif asked == "auto":
+            t.took("TransformerEngine's choice among the kernels that are left", name)
+            t.remarks.append(f"{name}={value} beside --attention-backend auto runs in older versions alone")
+        else:
+            t.problems.append(f"{name}={value} and --attention-backend {asked} are both given; leave one")
 
 
 def ignore_absent_fusions(t: Translation, local: bool) -> list[str]:

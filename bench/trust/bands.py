@@ -33,7 +33,9 @@ Row = Mapping[str, Any]
 @cache
 def packaged_model() -> ErrorModel:
     """The errors that this version comes with."""
-    return ErrorModel.from_dict(json.loads(files(__package__).joinpath(BANDS_FILE).read_text()))
+    return ErrorModel.from_dict(
+        json.loads(files(__package__).joinpath(BANDS_FILE).read_text(encoding="utf-8"))
+    )
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
