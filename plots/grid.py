@@ -219,9 +219,8 @@ def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
 
 def _has_data(ax: Axes) -> bool:
     """Whether anything is drawn in a panel: points, marks, bars or a map."""
-    return any(np.size(line.get_xdata()) for line in ax.lines) or bool(
-        ax.patches or ax.collections or ax.images
-    )
+    lines = any(np.size(line.get_xdata()) for line in ax.lines)
+    return lines or bool(ax.patches or ax.collections or ax.images)
 
 
 class _Place(NamedTuple):
