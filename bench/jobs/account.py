@@ -85,4 +85,4 @@ def _unmodelled(arguments: Iterable[Argument]) -> Iterator[str]:
             by_what.setdefault(each.detail.partition(":")[0], []).append(short(str(each)))
     for what, names in by_what.items():
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        yield f"not modelled, and {what}: {', '.join(names[:MOST_NAMED])}{more} (--explain says how)"
+        yield f"not modelled, and {what}: {', '.join(names[:MOST_NAMED])}{more} (spbench import --explain says how)"
