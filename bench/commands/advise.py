@@ -95,8 +95,8 @@ def command(
     from spbench.bench.fit.asked import Asked, ask_for, kind_of
 
     if kind_of(subject) == "model":
-        length = seq_len or dict(changes).get("seq_len")
-        ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": length}, subject[0])
+        lengths = seq_len or dict(changes).get("seq_len")
+        ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": lengths}, subject[0])
 
     from spbench.bench.advise.ask import answered  # torch, which mistakes need not wait for
     from spbench.bench.advise.question import question, whole_numbers
