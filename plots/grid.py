@@ -11,6 +11,7 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import blended_transform_factory
 from pandas import DataFrame
 
+from spbench.plots import NothingToDraw
 from spbench.plots.axes import Along, logarithmic_axis, value_axis
 from spbench.plots.direct_labels import can_be_labelled, label_lines
 from spbench.plots.marks import status_mark
@@ -33,10 +35,6 @@ _PANEL_INCHES, _COLUMN_PANEL_INCHES = 1.75, 1.4
 _PAGE_HEIGHT_INCHES = 9.5
 #: panels have the same linear axis only if each fills as much of it
 _LEAST_FILLED = 0.5
-
-
-class NothingToDraw(ValueError):
-    """None of the rows is of what a figure shows."""
 
 
 @dataclass
@@ -221,7 +219,8 @@ def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
 
 def _has_data(ax: Axes) -> bool:
     """Whether anything is drawn in a panel: points, marks, bars or a map."""
-    return any(len(line.get_xdata()) for line in ax.lines) or bool(ax.patches or ax.collections or ax.images)
+    lines = any(np.size(line.get_xdata()) for line in ax.lines)
+    return lines or bool(ax.patches or ax.collections or ax.images)
 
 
 class _Place(NamedTuple):

@@ -6,20 +6,24 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed, written
-from spbench.bench.config.choices import names
+from spbench.bench.config.choices import names, refusal
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.fit.suggestions import usual_strategies
-from spbench.bench.jobs.job_files import read_job
-from spbench.bench.model_files import CONFIG, names_a_file
+from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
+from spbench.bench.jobs.job_files import path_and_part, read_job
+from spbench.bench.jobs.torchtitan_files import has_configurations
+from spbench.bench.model_files import CONFIG, names_a_file, remote_name
+from spbench.bench.user_files import read_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.axes import MESH_AXES, unused_axes
 from spbench.impls.loose_files import SUFFIX as PYTHON
@@ -87,7 +91,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         cells, remarks, settings = _of_model(first, asked)
     else:
         _refuse_narrowing(first, asked)
-        job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)
+        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster)
         cells, remarks, program = [job.cell()], job.remarks, job.kind
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
@@ -104,12 +108,13 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     (first, *others) = words
     if not others and _is_scenario(first):
         return "scenario"
-    if not others and _is_model(first):
+    if not others and _is_model(first) and not has_configurations(first):
         return "model"
-    if missing := [word for word in words if not Path(word).is_file()]:
+    if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         known = [*packaged(PACKAGE), *names("model")]
-        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
-        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
+        hint = suggestion(missing[0], known, "spbench list scenarios, spbench list models")
+        hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
+        raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
     return "job"
 
 
@@ -133,7 +138,7 @@ def _is_model(word: str) -> bool:
         return True
     if not names_a_file(word) or not path.is_file():
         return False
-    text = path.read_text(errors="replace")
+    text = read_file(path).decode(errors="replace")
     return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
 
 
@@ -170,9 +175,19 @@ def ask_for(needed: Mapping[str, Any], model: str) -> None:
         raise UserError(f"{model} is a model: give {flags} too{known}")
 
 
-def _check_axes(strategy: str, sizes: Mapping[str, int]) -> None:
-    """Raises a UserError for ranks along an axis that a strategy does not divide along; it names some that
-    do."""
+def _made(group: Mapping[str, Any]) -> Cell:
+    """The cell of a group of a scenario."""
+    try:
+        (cell,) = expand({}, [dict(group)], {}, "", Path())
+    except Problem as problem:
+        raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
+    return cell
+
+
+def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raises a UserError for ranks along an axis that the strategy does not divide along; it names some that
+    do and that can run the model so."""
+    strategy = group["strategy"]
     if strategy not in names("strategy"):
         return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
     for axis in unused_axes(strategy_axes(strategy), sizes):
@@ -180,7 +195,14 @@ def _check_axes(strategy: str, sizes: Mapping[str, int]) -> None:
         every = [
             each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
         ]
-        give = f"--strategy {' or '.join([*dict.fromkeys([*usual, *every])][:_NAMED])}"
+        able = (
+            each
+            for each in dict.fromkeys([*usual, *every])
+            if not refusal(
+                _made({**group, "strategy": each, "sizes": {axis: sizes[axis], "dp": sizes["dp"]}})
+            )
+        )
+        give = f"--strategy {' or '.join(islice(able, _NAMED))}"
         if not every:
             around = "--strategy ulysses+ring_attention --sp N"
             give = f"two strategies around each other, as {around}, or --sp for --{axis}"
@@ -211,11 +233,9 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
         raise UserError(f"--gpus {gpus}: not the ranks of {given}; leave one of them out")
     sizes.setdefault("dp", gpus // around)
-    strategy = asked.strategy or settings.pop("strategy", "single")
-    _check_axes(strategy, sizes)
     group: dict[str, Any] = {
         "model": model,
-        "strategy": strategy,
+        "strategy": asked.strategy or settings.pop("strategy", "single"),
         "cluster": asked.cluster,
         "precision": _PRECISION,
         "sizes": sizes,
@@ -223,11 +243,8 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         "seq_len": settings.pop("seq_len"),
         "training": {"backend": _usual_backend(sizes), **_TRAINING},
     }
-    try:
-        (cell,) = expand({}, [group], {}, "", Path())
-    except Problem as problem:
-        raise UserError(f"{model}: {str(problem).removeprefix('groups[0].')}") from problem
-    cell, placed = _placed(cell, settings)
+    _check_axes(group, sizes)
+    cell, placed = _placed(_made(group), settings)
     taken = {
         "precision": cell.precision,
         "batch": cell.batch,
@@ -238,6 +255,9 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
     remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    if ATTENTION not in asked.settings:
+        cell, kernel = with_usual_attention(cell)
+        remarks += [kernel] if kernel else []
     return [cell], remarks, settings
 
 
