@@ -19,8 +19,7 @@ from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
 from tests.bench.sweep.test_digest import sweep_here
 
-#: a step of each: all operators alike; loops of a ring, of which the quick way runs a few steps; ranks of unlike
-#: work
+#: a step of each: all operators alike; a ring, of which the quick way runs a few steps; ranks of unlike work
 SMALL = """
 title: Small steps
 defaults: {cluster: piz-daint-p100, model: bert-tiny, batch: 4, seq_len: 64, precision: fp16}
