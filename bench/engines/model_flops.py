@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
-from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Precision
 from spbench.bench.engines.unlike_ranks import work_error
 from spbench.bench.simulator.step_parts import Flops, flops_of
@@ -39,17 +39,9 @@ def forward_flops(cell: Cell) -> Flops:
 @lru_cache(maxsize=256)
 def _of_a_sequence(model: str, precision: Precision, seq_len: int) -> Flops:
     name, options, config = json.loads(model)
-    cell = Cell(
-        model=name,
-        model_options=options,
-        model_config_json=config,
-        strategy="single",
-        sizes=Sizes(),
-        batch=1,
-        seq_len=seq_len,
-        precision=precision,
-        training=TrainingOptions(step="inference"),
-    )
+    alone = {"strategy": "single", "batch": 1, "seq_len": seq_len, "training": {"step": "inference"}}
+    of_model = {"model": name, "model_options": options, "model_config_json": config}
+    cell = Cell.model_validate({**alone, **of_model, "precision": precision})
     made = model_preset(*cell.model_arguments)
     layers = getattr(made, "layers", 0)
     if layers <= 2 * made.period or layers % made.period:
