@@ -172,6 +172,7 @@ def test_each_change_is_there_as_it_is_typed_with_its_price_in_time(
     assert f" {again / now - 1:+.0%} |" in line
 
 
+@pytest.mark.slow
 def test_where_nothing_helps_the_nearest_is_named(fit: Run, card: Card, few_changes: None) -> None:
     code, out, _ = fit(*longer(card(4)), "--must-fit")
     assert code == 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from spbench.bench.commands.forms import FORMS
+from spbench.bench.commands import options
 from spbench.bench.commands.output import Output, View
 from tests.bench.commands.conftest import Run
 from tests.bench.fit.test_fit import TINY
@@ -20,7 +21,8 @@ MOST_LINES = 40
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
     """The outputs of the commands that are run, which are not printed."""
     found: list[Output] = []
-    monkeypatch.setattr(FORMS, "load", lambda form: lambda output, out, err: found.append(output))
+    forms = SimpleNamespace(load=lambda form: lambda output, out, err: found.append(output))
+    monkeypatch.setattr(options, "FORMS", forms)
     return found
 
 
