@@ -256,8 +256,8 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
     remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
     if ATTENTION not in asked.settings:
-        cell, said = with_usual_attention(cell)
-        remarks += [said] if said else []
+        cell, kernel = with_usual_attention(cell)
+        remarks += [kernel] if kernel else []
     return [cell], remarks, settings
 
 
