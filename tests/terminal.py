@@ -24,6 +24,7 @@ from unittest.mock import patch
 from spbench.bench.commands.forms import as_table
 from spbench.bench.commands.output import Output, View
 
+ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 100, 120)
 _SHOW = as_table.show
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -40,7 +41,9 @@ _OF_THE_FORM = {
 _COUNT = re.compile(r"\(?[\d.,/:%]+\)?[,;:]?")
 
 
-class _Terminal(io.StringIO):
+class Terminal(io.StringIO):
+    """What says that it is a terminal, and keeps what is written to it."""
+
     def isatty(self) -> bool:
         return True
 
@@ -50,7 +53,7 @@ def screen_of(output: Output, width: int, view: View | None = None) -> str:
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(width)
     try:
-        terminal = _Terminal()
+        terminal = Terminal()
         _SHOW(output if view is None else replace(output, view=view), terminal, terminal)
     finally:
         if before is None:
@@ -142,16 +145,16 @@ def outputs_checked() -> Iterator[None]:
 
 
 def run_in_a_terminal(
-    command: Sequence[str], width: int, folder: Path, timeout_s: float = 600
+    command: Sequence[str], width: int, folder: Path, timeout_s: float = 900
 ) -> tuple[int, str]:
     """The exit code of a command and what it wrote to a pseudo-terminal of so many columns; what goes to
     standard error goes nowhere."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, cwd=folder, env=environment
-    ) as process:
+    environment |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    streams: dict[str, int] = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:
         os.close(theirs)
         written = b"".join(_chunks(ours))
         os.close(ours)
