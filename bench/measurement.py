@@ -45,8 +45,8 @@ class Measurement:
             (at the end of the step), ``phase_ends`` (of each phase of the step by name, where the last one of
             that name ends, the bytes ``allocated`` then, and ``reserved`` up to then); where a rank holds
             any, ``host_memory_bytes`` (the most so far).
-        imbalance: where sequences are packed of documents, the pairs of a query and a key of the rank that
-            attends to most, over the mean of all ranks.
+        imbalance: where sequences are packed of documents or ranks have unlike work, the pairs of a query and
+            a key of the rank that attends to most, over the mean of all ranks.
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.
@@ -59,6 +59,10 @@ class Measurement:
         bound: which of these, or of the breakdown's other parts, takes most of the step, one of
             :data:`BOUNDS`.
         mfu: model FLOPs utilization, from 0 to 1; see :func:`utilization`.
+        flops: of a simulated step, of all ranks together: ``model``, those of the model on a single device,
+            which ``mfu`` counts; ``forward``, those metered in forward phases, ``model`` having three times
+            these in training where no rank repeats or pads work of another; ``all``, those metered in all
+            phases, with what backward computes again.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
         rates: of a simulated step time, what the cluster's rates are; see :meth:`Cluster.rates_of`.
         unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
@@ -99,6 +103,7 @@ class Measurement:
     parts: dict[str, float] = field(default_factory=dict)
     bound: str = ""
     mfu: float | None = None
+    flops: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
     rates: str = ""
     unpriced_operators: dict[str, int] = field(default_factory=dict)

@@ -31,6 +31,7 @@ NOT_MEASURING = frozenset(
             "errors.py",
             "git.py",
             "json_values.py",
+            "measured_tree.py",
             "measuring_code.py",
             "provenance.py",
         ),
@@ -65,11 +66,21 @@ def measuring_files(root: Path) -> Iterator[Path]:
 def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
     """A digest of the files' names below ``root`` and of what they mean."""
     whole = hashlib.sha256()
+    for name, digest in _digests(root, paths):
+        whole.update(f"{name} {digest}\n".encode())
+    return whole.hexdigest()[:DIGEST_LENGTH]
+
+
+def digests_by_name(root: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """The digest of what each file means, by its name below ``root``."""
+    return dict(_digests(root, paths))
+
+
+def _digests(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
     with _kept_digests() as kept:
         for path in sorted(paths):
             name = path.relative_to(root) if path.is_relative_to(root) else path.name
-            whole.update(f"{name} {_digest(path, kept)}\n".encode())
-    return whole.hexdigest()[:DIGEST_LENGTH]
+            yield str(name), _digest(path, kept)
 
 
 def _digest(path: Path, kept: dict[str, list[str]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
+from spbench.bench.measured_tree import imported_tree, unmeasured_checkout
 from spbench.bench.meters.nvml import NvmlProblem, nvml, reading
 from spbench.bench.ranks.processes import usable_cores
 from spbench.impls.discovery import installed_version
@@ -77,11 +78,13 @@ COMMITS = ("commit", "project_commit")
 
 @cache
 def provenance() -> dict[str, Any]:
-    """What is the same for all rows of a process: versions, host, the ``machine`` (:func:`machine_facts`) and
-    the ``commit`` of spbench's code (None where that is not in a checkout), as it was at the first call."""
+    """What is the same for all rows of a process: versions, host, the ``machine`` (:func:`machine_facts`),
+    the ``tree`` that is measured (the folder of spbench's code) and its ``commit`` (None where that is not in
+    a checkout), as it was at the first call."""
     own = own_checkout()
     return {
         "spbench": installed_version("spbench"),
+        "tree": str(imported_tree()),
         "commit": own and commit_of_files(own, MADE_FROM_ROWS),
         "torch": installed_version("torch"),
         "python": platform.python_version(),
@@ -92,9 +95,11 @@ def provenance() -> dict[str, Any]:
 
 def project_commit(folder: Path) -> str | None:
     """The commit that the repository around a folder has now; None where there is none, or it is that of
-    spbench's own code."""
+    spbench's own code, or the folder lies in a checkout of spbench that is not what is measured."""
     root = checkout_around(folder)
-    return None if root is None or root == own_checkout() else commit_of_files(root, MADE_FROM_ROWS)
+    if root is None or root == own_checkout() or unmeasured_checkout(folder):
+        return None
+    return commit_of_files(root, MADE_FROM_ROWS)
 
 
 def commit_of(row: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ OtherKind = Literal[
     "embedding",
     "linear_in",
     "linear_in_text",
+    "text_attention",
     "separate_linear_in",
     "grouped_query_linear_in",
     "shared_by_heads",

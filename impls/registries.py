@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from spbench.impls.discovery import installed_version, looked_up, named_classes
 
 if TYPE_CHECKING:
+    from spbench.impls.as_published.as_published import AsPublished
     from spbench.impls.backends.backend import Backend
     from spbench.impls.peers.peer import Peer
     from spbench.impls.strategies.base import Strategy
@@ -28,12 +29,13 @@ def strategies() -> Mapping[str, type[Strategy]]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name: of :func:`strategies`, or of :func:`peers`, installed or not.
+    """The strategy of that name: of :func:`strategies`, of :func:`peers`, installed or not, or of
+    :func:`as_published`.
 
     Raises:
         KeyError: with the known names, if there is none.
     """
-    return looked_up({**peers(), **strategies()}, name, "strategy")
+    return looked_up({**as_published(), **peers(), **strategies()}, name, "strategy")
 
 
 def peers() -> Mapping[str, type[Peer]]:
@@ -41,6 +43,13 @@ def peers() -> Mapping[str, type[Peer]]:
     from spbench.impls.peers.peer import Peer
 
     return named_classes("spbench.impls.peers", Peer)
+
+
+def as_published() -> Mapping[str, type[AsPublished]]:
+    """Every baseline as its authors ran it, by name; none is a method to use."""
+    from spbench.impls.as_published.as_published import AsPublished
+
+    return named_classes("spbench.impls.as_published", AsPublished)
 
 
 def versions(requires: Iterable[str]) -> dict[str, str | None]:

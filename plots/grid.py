@@ -35,6 +35,10 @@ _PAGE_HEIGHT_INCHES = 9.5
 _LEAST_FILLED = 0.5
 
 
+class NothingToDraw(ValueError):
+    """None of the rows is of what a figure shows."""
+
+
 @dataclass
 class Drawn:
     """What was drawn in a panel, for the axes and the legend, which the grid makes.
@@ -175,10 +179,12 @@ class Drawing:
         name: of the figure and its files.
         grid: makes the panels of result rows (as in cells.jsonl) and the comparison table (of
             comparison.csv, may be empty).
+        of: what it shows, for the error where there is none of it.
     """
 
     name: str
     grid: Callable[[Sequence[Row], DataFrame], PanelGrid]
+    of: str = ""
 
     def figure(self, rows: Sequence[Row], comparison: DataFrame, width_inches: float = PAGE_INCHES) -> Figure:
         """The figure in a width."""
@@ -188,19 +194,34 @@ class Drawing:
         """Write the files into the folder ``output``, which is made if need be; returns their paths.
 
         The same rows and comparison give the same bytes.
+
+        Raises:
+            NothingToDraw: none of the rows is of what the figure shows; no file is written.
         """
-        return save_widths(self.grid(rows, comparison), output, self.name)
+        try:
+            return save_widths(self.grid(rows, comparison), output, self.name)
+        except NothingToDraw as error:
+            raise NothingToDraw(f"{error}{f': {self.of}' if self.of else ''}") from None
 
 
 def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
-    """Write a grid's files, as :class:`Drawing` says; returns their paths."""
-    paths = save(grid.draw(PAGE_INCHES), folder, name)
+    """Write a grid's files, as :class:`Drawing` says; returns their paths. NothingToDraw where its panels
+    have no data."""
+    page = grid.draw(PAGE_INCHES)
+    if not any(map(_has_data, page.axes)):
+        raise NothingToDraw("no cell here is of what it shows")
+    paths = save(page, folder, name)
     if grid.page_only:
         return paths
     column = grid.draw(COLUMN_INCHES)
     if column.get_figheight() <= _PAGE_HEIGHT_INCHES:
         paths += save(column, folder, f"{name}_column")
     return paths
+
+
+def _has_data(ax: Axes) -> bool:
+    """Whether anything is drawn in a panel: points, marks, bars or a map."""
+    return any(len(line.get_xdata()) for line in ax.lines) or bool(ax.patches or ax.collections or ax.images)
 
 
 class _Place(NamedTuple):

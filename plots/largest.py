@@ -117,8 +117,8 @@ def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> D
     return draw_bars(ax, bars, names, bar_width(1))
 
 
-draw_max_batch = Drawing("max_batch", partial(largest, searched=BATCH))
+draw_max_batch = Drawing("max_batch", partial(largest, searched=BATCH), "searches for the largest batch")
 """The largest batch that fits by number of GPUs: RSA (arXiv 2105.13120), Figures 3a and 7a."""
 
-draw_max_seqlen = Drawing("max_seqlen", partial(largest, searched=LENGTH))
+draw_max_seqlen = Drawing("max_seqlen", partial(largest, searched=LENGTH), "searches for the largest seq_len")
 """The largest sequence length that fits by number of GPUs: RSA (arXiv 2105.13120), Figures 5a, 5b and 9."""

@@ -11,13 +11,22 @@ import yaml
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
+from spbench.bench.advise.ranking import (
+    IN_BLOCKS,
+    complexity,
+    is_tie,
+    parts_of,
+    ranked,
+    tie_limit,
+    uncharged_s,
+)
 from spbench.bench.cell import Cell
 from spbench.bench.config.changes import written
+from spbench.bench.fit.card_memory import CardMemory, card_memory
 from spbench.bench.trust.bands import packaged_model, with_band
-from spbench.impls.strategies.nesting import PLUS
 
-#: of products, what a scalar that was fitted to a few cells charges for blocks of wider matrices
-IN_BLOCKS = "in_blocks_s"
+#: layouts that are named
+NAMED = 5
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "products_s": "products",
@@ -48,16 +57,14 @@ class Advice:
 
     @property
     def ranked(self) -> list[Seen]:
-        """The best layouts: those that tie with the fastest, the simplest first, and then the others."""
-        best = self.found.best
-        ties = [seen for seen in best if self.is_tie(seen)]
-        others = [seen for seen in best if not self.is_tie(seen)]
-        return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *others]
+        """The layouts that are named: those that tie with the fastest, the simplest first, and then the
+        others."""
+        return ranked(self.found.best)[:NAMED]
 
     @property
     def tie_limit(self) -> float:
         """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
-        return packaged_model().tie(self._rates) if self.found.best else 1.0
+        return tie_limit(self.found.best)
 
     @property
     def _rates(self) -> str:
@@ -65,10 +72,13 @@ class Advice:
         return rates
 
     def is_tie(self, seen: Seen) -> bool:
-        """Whether its time differs from the shortest by less than the errors of two layouts do, with what a
-        fitted scalar charges for blocks or without it: that was fitted where it is little."""
-        fastest, limit = self.found.best[0], self.tie_limit
-        return seen.step_s <= fastest.step_s * limit or _uncharged_s(seen) <= _uncharged_s(fastest) * limit
+        """Whether its time is not told apart from the shortest; see :func:`.ranking.is_tie`."""
+        return is_tie(seen, self.found.best)
+
+    def hidden_ties(self) -> list[Seen]:
+        """Those that tie with the fastest and are not named, the simplest first; none is simpler than a tie
+        that is named."""
+        return [seen for seen in ranked(self.found.best)[NAMED:] if self.is_tie(seen)]
 
     @property
     def winner(self) -> Seen | None:
@@ -112,15 +122,31 @@ class Advice:
             "tokens_per_s": measured["tokens_per_s"],
             "mfu": measured["mfu"],
             "peak_memory_bytes": seen.peak,
-            "spare_bytes": (measured["usable_memory_bytes"] or 0) - seen.peak,
+            **self.memory(seen).record(),
             "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
             "exposed_communication": breakdown["exposed_communication_s"] / step,
             "bubble": breakdown["bubble_s"] / step,
             "bound": measured["bound"],
             "compute_floor_s": compute_floor_s(measured),
             "links_floor_s": links_floor_s(cell, measured),
+            "traced": "whole" if seen.exact else "with few layers",
             "cell": cell.key,
         }
+
+    @staticmethod
+    def memory(seen: Seen) -> CardMemory:
+        """What a card must have for a layout; of one that was traced with few layers, about."""
+        return card_memory(seen.cell, seen.outcome.measurement, seen.tensors_bytes)
+
+    def simpler(self) -> list[Seen]:
+        """The layouts that fit and are simpler than the one that is named first: of each number of strategies
+        and axes the fastest. None of them ties with the fastest."""
+        found: dict[tuple[int, ...], Seen] = {}
+        if winner := self.winner:
+            for seen in self.found.best:
+                if (shape := complexity(seen.cell)[:2]) < complexity(winner.cell)[:2]:
+                    found.setdefault(shape, seen)
+        return [*found.values()]
 
     def measured(self, seen: Seen) -> Mapping[str, Any]:
         """The measurement of a layout, with the interval of its time."""
@@ -197,7 +223,7 @@ class Advice:
         elif max(ratio, -ratio / (1 + ratio)) < self.tie_limit - 1:
             head = f"a tie: {than}, which is within the errors of such times"
         else:
-            apart = _uncharged_s(other) / _uncharged_s(winner)
+            apart = uncharged_s(other) / uncharged_s(winner)
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
         order = packaged_model().order(self._rates, apart)
         return "; ".join(filter(None, [head, told, order]))
@@ -215,26 +241,9 @@ def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def _parts(seen: Seen) -> dict[str, float]:
-    measured = seen.outcome.measurement
-    seconds = {**measured["breakdown"], **measured["parts"]}
+    seconds = parts_of(seen)
     found = {name: float(seconds.get(name, 0.0)) for name in _PARTS}
     return {**found, "products_s": found["products_s"] - found[IN_BLOCKS]}
-
-
-def _uncharged_s(seen: Seen) -> float:
-    """Seconds of a step without what a fitted scalar charges for blocks."""
-    return seen.step_s - _parts(seen)[IN_BLOCKS]
-
-
-def complexity(cell: Cell) -> tuple[int, ...]:
-    """How much there is to set up: strategies, axes of several ranks, stages, what is computed again."""
-    axes = sum(n > 1 for n in cell.sizes.by_axis.values())
-    return (
-        len(cell.strategy.split(PLUS)) if cell.strategy != "single" else 0,
-        axes,
-        cell.training.virtual_stages,
-        len(cell.model_options),
-    )
 
 
 def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:

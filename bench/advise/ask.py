@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.findings import Found
@@ -20,6 +20,7 @@ def answered(
     jobs: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     executor: Executor | None = None,
+    asked_about: Mapping[str, int] = {},
 ) -> Iterator[Advice]:
     """The answers, each as soon as it is there. Of several questions one without any layout has an answer
     that says so.
@@ -28,6 +29,7 @@ def answered(
         jobs: workers; None: one a usable core.
         say: told what is done.
         executor: where layouts are traced; None: here.
+        asked_about: ranks along axes, of which each answer says what became of them.
 
     Raises:
         UserError: no layout of the only question is possible.
@@ -36,7 +38,7 @@ def answered(
         for question in questions:
             begun, cpu_s = time.monotonic(), time.process_time() + answers.cpu_s
             try:
-                found = Search(question, answers, say).run()
+                found = Search(question, answers, say, asked_about).run()
             except UserError as error:
                 if len(questions) == 1:
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from spbench.bench.advise.layouts import (
     Way,
     backend_settings,
     layouts,
-    strategy_settings,
+    settings_of,
     ways,
 )
 from spbench.bench.advise.question import Question
@@ -134,7 +134,7 @@ def candidates(
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     for way in ways(question):
-        made = _figures(estimates, way, question.heeded, refused)
+        made = figures_of(estimates, way, question, refused)
         if made is None:
             continue
         figures, options = made
@@ -187,12 +187,12 @@ def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> li
     return [twin(at) for at in range(len(backends))]
 
 
-def _figures(
-    estimates: Estimates, way: Way, heeded: Collection[str], refused: Refused
+def figures_of(
+    estimates: Estimates, way: Way, question: Question, refused: Refused
 ) -> tuple[WayFigures, Mapping[str, Any]] | None:
     """With the first of the strategy's settings that can be; None: none can."""
     reason = ""
-    for options in strategy_settings(way.strategy, heeded):
+    for options in settings_of(question, way.strategy):
         try:
             return estimates.figures(way, options), options
         except Unsupported as refusal:

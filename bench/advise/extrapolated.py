@@ -12,16 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.advise.looks import Depth
+from spbench.bench.advise.looks import NEEDED, Depth
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.engines.deep_models import stage_layers, with_layers
 from spbench.bench.engines.plan import plan
+from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.engines.usable_memory import usable_memory_bytes
+from spbench.bench.fit.fullest import fullest
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.memory_log import MemoryLog
+from spbench.bench.meters.repeated_events import stretches
+from spbench.bench.meters.replay import replay
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
 from spbench.bench.simulator.costs import RatesUnknown
 from spbench.impls.layout import Unsupported
@@ -34,12 +38,10 @@ class Step:
     Attributes:
         seconds: "step" and what the step is made of, by name.
         parts: as :attr:`Measurement.parts`.
-        forward_flops: of all ranks.
     """
 
     seconds: Mapping[str, float]
     parts: Mapping[str, float]
-    forward_flops: float
 
     @classmethod
     def of(cls, traces: ClassTraces) -> Step:
@@ -52,9 +54,7 @@ class Step:
             timeline = traces.simulator()()
         except RatesUnknown as error:
             raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
-        return cls(
-            {"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts, timeline.forward_flops
-        )
+        return cls({"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts)
 
     def on(self, other: Step, times: float) -> Step:
         """This and ``times`` what another one has more."""
@@ -65,8 +65,7 @@ class Step:
                 for name in {**a, **b}
             }
 
-        flops = self.forward_flops + times * (other.forward_flops - self.forward_flops)
-        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts), flops)
+        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts))
 
 
 def look(cell: Cell, depth: Depth) -> Measurement:
@@ -83,6 +82,8 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         made = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
         most = made[counts[-1]]
         found = most.memory_measurement()
+        if depth != "small" and usable_memory_bytes(cell) is not None:
+            found.meters[NEEDED] = {"tensors_bytes": fullest(most)[1], "exact": True}
         step = _grown({n: Step.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
     else:
         deep = {
@@ -99,7 +100,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     add_step_time(found, cell, step.seconds["step"], breakdown)
     found.parts = dict(step.parts)
     found.bound = bound_of({**found.breakdown, **found.parts})
-    found.mfu = utilization(cell, step.forward_flops, step.seconds["step"])
+    found.mfu = utilization(cell, step.seconds["step"])
     return found
 
 
@@ -143,7 +144,20 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"about {peak / 2**30:.0f} GiB by traces of few layers"
-    return Measurement("ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable)
+    found = Measurement("ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable)
+    deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
+    tensors_bytes = round(peak * _reserved_share(deepest, cell))
+    # a layout that the search takes to fit is not said to need more than the card has
+    tensors_bytes = tensors_bytes if usable is None or not fits else min(tensors_bytes, usable)
+    found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
+    return found
+
+
+def _reserved_share(log: MemoryLog, cell: Cell) -> float:
+    """What the allocator reserves for a log, over what it gives out at the most."""
+    repeated = stretches(log.sizes, log.events, log.streams)
+    found = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
+    return found.peak_reserved / max(1, found.peak_allocated)
 
 
 def _set_bytes(found: Measurement, cell: Cell) -> None:

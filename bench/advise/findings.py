@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from spbench.bench.advise.layouts import Refused
-from spbench.bench.advise.looks import Depth
+from spbench.bench.advise.looks import NEEDED, Depth
 from spbench.bench.advise.prices import Price
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Outcome
@@ -42,13 +42,43 @@ class Seen:
         nbytes: int = self.outcome.measurement["peak_memory_bytes"]
         return nbytes
 
+    @property
+    def tensors_bytes(self) -> int:
+        """The least that the allocator must reserve for the fullest rank; see :attr:`exact`."""
+        needed = self.outcome.measurement.get("meters", {}).get(NEEDED, {})
+        nbytes: int = needed.get("tensors_bytes", self.peak)
+        return nbytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether all of its layers were traced, and not only few."""
+        return bool(self.outcome.measurement.get("meters", {}).get(NEEDED, {}).get("exact"))
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """Layouts that were asked about and not traced.
+
+    Attributes:
+        layouts: how many strategies and meshes.
+        slow: of these, the ones that may fit by the estimate; others need too much.
+        least_s: the shortest estimated step of these; None: there are none.
+        least_bytes: the smallest estimated peak of all.
+    """
+
+    layouts: int
+    slow: int
+    least_s: float | None
+    least_bytes: float
+
 
 @dataclass
 class Found:
     """What a search found.
 
     Attributes:
-        best: that fit, the fastest first, the first two traced whole; of each strategy and mesh one.
+        best: that fit, the fastest first, of each strategy and mesh one; the first two and the one that is
+            named first are traced whole.
         of_strategies: the best of each strategy that fits, the fastest first.
         nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
         counts: what became of how many layouts.
@@ -56,6 +86,7 @@ class Found:
         traced: every look.
         impossible: why there is no layout at all; "" if there is one.
         prices: of the named layout's memory switches, and of those that it could have.
+        untraced: of the layouts that were asked about; None: each was traced, or nothing was asked.
     """
 
     best: list[Seen] = field(default_factory=list)
@@ -66,3 +97,4 @@ class Found:
     traced: list[Seen] = field(default_factory=list)
     impossible: str = ""
     prices: list[Price] = field(default_factory=list)
+    untraced: Untraced | None = None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spbench.bench.advise.question import Question
+from spbench.bench.cell import Sizes
 from spbench.bench.errors import UserError, suggestion
 from spbench.impls.axes import spelled
 from spbench.impls.registries import backends, strategies
@@ -84,17 +85,20 @@ def divisors(n: int) -> list[int]:
 
 
 def searched_strategies(question: Question) -> list[Nesting]:
-    """The strategies that may be asked, alone and around each other; no peers, which stand for the same."""
-    own = {name: cls for name, cls in strategies().items() if not cls.requires}
+    """The strategies that may be asked, alone and around each other; no peers, which stand for the same. Of a
+    program's, those that it has, alone or around others that it has alone."""
+    own = [name for name, cls in strategies().items() if not cls.requires and settings_of(question, name)]
     found = []
     for depth in range(1, _DEEPEST + 1):
         for parts in itertools.permutations(own, depth):
             if not question.allows(PLUS.join(parts)):
                 continue
             try:
-                found.append(nesting(PLUS.join(parts)))
+                nested = nesting(PLUS.join(parts))
             except ValueError:
                 continue
+            if settings_of(question, nested.name):
+                found.append(nested)
     return found
 
 
@@ -169,6 +173,16 @@ def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[
     return [first, *others]
 
 
+def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
+    """The settings of a strategy that are worth a look, and that the program has, if one is given."""
+    settings = strategy_settings(strategy, question.heeded)
+    if not question.program:
+        return settings
+    sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
+    cells = [question.on_two(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
+    return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
+
+
 def backend_settings(question: Question) -> list[dict[str, Any]]:
     """The settings of ``training`` for each backend that is searched, and each of its own choices; of an
     option that is given those that have it so, where a backend without it is as others are by default.
@@ -184,6 +198,7 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
         for name, cls in searched.items()
         if question.allows_backend(name)
         for own in cls.options_type.searched()
+        if question.runs(question.on_two({"backend": name, **own}), "training")
     ]
     for name, value in question.options.items():
         section, _, option = name.partition(".")

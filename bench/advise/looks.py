@@ -16,6 +16,9 @@ Depth = Literal["small", "few_layers", "all_layers"]
 
 #: under this name a measurement's ``meters`` have what the look itself took
 LOOK = "look"
+#: under this name they have ``tensors_bytes``, the least that the allocator must reserve for the fullest
+#: ranks, and whether that is ``exact``, or follows from traces of few layers
+NEEDED = "needed"
 
 
 class Look(Cell):

@@ -16,7 +16,8 @@ from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError
-from spbench.bench.fit.subject import Asked, kind_of, subject
+from spbench.bench.fit.subject import Asked, ask_for, kind_of, subject
+from spbench.bench.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.layout import HEEDED
 from spbench.impls.models.model import model_preset
@@ -24,9 +25,13 @@ from spbench.impls.strategies.nesting import PLUS
 
 #: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
 BATCH_TOKENS = 4 * 2**20
+#: how far that batch may be moved for numbers of GPUs that are no power of two
+_NEAR = 0.25
 #: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
 _SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
 _OF_EVERY_LAYOUT = ("step", *VARIABLES)
+#: what of a cell comes with a strategy
+_BELONGS = {"strategy": ("strategy", "sizes", "mesh")}
 #: what may be given of every layout: these, and options of these
 _FIXED, _WITH_OPTIONS = (*MESH_AXES, "micro_batch"), ("training", "model_options")
 
@@ -44,6 +49,7 @@ class Question:
         options: of the model and of backends that are given, by dotted name.
         remarks: on how it was made, one a line.
         figures: of the cluster that were changed, as ``--set`` takes them.
+        program: a kind of flags; layouts that it has no arguments for are left out. "": none is.
     """
 
     cell: Cell
@@ -54,6 +60,31 @@ class Question:
     options: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     figures: str = ""
+    program: str = ""
+
+    def runs(self, cell: Cell, what: str = "") -> bool:
+        """Whether the program has arguments for a cell; of what of it that matters alone, if that is said.
+
+        Args:
+            what: "strategy", "training" or "model_options"; a strategy's options, ranks and mesh are with it.
+        """
+        if not self.program:
+            return True
+        if cell.key not in self._missing:
+            self._missing[cell.key] = program_flags(self.program, cell).missing
+        return not any(line.startswith(_BELONGS.get(what, what)) for line in self._missing[cell.key])
+
+    @cached_property
+    def _missing(self) -> dict[str, tuple[str, ...]]:
+        """What the program has no arguments for, by the key of a cell."""
+        return {}
+
+    def on_two(self, training: Mapping[str, Any] = {}, **parts: Any) -> Cell:
+        """The cell on two replicas, with settings of training and other parts: what a program is asked about
+        each by itself."""
+        content = {**self.cell.training.model_dump(exclude_defaults=True), **training}
+        update = {"sizes": Sizes(dp=2), "batch": 2, "training": TrainingOptions.model_validate(content)}
+        return self.cell.model_copy(update={**update, **parts})
 
     def with_figures(self, figures: Mapping[str, str]) -> Question:
         """The question on a cluster with other figures, by dotted name.
@@ -119,6 +150,7 @@ def question(
     only: Sequence[str] = (),
     without: Sequence[str] = (),
     fixed: Sequence[tuple[str, str]] = (),
+    program: str = "",
 ) -> Question:
     """The question that words and options ask, of a model, a job or a scenario.
 
@@ -133,11 +165,15 @@ def question(
     axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
     options = given(dotted)
     settings = {**asked.settings, **_of_model(options)}
-    remarks = _set_batch(settings, batch_tokens)
+    kind = kind_of(words)
+    if kind == "model":
+        length = settings.get("seq_len")
+        ask_for({"--cluster NAME": asked.cluster, "--gpus N": asked.gpus, "--seq-len N": length}, words[0])
+    remarks = _set_batch(settings, batch_tokens, asked.gpus)
     if asked.gpus is not None and asked.gpus > MOST_RANKS:
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
     # a job's file may need the number to be read; a model's cell is one of one rank
-    ranks = asked.gpus if kind_of(words) == "job" else None
+    ranks = asked.gpus if kind == "job" else None
     found = subject(words, Asked(asked.cluster, ranks, None, settings))
     distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in found.cells}
     if len(distinct) > 1:
@@ -153,7 +189,25 @@ def question(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
-    return Question(plain, gpus, only, without, axes, options, [*remarks, *_said(found.remarks)])
+    remarks += _said(found.remarks)
+    made = Question(plain, gpus, only, without, axes, options, remarks, program=program)
+    _check_program(made)
+    return made
+
+
+def _check_program(asked: Question) -> None:
+    """Raises a UserError where the program has no arguments for what is trained, with no backend."""
+    if not asked.program:
+        return
+    of_layouts = (*_BELONGS["strategy"], "training")
+    lacking: list[str] = []
+    for backend in names("backend"):
+        flags = program_flags(asked.program, asked.on_two({"backend": backend}))
+        lines = [line for line in flags.missing if not line.startswith(of_layouts)]
+        if not lines:
+            return
+        lacking = min([*filter(None, [lacking]), lines], key=len)
+    raise UserError(f"--for {asked.program}: {flags.program} has no {'; no '.join(lacking)}")
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +221,9 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name.startswith("model_options.")}
 
 
-def _set_batch(settings: dict[str, Any], batch_tokens: int | None) -> list[str]:
-    """Set the batch by its tokens, or one where nothing is said; returns remarks on it.
+def _set_batch(settings: dict[str, Any], batch_tokens: int | None, gpus: int | None) -> list[str]:
+    """Set the batch by its tokens, or one where nothing is said that the GPUs can divide if it is near;
+    returns remarks on it.
 
     Raises:
         UserError: the tokens make no sequence.
@@ -183,8 +238,11 @@ def _set_batch(settings: dict[str, Any], batch_tokens: int | None) -> list[str]:
             )
         settings["batch"] = batch_tokens // length
     elif "batch" not in settings and length is not None:
-        settings["batch"] = max(1, BATCH_TOKENS // length)
-        return [f"not said, so taken: batch {settings['batch']} ({BATCH_TOKENS} tokens); --batch-tokens"]
+        batch = max(1, BATCH_TOKENS // length)
+        odd = (gpus or 1) // ((gpus or 1) & -(gpus or 1))
+        near = max(1, round(batch / odd)) * odd
+        settings["batch"] = batch = near if abs(near - batch) <= _NEAR * batch else batch
+        return [f"not said, so taken: batch {batch} ({batch * length} tokens); --batch-tokens"]
     return []
 
 
@@ -230,10 +288,12 @@ def whole_numbers(
     """The numbers that an option's pairs of name and text give.
 
     Raises:
-        UserError: a name is not among those known, or a number none from 1 on.
+        UserError: a name is not among those known or is there twice, or a number none from 1 on.
     """
-    found = {}
+    found: dict[str, int] = {}
     for name, text in pairs:
+        if name in found:
+            raise UserError(f"{flag} {name}={found[name]} and {name}={text}: give one of them")
         if name not in known or not text.isdecimal() or int(text) < 1:
             raise UserError(f"{flag} {name}={text}: give {', '.join(known)} as a whole number from 1 on")
         found[name] = int(text)

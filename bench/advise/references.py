@@ -48,7 +48,9 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
     for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
         options = {name: value for each in together for name, value in each.items()}
-        if question.keeps({f"model_options.{name}": value for name, value in options.items()}):
+        made = question.on_two(model_options={**question.cell.model_options, **options})
+        kept = question.keeps({f"model_options.{name}": value for name, value in options.items()})
+        if kept and question.runs(made, "model_options"):
             found.setdefault(as_text(options), options)
     return found
 

@@ -9,20 +9,25 @@ many traces in a row have gained the best nothing.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from spbench.bench.advise.absent import untraced
 from spbench.bench.advise.candidates import SLOWER, Candidate, candidates, ordered
 from spbench.bench.advise.estimates import Estimates
 from spbench.bench.advise.findings import Found, Seen
-from spbench.bench.advise.layouts import Way, strategy_settings
+from spbench.bench.advise.layouts import Way, settings_of
 from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.looks import Depth, Look, outcomes
+from spbench.bench.advise.possible import why_impossible
 from spbench.bench.advise.question import Question
+from spbench.bench.advise.ranking import TOSS, complexity, ranked
 from spbench.bench.advise.references import references, savings_of
+from spbench.bench.advise.simpler import simpler
 from spbench.bench.advise.waiting import Waiting
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
@@ -38,6 +43,8 @@ BEST, _WHOLE = 5, 2
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
 _PATIENCE, _GAIN = 24, 1.005
+#: how often what is simpler than the layout that would be named is looked for
+_SIMPLER_ROUNDS = 3
 #: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
 #: a layout whose estimated memory is so much less probably fits
@@ -56,10 +63,18 @@ class Search:
     Args:
         answers: whose run is :func:`look`.
         say: told what is done.
+        asked_about: ranks along axes of which it is kept what estimates said of those that are not traced.
     """
 
-    def __init__(self, question: Question, answers: Answers, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        question: Question,
+        answers: Answers,
+        say: Callable[[str], None] = lambda text: None,
+        asked_about: Mapping[str, int] = {},
+    ):
         self.question, self.answers, self.say = question, answers, say
+        self.asked_about = asked_about
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         #: a layout that takes more is not traced
         self.most_bytes = self.usable
@@ -79,6 +94,8 @@ class Search:
         Raises:
             UserError: no layout is possible.
         """
+        if reason := why_impossible(self.question):
+            raise UserError(reason)
         self.say("small traces of the model and of the backends")
         savings = savings_of(self.question)
         known = references(self.question, self.answers, savings)
@@ -88,9 +105,8 @@ class Search:
         every = [*candidates(self.question, estimates, savings, refusing, self.usable, counts)]
         refused = refusing.reasons
         if not every:
-            reasons = Counter(refused.values()).most_common(1)
-            why = f": {reasons[0][0]}" if reasons else "; see --only, --without and --fixed"
-            raise UserError(f"no layout of {self.question.gpus} GPUs is possible{why}")
+            reasons = ", or ".join(dict.fromkeys(refused.values())) or "no backend or setting can be traced"
+            raise UserError(f"no layout of {self.question.gpus} GPUs can be traced: {reasons}")
         counts["cannot be"] = len(refused)
         counts["looked at"] = len(every) + counts[SLOWER] + len(refused)
         waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
@@ -104,10 +120,13 @@ class Search:
             self._of_layouts[id(candidate.layout)].append(candidate)
         left = Waiting(waiting)
         self._few_layers(left)
+        self._simpler(left)
         counts["too slow by the estimate, or too large after traces of their strategy"] = len(left)
         self._polish()
         self._whole()
         self._conclude()
+        too_large = _TOO_LARGE * self.usable
+        self.found.untraced = untraced(self.asked_about, every, self.found.traced, too_large)
         return self.found
 
     # -- few layers ------------------------------------------------------------------------------------
@@ -159,6 +178,17 @@ class Search:
         waiting.take(chosen)
         return [*chosen.values()]
 
+    def _simpler(self, waiting: Waiting) -> None:
+        """Trace with few layers what is simpler than the layout that would be named first."""
+        for _ in range(_SIMPLER_ROUNDS):
+            best = self._best_layouts()
+            found = simpler(waiting, self.learned, best, self.most_bytes) if best else iter(())
+            chosen = dict(islice(found, _AT_ONCE * max(2, self.answers.jobs)))
+            if not chosen:
+                return
+            waiting.take(chosen)
+            self._look([*chosen.values()])
+
     def _outdone(self, candidate: Candidate) -> bool:
         """Whether the same layout, with other settings of the model or with its states on the cards, takes
         no longer by the estimate and surely fits."""
@@ -196,8 +226,9 @@ class Search:
         return found
 
     def fitting(self) -> list[Seen]:
-        """The cells that fit, the fastest first."""
-        return sorted((s for s in self.seen.values() if s.fits), key=self._least_whole_s)
+        """The cells that fit and that the program has, if one is given; the fastest first."""
+        found = (s for s in self.seen.values() if s.fits and self.question.runs(s.cell))
+        return sorted(found, key=self._least_whole_s)
 
     def _least_whole_s(self, seen: Seen) -> float:
         """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
@@ -209,8 +240,14 @@ class Search:
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the first :data:`_WHOLE` of them are."""
-        while chosen := [s.cell for s in self._best_layouts()[:_WHOLE] if s.depth != "all_layers"]:
+        """Trace the best with all layers, until the first :data:`_WHOLE` of them are, and the one that is
+        named first."""
+
+        def wanted() -> list[Seen]:
+            best = self._best_layouts()
+            return [*best[:_WHOLE], *ranked(best)[:1]]
+
+        while chosen := [seen.cell for seen in wanted() if seen.depth != "all_layers"]:
             self.say(f"tracing {len(chosen)} of the best with all layers")
             self._traced(chosen, "all_layers")
 
@@ -251,7 +288,7 @@ class Search:
         self._traced(cells, "few_layers")
 
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        for options in strategy_settings(cell.strategy, self.question.heeded)[1:]:
+        for options in settings_of(self.question, cell.strategy)[1:]:
             yield {f"strategy_options.{name}": value for name, value in options.items()}
         sizes = cell.sizes.by_axis
         for order in _OTHER_ORDERS:
@@ -272,16 +309,21 @@ class Search:
         return self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        """Of each kind of cells the fastest that fits, the fastest first."""
-        best: dict[Hashable, Seen] = {}
+        """Of each kind of cells the fastest that fits, or the simplest of those that are as fast but for a
+        toss; the fastest first."""
+        of_kinds: dict[Hashable, list[Seen]] = {}
         for seen in self.fitting():
-            best.setdefault(kind(seen.cell), seen)
-        return [*best.values()]
+            of_kinds.setdefault(kind(seen.cell), []).append(seen)
+        best = []
+        for alike in of_kinds.values():
+            as_fast = [s for s in alike if self._least_whole_s(s) <= TOSS * self._least_whole_s(alike[0])]
+            best.append(min(as_fast, key=lambda s: complexity(s.cell)))
+        return sorted(best, key=self._least_whole_s)
 
     def _conclude(self) -> None:
         found, fitting = self.found, self.fitting()
         found.traced = [*self.seen.values()]
-        found.best = self._best_layouts()[:BEST]
+        found.best = self._best_layouts()
         found.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
             found.nearest = min(self.seen.values(), key=lambda s: s.peak)

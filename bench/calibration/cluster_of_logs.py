@@ -15,6 +15,7 @@ from spbench.bench.calibration.log_fits import (
     memory_rate,
     product_rates,
 )
+from spbench.bench.calibration.plausible import ROUNDING, check_plausible, one_card
 from spbench.bench.clusters.cluster import Cluster
 from spbench.bench.clusters.rates import AttentionKernel
 from spbench.bench.errors import UserError
@@ -24,8 +25,6 @@ _NEWEST_FIRST: tuple[AttentionKernel, ...] = (
     *("flash_attention_4", "flash_attention_3", "flash_attention_2", "flash_attention_1"),
     *("cudnn", "triton"),
 )
-#: a speed above the datasheet's by more than rounding is another card's, or a cache's
-_ROUNDING = 1.02
 
 
 def cluster_of_logs(found: Mapping[str, Findings], base: Cluster | None) -> LogCluster:
@@ -35,13 +34,10 @@ def cluster_of_logs(found: Mapping[str, Findings], base: Cluster | None) -> LogC
         base: the packaged cluster from which all else is taken; None: all else is unknown.
 
     Raises:
-        UserError: nothing in the logs is of use, they are of several cards, or of one that is faster than
-            the base's.
+        UserError: nothing in the logs is of use, or they cannot be (:func:`check_plausible`).
     """
-    cards = {each.card: path for path, each in found.items() if each.card}
-    if len(cards) > 1:
-        raise UserError(f"logs of several cards: {', '.join(f'{c} ({path})' for c, path in cards.items())}")
-    card = next(iter(cards), "")
+    check_plausible(found, base)
+    card = one_card(found)
     about = f"{base.name if base else card or 'A card'}, with what logs say: {', '.join(found)}"
     start = {"extends": base.name, "about": about} if base else {"about": about, **_nothing_known(card)}
     made = LogCluster(start, remarks=[remark for each in found.values() for remark in each.remarks])
@@ -54,8 +50,8 @@ def cluster_of_logs(found: Mapping[str, Findings], base: Cluster | None) -> LogC
     put_collectives(made, found, base)
     if not made.fitted:
         raise UserError("; ".join(["the logs give no figure of a cluster", *made.remarks]))
-    if base and card:
-        made.remarks.append(f"the logs are of {card}; {base.name} has {base.device.name}")
+    if base and card and card != base.device.name:
+        made.remarks.append(f"the logs are of {card}, as which {base.name}'s {base.device.name} is taken")
     return made
 
 
@@ -73,11 +69,6 @@ def _put_products(made: LogCluster, found: Mapping[str, Findings], base: Cluster
     for precision, rate in product_rates(found).items():
         where, peak = f"device.products.{precision}", peaks.get(precision)
         if base and peak:
-            if rate.best > _ROUNDING * peak:
-                raise UserError(
-                    f"{rate.source}: {rate.best / 1e12:.4g} TFLOP/s of {precision} is above the "
-                    f"{peak / 1e12:.4g} of {base.name}; is it another card?"
-                )
             share = made.figure(f"{where}.share", rate.limit / peak, rate.how, rate.source)
         else:
             peak_now = made.figure(f"device.peak_flops_per_s.{precision}", rate.limit, rate.how, rate.source)
@@ -117,7 +108,7 @@ def _put_memory(made: LogCluster, found: Mapping[str, Findings], base: Cluster |
     if datasheet is None:
         known = made.figure("device.memory_bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
         made.put({"device": {"memory_bandwidth_bytes_per_s": known}})
-    elif rate.limit > _ROUNDING * datasheet:
+    elif rate.limit > ROUNDING * datasheet:
         made.remarks.append(
             f"memory: {rate.source} reaches {rate.limit / 1e12:.3g} TB/s, above the datasheet's "
             f"{datasheet / 1e12:.3g}: caches, or another card; left out"

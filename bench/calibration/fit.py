@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import Calibration
+from spbench.bench.clusters.cluster import Calibration, load_cluster
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.engines.virtual import trace_classes
 from spbench.bench.errors import UserError, suggestion
@@ -24,6 +24,7 @@ from spbench.impls.models.model import model_preset
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
 BOUNDS = {
+    "efficiency": (1e-3, 1.0),
     "compute_efficiency": (1e-3, 1.0),
     "memory_efficiency": (1e-3, 1.0),
     "link_efficiency": (1e-3, 1.0),
@@ -112,18 +113,27 @@ def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
 
 
 def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:
-    """The calibration that the fits give, one after the other; ``without``: as if that cell were not known.
-    UserError if a fit has no rows."""
-    values: dict[str, Any] = {}
+    """The calibration that the fits give, one after the other, beside the scalars of the cells' cluster that
+    no fit names; ``without``: as if that cell were not known. UserError if a fit has no rows."""
+    chosen(fits[0], known)
+    cell = known[0].cell
+    before_fits = load_cluster(cell.cluster).calibration_of(cell.precision)
+    kept = {
+        name: value for name, value in before_fits.scalars.items() if name not in {f.scalar for f in fits}
+    }
+    values: dict[str, Any] = dict(kept)
     for _ in range(_ROUNDS):
         before = dict(values)
         for fit in fits:
             cells = [k for k in chosen(fit, known) if k is not without]
             if cells:
                 values[fit.scalar] = _root(fit.scalar, cells, values)
-        if before and all(math.isclose(values[s], before[s], rel_tol=_SETTLED) for s in values):
+        if before.keys() == values.keys() and all(
+            math.isclose(values[s], before[s], rel_tol=_SETTLED) for s in values
+        ):
             break
-    names = dict.fromkeys(k.cell.key for fit in fits for k in chosen(fit, known) if k is not without)
+    names = dict.fromkeys(before_fits.fitted_on if kept else ())
+    names |= dict.fromkeys(k.cell.key for fit in fits for k in chosen(fit, known) if k is not without)
     return Calibration(**values, fitted_on=list(names))
 
 

@@ -24,14 +24,16 @@ _KERNELS: dict[str, AttentionKernel] = {
 _DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 _SIZES = re.compile(r"### causal=(\w+), headdim=(\d{1,9}), batch_size=(\d+), seqlen=(\d{1,9}) ###")
 _METHOD = re.compile(r"^\s*([\w.]+) (?=fwd:)")
-_SPEED = re.compile(r"(?<!\+ )\b(fwd|bwd): (\d{1,9}(?:\.\d+)?|nan|inf) TFLOPs/s")
+_SPEED = re.compile(r"(?<!\+ )\b(fwd|bwd): *(\S+)(?: +(\w+/s))?")
+_NUMBER = re.compile(r"\d{1,9}(?:\.\d+)?|nan|inf")
+_UNIT = "TFLOPs/s"
 
 
 def read(log: LogFile) -> Findings | None:
     """The speed of each kernel, mask, direction, head size and length."""
     if not _SIZES.search(log.text):
         return None
-    speeds = list(_speeds(log.text))
+    speeds = list(_speeds(log))
     if not speeds:
         raise log.damaged(
             f"sizes of flash-attention's benchmark without a line of {', '.join(_KERNELS)}; was it cut off?"
@@ -39,16 +41,19 @@ def read(log: LogFile) -> Findings | None:
     return Findings("benchmark_flash_attention.py", attention=speeds)
 
 
-def _speeds(text: str) -> Iterator[AttentionSpeed]:
+def _speeds(log: LogFile) -> Iterator[AttentionSpeed]:
     sizes = None
-    for line in text.splitlines():
+    for number, line in enumerate(log.text.splitlines(), 1):
         sizes = _SIZES.search(line) or sizes
         method = _METHOD.match(line)
         kernel = _KERNELS.get(method[1].lower()) if method else None
         if sizes is None or kernel is None:
             continue
         mask = "causal" if sizes[1] == "True" else "whole"
-        for direction, tflops in _SPEED.findall(line):
+        for direction, tflops, unit in _SPEED.findall(line):
+            if not _NUMBER.fullmatch(tflops) or unit != _UNIT:
+                said = f"{direction}: {tflops} {unit}".strip()
+                raise log.damaged(f"line {number}: {said!r} is no speed in {_UNIT}")
             if 0 < float(tflops) < float("inf"):  # 0 and nan: it did not run
                 yield AttentionSpeed(
                     kernel,

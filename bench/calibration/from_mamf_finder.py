@@ -27,6 +27,8 @@ _COLUMNS = re.compile(rf"^\s*\d+ +{_SHAPE} +\d+(?:\.\d+)? +{_NUMBER} +\d+(?:\.\d
 _BEST = re.compile(
     rf"^(?:median:|MSMF[^:]*:|The best outcome was)\s*{_NUMBER} ?TFLOPS @ {_SHAPE}", re.MULTILINE
 )
+#: a speed that cannot be; a range, as "1-2", has no blank before it
+_NEGATIVE = re.compile(r"(?:^|[\s|:])(-\d[\d.]*) ?(?:TFLOPS|\(median\))", re.MULTILINE)
 _TRIED = re.compile(r"Tried\s+(\d+) shapes|\(tried (\d+) shapes\)")
 
 
@@ -41,6 +43,8 @@ def read(log: LogFile) -> Findings | None:
     dtype = dtypes.pop()
     if dtype not in _PRECISIONS:
         raise log.damaged(f"products of {dtype} have no place in a cluster's file ({', '.join(_PRECISIONS)})")
+    if found := _NEGATIVE.search(text):
+        raise log.damaged(f"a speed of {found[1]} TFLOPS cannot be")
     speeds = list(_shapes(text)) or [_speed(*found) for found in _BEST.findall(text)]
     products = [
         TimedProduct.of_shape(_PRECISIONS[dtype], m, n, k, 2 * m * n * k / (tflops * 1e12))

@@ -28,6 +28,10 @@ _PROGRAM = re.compile(
 )
 _BEGIN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")
 _HEADER = re.compile(r"#\s+size\s+count\s+type\s+redop\s+root\s+time\s+algbw\s+busbw")
+#: below the header; other units would be read as these
+_UNITS = re.compile(r"#\s+\(B\)\s+\(elements\)\s+(\(.*)")
+_KNOWN_UNITS = {"(us)", "(GB/s)"}
+_OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\S+\s+\S+)")
 _END = re.compile(r"#\s*Avg bus bandwidth")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?(?:\bon\s+(\S+)\s+)?device\s+\d+\s+\[[^\]]*\]\s*(.*)")
 #: size, count, type, redop, root, and out of place the time in us, algbw, busbw and wrong results
@@ -70,7 +74,9 @@ def read(log: LogFile) -> Findings | None:
             remarks.append(f"{log.path}: {table.program} has no end: the larger sizes may be missing")
         collectives += _timed(log, table)
     programs = list(dict.fromkeys(table.program for table in tables))
-    card = next((table.card for table in tables if table.card), "")
+    card = ""
+    for table in tables:
+        card = _same_card(log, card, table.card)
     return Findings(f"{', '.join(programs)} of nccl-tests", card, collectives=collectives, remarks=remarks)
 
 
@@ -86,7 +92,11 @@ def _tables(log: LogFile, program: str) -> Iterator[_Table]:
             table = _Table(named)
         elif found := _RANK.search(line):
             table.hosts[int(found[1])] = found[2] or ""
-            table.card = found[3].strip()
+            table.card = _same_card(log, table.card, found[3].strip())
+        elif (found := _UNITS.search(line)) and (others := {*found[1].split()} - _KNOWN_UNITS):
+            raise log.damaged(f"line {number}: columns in {' and '.join(sorted(others))}, not in us and GB/s")
+        elif (found := _OUT_OF_BOUNDS.search(line)) and found[1].split() != ["0", "OK"]:
+            raise log.damaged(f"line {number}: out of bounds values: {found[1]}; do not trust this machine")
         elif found := _ROW.search(line):
             size, us, algbw, busbw = int(found[1]), *map(float, found.group(2, 3, 4))
             table.rows.append((number, size, us, algbw, busbw, found[5] or "0"))
@@ -95,6 +105,17 @@ def _tables(log: LogFile, program: str) -> Iterator[_Table]:
         table.ended |= _END.search(line) is not None
         table.program = table.program or named
     yield table
+
+
+def _same_card(log: LogFile, before: str, card: str) -> str:
+    """The card of a run's ranks.
+
+    Raises:
+        UserError: they have different ones.
+    """
+    if before and card and card != before:
+        raise log.damaged(f"ranks on several cards, {before} and {card}: the slowest has set the pace")
+    return card or before
 
 
 def _timed(log: LogFile, table: _Table) -> Iterator[TimedCollective]:

@@ -114,6 +114,10 @@ def read(log: LogFile) -> Findings | None:
 def _findings(log: LogFile, trace: Mapping[str, Any]) -> Findings:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_card = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if wrong := [event for event in on_card if not (isfinite(event["dur"]) and event["dur"] >= 0)]:
+        raise log.damaged(
+            f"{len(wrong)} events of a GPU have a duration below 0 or none, such as {wrong[0]['dur']}"
+        )
     if not any(event["cat"] == "kernel" for event in on_card):
         raise log.damaged("a trace without kernels of a GPU; profile with ProfilerActivity.CUDA too")
     launched = list(_launched(events))

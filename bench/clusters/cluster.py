@@ -57,6 +57,8 @@ class Device(StrictModel):
         launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        multiprocessors: streaming multiprocessors, on which a kernel's thread blocks run; null: kernels of
+            few blocks are not slowed down.
         l2_cache_bytes: of the cache that all multiprocessors share.
         workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
             of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
@@ -79,6 +81,7 @@ class Device(StrictModel):
     operators: dict[str, Sourced[OperatorTimes]] = {}
     launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
     kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    multiprocessors: Sourced[PositiveInt] = NOT_MEASURED
     l2_cache_bytes: Sourced[PositiveInt] = NOT_MEASURED
     workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
 
@@ -105,6 +108,8 @@ class Calibration(StrictModel):
     """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
 
     Attributes:
+        efficiency: of all that a device does, beside the three below and the device's own: every kernel and
+            message takes 1 / efficiency times as long.
         compute_efficiency: of matrix products, beside the device's; of attention kernels too where the device
             has none for them.
         memory_efficiency: of kernels, beside the device's.
@@ -116,6 +121,7 @@ class Calibration(StrictModel):
         fitted_on: the cells that the values were fitted on.
     """
 
+    efficiency: PositiveFloat = 1.0
     compute_efficiency: PositiveFloat = 1.0
     memory_efficiency: PositiveFloat = 1.0
     link_efficiency: PositiveFloat = 1.0

@@ -22,7 +22,7 @@ from spbench.bench.commands.options import (
     printed,
 )
 from spbench.bench.commands.output import Output
-from spbench.bench.commands.progress import message
+from spbench.bench.commands.progress import Progress
 
 if TYPE_CHECKING:
     from spbench.bench.advise.question import Question
@@ -55,6 +55,12 @@ if TYPE_CHECKING:
 @many(
     "--why", SETTINGS, "Say why layouts with so many ranks along an axis, as tp=16, are not among the best."
 )
+@click.option(
+    "--for",
+    "program",
+    metavar="PROGRAM",
+    help="Only layouts that a program has arguments for, and these arguments: megatron or torchtitan.",
+)
 @path_option("--figure", "Draw the best layouts, or of several questions which strategy wins where, here.")
 @path_option("--output", "Write the best layouts as a scenario, to run, verify, trace and ask fit about.")
 @jobs
@@ -72,6 +78,7 @@ def command(
     fixed: tuple[tuple[str, str], ...],
     changes: tuple[tuple[str, str], ...],
     why: tuple[tuple[str, str], ...],
+    program: str | None,
     figure: Path | None,
     output: Path | None,
     jobs: int | None,
@@ -105,18 +112,19 @@ def command(
     questions: list[Question] = []
     for length, n in itertools.product(seq_len or [None], gpus or [None]):
         own = settings if length is None else {**settings, "seq_len": length}
-        asked = question(subject, Asked(cluster, n, None, own), batch_tokens, only, without, fixed)
+        asked = question(
+            subject, Asked(cluster, n, None, own), batch_tokens, only, without, fixed, program or ""
+        )
         questions += [asked.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])
     if figure is not None:
         _check_form(figure)
     answers = []
-    with opened_executor(executor) as there:
-        for answer in answered(questions, jobs, message, there):
+    with opened_executor(executor) as there, Progress(len(questions)) as progress:
+        for answer in answered(questions, jobs, progress.now, there, reasons_of):
             answers.append(answer)
-        if len(questions) > 1:
-            message(f"[{len(answers)}/{len(questions)}] answered in {answer.seconds:.0f} s")
-    return report(answers, reasons_of, figure, output)
+            progress.step(f"answered in {answer.seconds:.0f} s")
+    return report(answers, reasons_of, figure, output, program or "")
 
 
 def _check_form(figure: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.advise.absent import absence, spelled
 from spbench.bench.advise.advice import Advice, scenario_text
 from spbench.bench.advise.findings import Seen
 from spbench.bench.advise.prices import Price
@@ -15,14 +16,13 @@ from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.errors import UserError
-from spbench.bench.jobs import FLAGS
 from spbench.bench.jobs.flags import program_flags
 from spbench.bench.trust.bands import TIE, shown_band
 from spbench.bench.trust.shown import shown_price
 
 _GIB = 2**30
-#: refusals of layouts that are shown for --why, at the most
-_MOST_REASONS = 20
+#: lines for --why, and costs of simpler layouts, where no details are asked for
+_REASONS, _COSTS = 3, 3
 
 
 def report(
@@ -30,6 +30,7 @@ def report(
     why: Mapping[str, int] = {},
     figure: Path | None = None,
     output: Path | None = None,
+    program: str = "",
 ) -> Output:
     """The answers for people and for programs.
 
@@ -37,16 +38,19 @@ def report(
         why: ranks along axes that are asked about.
         figure: the layouts of one answer, or a map of several, are drawn there.
         output: the best layouts are written there, as a scenario.
+        program: whose arguments the layout named first is told in; "": of none.
     """
     files = []
+    details: list[Table | str] = []
     sections: list[Table | str] = []
     if len(answers) > 1:
         sections.append(_map(answers))
         sections += ["\n".join(lines)] if (lines := [*turns([each.point() for each in answers])]) else []
     for answer in answers:
-        sections += _sections(answer)
+        sections += _sections(answer, program)
         if why:
-            sections.append(_reasons(answer, why))
+            sections += _reasons(answer, why)
+        details += _details(answer)
     if output is not None:
         cells = [seen.cell for answer in answers for seen in answer.ranked]
         files.append(write_whole(output, scenario_text(cells, "The best layouts of spbench advise")))
@@ -70,7 +74,7 @@ def report(
         for answer in answers
     ]
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
-    return Output(sections, content, records, notes=notes, files=files)
+    return Output(sections, content, records, notes=notes, files=files, details=details)
 
 
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
@@ -124,19 +128,31 @@ def _best(answer: Advice) -> str:
     return f"{answer.winner.cell.strategy} {answer.winner.cell.mesh_text}"
 
 
-def _sections(answer: Advice) -> Iterator[Table | str]:
-    found = answer.found
-    asked = answer.in_words()
-    winner = answer.winner
-    if found.impossible:
-        yield f"{asked}: {found.impossible}"
-        return
-    if winner is None:
+def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
+    """The layouts, why the first is first, and what is simpler."""
+    asked, winner = answer.in_words(), answer.winner
+    if answer.found.impossible:
+        yield f"{asked}: {answer.found.impossible}"
+    elif winner is None:
         yield f"{asked}: nothing fits{_nearest(answer)}"
     else:
-        yield Table(f"The best layouts: {asked}", [*_lines(answer)])
+        yield Table(
+            f"The best layouts: {asked}",
+            [*_lines(answer)],
+            ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind"),
+            below=("beside",),
+        )
         yield _told_apart(answer)
-        yield f"{winner.cell.strategy} {winner.cell.mesh_text}: {answer.why()}"
+        yield f"{_named(winner.cell)}: {answer.why()}"
+        yield _simplified(answer)
+        if program:
+            yield _as_job(program, winner.cell)
+
+
+def _details(answer: Advice) -> Iterator[Table | str]:
+    """What memory switches cost, what else was traced, and what became of all layouts."""
+    found, winner = answer.found, answer.winner
+    if winner is not None:
         if found.prices:
             yield _prices(winner.cell, found.prices)
         if changes := answer.other_settings():
@@ -144,12 +160,27 @@ def _sections(answer: Advice) -> Iterator[Table | str]:
             yield f"the fastest with other settings: {told}"
         if others := [*_others(answer)]:
             yield f"other strategies, by traces of few layers: {', '.join(others)}"
-        yield "\n".join(_as_jobs(winner.cell))
     counts = found.counts
-    yield (
-        f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s ({answer.cpu_s:.0f} s of cores): "
-        + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
-    )
+    if counts["looked at"]:
+        yield (
+            f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s "
+            f"({answer.cpu_s:.0f} s of cores): "
+            + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
+        )
+
+
+def _simplified(answer: Advice) -> str:
+    """What it would cost to set less up than the layout named first does."""
+    winner = answer.winner
+    assert winner is not None
+    costs = [f"{_named(seen.cell)} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in answer.simpler()]
+    costs += [
+        f"without {each.settings} it takes {1 / each.ratio - 1:+.0%}, {each.saved_bytes / _GIB:+.3g} GiB"
+        for each in answer.found.prices
+        if each.used and each.saved_bytes > 0
+    ]
+    more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
+    return f"to simplify: {'; '.join(costs[:_COSTS]) or 'nothing simpler that was traced fits'}{more}"
 
 
 def _prices(winner: Cell, found: Sequence[Price]) -> Table:
@@ -170,21 +201,27 @@ def _prices(winner: Cell, found: Sequence[Price]) -> Table:
 
 
 def _told_apart(answer: Advice) -> str:
-    """What the mark and the intervals of the layouts mean."""
-    return (
-        f"{TIE}: not told apart from the fastest: errors of splits of one run differ by up to "
-        f"{answer.tie_limit - 1:.0%}; ± is how far a machine's time may be off, in part for all layouts alike"
-    )
+    """What the marks of the layouts mean."""
+    text = f"{TIE}: not told apart from the fastest (up to {answer.tie_limit - 1:.0%}); the simplest is first"
+    if hidden := answer.hidden_ties():
+        fastest = answer.found.best[0]
+        where = f", the fastest of all {_named(fastest.cell)}" if fastest in hidden else ""
+        text += f"; {len(hidden)} more tie{where}"
+    return text
+
+
+def _named(cell: Cell) -> str:
+    return f"{cell.strategy} {cell.mesh_text}"
 
 
 def _nearest(answer: Advice) -> str:
     near = answer.found.nearest
     if near is None:
         return ""
-    usable = near.outcome.measurement["usable_memory_bytes"]
-    needed, missing = (f"{nbytes / _GIB:.1f}" for nbytes in (near.peak, near.peak - usable))
-    what = f"{near.cell.strategy} {near.cell.mesh_text} with {near.cell.training.backend}"
-    return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has for tensors"
+    memory = answer.memory(near)
+    needed, missing = (f"{nbytes / _GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
+    what = f"{_named(near.cell)} with {near.cell.training.backend}"
+    return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has"
 
 
 def _lines(answer: Advice) -> Iterator[dict[str, Any]]:
@@ -201,8 +238,9 @@ def _lines(answer: Advice) -> Iterator[dict[str, Any]]:
             "behind": f"{record['behind']:+.0%}" if record["behind"] else "",
             "tokens/s": f"{record['tokens_per_s']:.3g}",
             "MFU": None if mfu is None else f"{mfu:.0%}",
-            "peak GiB": f"{seen.peak / _GIB:.1f}",
+            "needs GiB": f"{'' if seen.exact else '~'}{record['total_bytes'] / _GIB:.1f}",
             "spare": f"{record['spare_bytes'] / _GIB:.1f}",
+            "allocated": f"{seen.peak / _GIB:.1f}",
             "sends GiB": f"{record['sent_bytes'] / _GIB:.3g}",
             "exposed": f"{record['exposed_communication']:.0%}",
             "bubble": f"{record['bubble']:.0%}",
@@ -225,36 +263,19 @@ def _others(answer: Advice) -> Iterator[str]:
             yield f"{seen.cell.strategy} {seen.cell.mesh_text} {seen.step_s / best - 1:+.0%}"
 
 
-def _as_jobs(cell: Cell) -> Iterator[str]:
-    """The winner as arguments of programs, or what these lack."""
-    for kind in FLAGS.names():
-        flags = program_flags(kind, cell)
-        program = flags.program.split()[0]
-        if flags.missing:
-            yield f"{program} has no {'; no '.join(flags.missing)}"
-        else:
-            arguments = " ".join(" ".join(filter(None, [line.argument, line.value])) for line in flags.lines)
-            yield f"{program}: {arguments}"
+def _as_job(program: str, cell: Cell) -> str:
+    """A layout as arguments of a program, or what that lacks."""
+    flags = program_flags(program, cell)
+    name = flags.program.split()[0]
+    if flags.missing:
+        return f"{name} has no {'; no '.join(flags.missing)}"
+    return f"{name}: {' '.join(' '.join(filter(None, [line.argument, line.value])) for line in flags.lines)}"
 
 
-def _reasons(answer: Advice, why: Mapping[str, int]) -> Table | str:
+def _reasons(answer: Advice, why: Mapping[str, int]) -> Iterator[Table | str]:
     """Why layouts with these ranks are not the best."""
-    wanted = {f"{axis}{n}" for axis, n in why.items()}
-
-    def has(text: str) -> bool:
-        return wanted <= {part for word in text.split() for part in word.split("x")}
-
-    lines: list[dict[str, Any]] = [
-        {"layout": what, "why": reason} for what, reason in answer.found.refused.reasons.items() if has(what)
-    ]
-    best = answer.found.best[0].step_s if answer.found.best else None
-    for seen in answer.found.traced:
-        if has(seen.cell.mesh_text):
-            if seen.fits:
-                why_not = f"takes {seen.step_s / best - 1:+.1%}" if best else "fits"
-            else:
-                why_not = f"needs {seen.peak / _GIB:.1f} GiB"
-            lines.append({"layout": f"{seen.cell.strategy} {seen.cell.mesh_text}", "why": why_not})
-    if not lines:
-        return f"no layout with {', '.join(sorted(wanted))} came so far: slower or larger by the estimate"
-    return Table(f"Layouts with {', '.join(sorted(wanted))}", lines[:_MOST_REASONS])
+    found = absence(answer.question, answer.found, why)
+    if found.lines:
+        yield Table(f"Layouts with {spelled(why)}", found.lines, most=_REASONS)
+    if found.sentence:
+        yield found.sentence

@@ -48,10 +48,12 @@ def command(
     """
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.config.select import Narrowing
+    from spbench.bench.measured_tree import refuse_unmeasured_checkout
     from spbench.bench.ranks.answers import answers_of_server
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")
+    refuse_unmeasured_checkout(Path.cwd(), "a baseline")
     click.get_current_context().with_resource(answers_of_server())
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:

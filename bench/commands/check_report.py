@@ -48,7 +48,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
         for row in closed_loop(of_size, cluster):
             rows.append(row)
             records.append(asdict(row) | figures(cluster))
-    made_by = {name: value for name, value in provenance().items() if name != "machine"}
+    made_by = {name: value for name, value in provenance().items() if name not in ("machine", "tree")}
     found = agreement(rows)
     return Output(
         [_table(rows), str(found)],

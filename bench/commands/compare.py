@@ -82,6 +82,7 @@ def command(
     Sent bytes, memory and simulated times of virtual ranks, answers of searches, statuses and errors against
     published numbers are judged exactly; times of real ranks and of benchmarks by a statistical test.
     """
+    from spbench.bench.regressions.gate import check_gate
     from spbench.bench.regressions.judgement import judge
     from spbench.bench.regressions.result_files import read_results
 
@@ -95,7 +96,9 @@ def command(
         raise click.UsageError(f"{arguments[0]} needs --run")
     if new is None:
         raise click.UsageError("name the results NEW too, or give --run and a --scenario")
-    judgement = judge(read_results(Path(base)), read_results(Path(new), judged=True), subset=subset)
+    results = read_results(Path(base)), read_results(Path(new), judged=True)
+    check_gate(*results)
+    judgement = judge(*results, subset=subset)
     return judgement_report(judgement, f"{new} against {base}")
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,8 @@ def run_cells(
         timeout_s: seconds that a cell may take; None: what the scenario says.
 
     Raises:
-        UserError: nothing is left to run, or the folder cannot be written.
+        UserError: nothing is left to run, the folder cannot be written, or the scenario has a baseline in the
+            checkout around the working folder, and another tree is measured.
         click.Abort: interrupted; it says how many cells are kept.
     """
     from spbench.bench.config.scenario import compare
@@ -92,6 +94,7 @@ def run_cells(
     from spbench.bench.sweep.digest import digests_of_a_run, is_current
     from spbench.bench.sweep.results import ResultsFile
 
+    _check_measured_tree(scenario.name)
     declared = declared_cells(scenario, narrowing)
     cells = narrowed_cells(scenario, narrowing, declared)
     if timeout_s is not None:
@@ -112,6 +115,27 @@ def run_cells(
     if unpriced := _unpriced(rows):
         message(f"{scenario.name}: {unpriced}")
     return Ran(rows, list(current.values()), comparisons, files)
+
+
+def _check_measured_tree(scenario: str) -> None:
+    """Say once on standard error where the checkout of spbench around the working folder is not what is
+    measured.
+
+    Raises:
+        UserError: it has a baseline of the scenario, with which rows of other code have nothing to do.
+    """
+    from spbench.bench.measured_tree import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
+
+    here = Path.cwd()
+    if has_baseline(scenario, here):
+        refuse_unmeasured_checkout(here, f"this run of {scenario}, which has a baseline here,")
+    if said := unmeasured_checkout(here):
+        _say_once(f"spbench: warning: {said}")
+
+
+@cache
+def _say_once(text: str) -> None:
+    message(text)
 
 
 def _swept(
@@ -227,8 +251,13 @@ def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
     """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
         return [], False
+    from spbench.plots.grid import NothingToDraw
+
     try:
         return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
+    except NothingToDraw as error:
+        message(f"spbench: the figure {figure} was not drawn: {error}; the results are kept")
+        return [], True
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")

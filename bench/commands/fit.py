@@ -20,7 +20,7 @@ from spbench.bench.commands.options import (
     variant,
 )
 from spbench.bench.commands.output import Output
-from spbench.bench.commands.progress import message
+from spbench.bench.commands.progress import Progress
 from spbench.impls.axes import MESH_AXES
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _asking(command: Function) -> Function:
 @click.command("fit")
 @click.argument("subject", nargs=-1, required=True, metavar="SUBJECT...")
 @_asking
-@click.option("--suggest", is_flag=True, help="Show single changes that take less memory, where it fits too.")
+@click.option("--suggest", is_flag=True, help="Show changes that take less memory, where it fits too.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
 @path_option("--figure", "Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
 @path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
@@ -96,49 +96,55 @@ def command(
 ) -> Output:
     """Say whether a job fits its cards, and what would make it fit.
 
-    It says by how much, on which ranks and at which step. SUBJECT... is a scenario (name or file), the files
-    of a job that spbench import reads, or a model (name, config.json or .py file) with --cluster, --gpus and
-    --seq-len. Where it does not fit, single changes that make it fit follow, each proved by a trace.
+    SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
+    config.json or .py file) with --cluster, --gpus and --seq-len. The answer has the fullest ranks, the step
+    and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
+    fit follow, each proved by a trace: single ones, and pairs where none is enough.
     """
-    from spbench.bench.commands.fit_report import report
+    from spbench.bench.commands.fit_report import Help, report
     from spbench.bench.errors import UserError
     from spbench.bench.fit import runs
     from spbench.bench.fit.answers import Answers
     from spbench.bench.fit.proofs import largest, prove
+    from spbench.bench.fit.subject import advise_command
     from spbench.bench.fit.subject import subject as subject_of
     from spbench.bench.fit.verdict import Verdict
 
     asked_about = subject_of(subject, asked)
-    with Answers(runs.examine, jobs) as answers:
-        outcomes = {cell.key: (cell, outcome) for cell, outcome in _examined(asked_about.cells, answers)}
-    in_order = [outcomes[cell.key] for cell in asked_about.cells]
-    verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in in_order if outcome.measurement]
-    others = [(cell, outcome.reason) for cell, outcome in in_order if not outcome.measurement]
-    if not verdicts:
-        cell, reason = others[0]
-        raise UserError(f"{cell.key}: {reason}")
-    fullest = min(verdicts, key=lambda each: each.usable_bytes - each.needed_bytes)
-    proofs = sizes = None
-    if suggest or longest or not fullest.fits:
-        with Answers(runs.attempt, jobs) as answers:
-            if suggest or not fullest.fits:
-                proofs = prove(fullest.cell, fullest.needed_bytes, answers, message)
-            if longest:
-                message("looking for the longest length and the largest micro-batch")
-                sizes = largest(fullest.cell, answers)
+    with Progress() as progress:
+        with Answers(runs.examine, jobs) as answers:
+            examined = _examined(asked_about.cells, answers, progress)
+            outcomes = {cell.key: (cell, outcome) for cell, outcome in examined}
+        in_order = [outcomes[cell.key] for cell in asked_about.cells]
+        verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in in_order if outcome.measurement]
+        others = [(cell, outcome.reason) for cell, outcome in in_order if not outcome.measurement]
+        if not verdicts:
+            cell, reason = others[0]
+            raise UserError(f"{cell.key}: {reason}")
+        fullest = min(verdicts, key=lambda each: each.memory.spare_bytes)
+        proofs = sizes = None
+        if suggest or longest or not fullest.fits:
+            with Answers(runs.attempt, jobs) as answers:
+                if suggest or not fullest.fits:
+                    proofs = prove(fullest.cell, fullest.memory.total_bytes, answers, progress.now)
+                if longest:
+                    progress.now("looking for the longest length and the largest micro-batch")
+                    sizes = largest(fullest.cell, answers)
     files = _drawn(fullest, figure, snapshot)
     code = int(must_fit and (bool(others) or not fullest.fits))
-    return report(verdicts, others, fullest, proofs, sizes, asked_about.remarks, files, code)
+    helping = Help(proofs, sizes, asked_about.job, advise_command(subject, fullest.cell, asked))
+    return report(verdicts, others, fullest, helping, asked_about.remarks, files, code)
 
 
-def _examined(cells: Sequence[Cell], answers: Answers) -> Iterator[tuple[Cell, Outcome]]:
+def _examined(cells: Sequence[Cell], answers: Answers, progress: Progress) -> Iterator[tuple[Cell, Outcome]]:
     from spbench.bench.fit.stages import OneStage, stages_beside
 
     beside = stages_beside(cells, answers.jobs)
+    progress.now("tracing a step")
     for cell, outcome in answers([*beside[:1], *cells, *beside[1:]]):
         if isinstance(cell, OneStage):
             continue  # whoever examines the cell finds the trace, or what is wrong with it
-        message(f"{cell.key}: {outcome.status}")
+        progress.now(f"{cell.key}: {outcome.status}")
         if outcome.status in ("failed", "timeout"):
             raise RuntimeError(f"{cell.key}: {outcome.reason}")
         yield cell, outcome
@@ -149,7 +155,11 @@ def _drawn(fullest: Verdict, figure: Path | None, snapshot: Path | None) -> list
     if figure is not None:
         from spbench.plots.memory import draw_memory
 
-        files.append(draw_memory(fullest.anatomy, fullest.usable_bytes, str(fullest.cell.key), figure))
+        files.append(
+            draw_memory(
+                fullest.anatomy, fullest.measurement["usable_memory_bytes"], str(fullest.cell.key), figure
+            )
+        )
     if snapshot is not None:
         from spbench.bench.fit.snapshot import write_snapshot
 

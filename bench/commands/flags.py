@@ -50,4 +50,4 @@ def command(
     records = [dataclasses.asdict(line) for line in found.lines]
     if output is None:
         return Output([text.removesuffix("\n")], content, records)
-    return Output((), content, records, notes=found.beside, files=[output])
+    return Output((), content, records, notes=found.notes, files=[output])

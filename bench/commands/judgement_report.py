@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
@@ -10,28 +9,35 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
+    from spbench.bench.regressions.grouped import Group
     from spbench.bench.regressions.judgement import Difference, Judgement
+
+#: columns of the table of groups, in the order in which a terminal gives them room
+_IMPORTANT = ("", "strategy", "quantity", "base -> new", "cells")
 
 
 def judgement_report(
     judgement: Judgement, title: str, notes: Sequence[str] = (), about: Mapping[str, Any] | None = None
 ) -> Output:
-    """A table of the differences, the worst first, and a summary; the exit code is 1 if the gate is closed, 2
-    if nothing could be judged.
+    """A table of what differs, by strategy and by what moved, the worst first, and a summary; the exit code
+    is 1 if the gate is closed, 2 if nothing could be judged.
 
     Args:
         title: of the table.
         notes: lines that come first.
         about: further entries of the report's content.
     """
+    from spbench.bench.regressions.grouped import Group, grouped
     from spbench.bench.regressions.judgement import Difference
     from spbench.bench.sweep.results import finite
 
     lines = [finite(asdict(difference)) for difference in judgement.differences]
     tested = any(difference.p is not None for difference in judgement.differences)
-    shown = [_line(difference, tested) for difference in judgement.differences]
+    groups = grouped(judgement.differences)
+    shown = [_line(group, tested) for group in groups]
+    each = [_line(Group([difference]), tested) for difference in judgement.differences]
     return Output(
-        [Table(title, shown)] if shown else [],
+        [_table(title, shown)] if shown else [],
         {
             **(about or {}),
             "fails": judgement.fails,
@@ -40,26 +46,29 @@ def judgement_report(
             "notes": judgement.notes,
             "differences": lines,
         },
-        lines,
+        [{**line, "moved": "; ".join(line["moved"])} for line in lines],
         [field.name for field in fields(Difference)],
         notes=[*notes, *(f"note: {note}" for note in judgement.notes), _summary(judgement)],
+        details=[_table("Cell by cell", each)] if len(each) > len(groups) else [],
         code=1 if judgement.fails else 2 if judgement.judged_nothing else 0,
     )
 
 
-def _line(difference: Difference, tested: bool) -> dict[str, Any]:
+def _table(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(title, lines, important=_IMPORTANT, below=("what moved", "where"))
+
+
+def _line(group: Group, tested: bool) -> dict[str, Any]:
     """Of the table; ``tested``: it has a column for what is known of measured numbers."""
-    shown = {
-        side: f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else value
-        for side, value in (("base", difference.base), ("new", difference.new))
-    }
     return {
-        "": f"{difference.verdict} (allowed)" if difference.allowed else difference.verdict,
-        "quantity": difference.quantity,
-        **shown,
-        "worse by": f"{difference.change:+.3%}" if math.isfinite(difference.change) else None,
-        **({"99% interval (p)": _certainty(difference)} if tested else {}),
-        "where": difference.where,
+        "": group.verdict,
+        "strategy": group.strategy,
+        "cells": len(group.differences),
+        "quantity": group.quantity,
+        "base -> new": group.values,
+        **({"99% interval (p)": _certainty(group.worst)} if tested else {}),
+        "what moved": group.worst.why,
+        "where": group.where,
     }
 
 

@@ -40,6 +40,7 @@ _OF_FILES = {
 _OF_CLASSES = {
     "strategies": "impls.registries:strategies",
     "peers": "impls.registries:peers",
+    "as-published": "impls.registries:as_published",
     "models": "impls.models.model:models",
     "backends": "impls.registries:backends",
     "engines": "bench.engines.engine:engines",
@@ -56,8 +57,8 @@ _OF_FUNCTIONS: dict[str, FunctionModules] = {
 }
 #: in the order in which they are printed
 _KINDS = (
-    *("scenarios", "strategies", "peers", "models", "clusters", "backends", "engines", "meters"),
-    *("quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
+    *("scenarios", "strategies", "peers", "as-published", "models", "clusters", "backends", "engines"),
+    *("meters", "quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
 )
 #: of a kind that are named where all kinds are listed
 _NAMED = 3
@@ -76,9 +77,9 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     """List scenarios, strategies, models, clusters and the rest.
 
     It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
-    models, clusters, backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures.
-    `list cluster NAME` shows the rates of one by kind of work, each with its source, and what is not known;
-    NAME may be a file of yours.
+    as-published (code that papers compare with, whose function is not the model's), models, clusters,
+    backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the
+    rates of one by kind of work, each with its source, and what is not known; NAME may be a file of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(
@@ -170,6 +171,7 @@ _ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
 _ABOUT: dict[str, Callable[[Any], str]] = {
     "strategies": _about_strategy,
     "peers": _about_strategy,
+    "as-published": lambda cls: f"{_about_strategy(cls)}: {cls.departs}",
     "models": _about_model,
     "engines": lambda cls: cls.summary,
 }

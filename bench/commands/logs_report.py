@@ -14,6 +14,7 @@ from spbench.bench.calibration.log_cluster import LogCluster, heading
 from spbench.bench.clusters.cluster import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.yaml_text import comment
 
 
 def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -> Output:
@@ -54,5 +55,5 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
 
 
 def _text(made: LogCluster, command: str) -> str:
-    comment = "".join(f"# {line}\n" for line in [command, *heading(made)])
-    return comment + yaml.safe_dump(made.content, sort_keys=False, width=110, allow_unicode=True)
+    said = "".join(f"{comment(line)}\n" for line in [command, *heading(made)])
+    return said + yaml.safe_dump(made.content, sort_keys=False, width=110, allow_unicode=True)

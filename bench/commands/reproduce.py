@@ -1,7 +1,8 @@
 """`spbench reproduce`: every scenario of a paper, each published number beside ours.
 
 Writes, into the output folder, PAPER.csv (RECORDS: one line a number), PAPER_runs.csv (RUNS: one line a
-scenario) and figures/. Cells are kept in results/runs, where `spbench run` keeps them too, so that a
+scenario) and figures/. Where git follows results/reproduction, they go below results/runs, unless --write
+asks for them anew. Cells are kept in results/runs, where `spbench run` keeps them too, so that a
 command that was interrupted goes on where it was.
 """
 
@@ -21,6 +22,8 @@ from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.reproduce_cases import run_cases
 from spbench.bench.commands.reproduce_times import fit_bands, run_datasheets
+from spbench.bench.errors import UserError
+from spbench.bench.git import asked as asked_git
 
 if TYPE_CHECKING:
     from spbench.bench.config.scenario import Scenario
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from spbench.bench.workers.worker import Crew
 
 FOLDER = Path("results", "reproduction")
+#: where they go without --write where git follows :data:`FOLDER`
+UNFOLLOWED = Path("results", "runs", "reproduction")
 
 #: columns of PAPER_runs.csv; cell_seconds is the sum over cells, however many ran at a time
 RUNS = ("scenario", "cells", "ok", "oom", "unsupported", "failed", "cell_seconds", "torch", "commit")
@@ -61,10 +66,30 @@ class Reproduction:
         paper, _, scenario = self.paper.partition("/")
         return paper, scenario
 
+    def check(self) -> None:
+        """Refuse a scenario without a name, and one of all papers.
+
+        Raises:
+            UserError: says what to write.
+        """
+        paper, slash, scenario = self.paper.partition("/")
+        if slash and not scenario:
+            raise UserError(
+                f"{self.paper!r} names no scenario; write {paper} for all of its scenarios, or one of them"
+            )
+        if slash and paper == "all":
+            raise UserError(f"{self.paper!r}: a scenario answers to one paper; write PAPER/{scenario}")
+
     def runs(self, scenario: Scenario) -> Path:
         """Where a scenario's cells are kept: with those of `spbench run`, or below another output."""
-        above = Path("results") if self.output == FOLDER else self.output
+        above = Path("results") if self.output in (FOLDER, UNFOLLOWED) else self.output
         return above / "runs" / scenario.name
+
+    def earlier(self, file: str) -> Path:
+        """The file of this name that an earlier reproduction has left: in the output, else, where that is
+        not committed, the committed one."""
+        path = self.output / file
+        return FOLDER / file if self.output == UNFOLLOWED and not path.exists() else path
 
 
 @click.command("reproduce")
@@ -72,7 +97,11 @@ class Reproduction:
 @click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
 @jobs
 @executor
-@path_option("--output", "Folder for results; default results/reproduction.")
+@path_option(
+    "--output",
+    "Folder for results; default results/reproduction, or results/runs/reproduction where git follows that "
+    "and --write is not given.",
+)
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
@@ -87,7 +116,17 @@ def command(output: Path | None, **asked: Any) -> Iterator[Output]:
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    return reproduce(Reproduction(output=output or FOLDER, **asked))
+    request = Reproduction(output=output or _default_output(asked["write"]), **asked)
+    request.check()
+    if request.output == UNFOLLOWED:
+        message(
+            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
+        )
+    return reproduce(request)
+
+
+def _default_output(write: bool) -> Path:
+    return UNFOLLOWED if not write and asked_git(Path(), "ls-files", "--", str(FOLDER)) else FOLDER
 
 
 def reproduce(request: Reproduction) -> Iterator[Output]:
@@ -160,8 +199,8 @@ def _run(
     ]
     runs: list[Mapping[str, Any]] = [run_record(name, ran) for name, ran in all_ran.items()]
     if one:
-        records = _with_others(request.output / f"{paper.name}.csv", scenarios, records)
-        runs = _with_others(request.output / f"{paper.name}_runs.csv", scenarios, runs)
+        records = _with_others(request.earlier(f"{paper.name}.csv"), scenarios, records)
+        runs = _with_others(request.earlier(f"{paper.name}_runs.csv"), scenarios, runs)
         for name in _out_of_date(scenarios, records):
             message(
                 f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are of"

@@ -80,7 +80,7 @@ def fit_bands(request: Reproduction) -> Output:
     from spbench.bench.trust.error_model import ErrorModel
     from spbench.bench.trust.memory_errors import MEMORY_ERRORS_FILE
 
-    files = [path for name in (*papers(), DATASHEETS) if (path := request.output / f"{name}.csv").exists()]
+    files = [path for name in (*papers(), DATASHEETS) if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _cells()
     seen = observations(records, cells)
     if not seen:
@@ -95,7 +95,7 @@ def fit_bands(request: Reproduction) -> Output:
     ]
     content = json.dumps(model.as_dict(), indent=1) + "\n"
     folder = PACKAGED if request.write else request.output
-    scored = request.output / f"{CASES}_errors.csv"
+    scored = request.earlier(f"{CASES}_errors.csv")
     of_cases = read_csv(scored)[1] if scored.exists() else []
     memory = json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":"))
     written = [

@@ -248,4 +248,4 @@ def _add_time(found: Measurement, traces: ClassTraces, rank: int) -> None:
     compute_s = statistics.median(found.step_time_samples_s)
     step_time_s = compute_s + sum(waits.values())
     add_step_time(found, traces.cell, step_time_s, {"compute_s": compute_s, **waits})
-    found.mfu = utilization(traces.cell, timeline.forward_flops, step_time_s)
+    found.mfu = utilization(traces.cell, step_time_s)

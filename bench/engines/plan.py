@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.engines.packed_ranks import attended_of, loads_along, roles_by_load
+from spbench.bench.engines.unlike_ranks import loads_along, marked_axis, roles_by_load
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
@@ -35,7 +35,7 @@ class RankClass:
     Attributes:
         stage: their pipeline stage.
         coordinates: along the strategy's axes, of the first of the ranks.
-        ranks: in the order of :meth:`Strategy.roles`; the first stands for all.
+        ranks: the first stands for all.
     """
 
     stage: Stage
@@ -49,14 +49,14 @@ class RankClass:
 
 
 def rank_classes(cell: Cell) -> list[RankClass]:
-    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` along each axis of
-    the strategy; where sequences are packed, also by what the ranks attend to. The first class of each stage
-    is the one that sends most."""
-    sizes, strategy = cell.mesh_sizes, nesting(cell.strategy)
-    along_axes = [strategy.roles(axis, sizes[axis]) for axis in strategy.axes]
-    if not attended_of(cell).plain:
-        along = zip(along_axes, strategy.axes, strict=True)
-        along_axes = [roles_by_load(roles, loads_along(cell, axis)) for roles, axis in along]
+    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` and by their work
+    along each axis of the strategy, but where the step of one says what all have (:func:`marked_axis`). The
+    first class of each stage is the one that sends most."""
+    sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
+    along_axes = []
+    for axis in strategy.axes:
+        sets = strategy.roles(axis, sizes[axis])
+        along_axes.append(sets if axis == marked else roles_by_load(sets, loads_along(cell, axis)))
     found = []
     for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):

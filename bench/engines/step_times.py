@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.engines.model_flops import checked_flops, model_flops
 from spbench.bench.measurement import Measurement
 from spbench.bench.simulator.costs import RatesUnknown, check_rates
 from spbench.impls.models.model import model_preset
@@ -13,9 +14,6 @@ from spbench.impls.models.model import model_preset
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
     from spbench.bench.simulator.timeline import Timeline
-
-#: FLOPs of a training step of those of its forward phases: backward has two products for each
-_OF_FORWARD = {"training": 3, "inference": 1}
 
 #: what can bound a step, by the names of :attr:`Measurement.parts` and :attr:`Measurement.breakdown`
 BOUNDS = {
@@ -49,7 +47,10 @@ def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline)
     add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown)
     measurement.parts = timeline.parts
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
-    measurement.mfu = utilization(cell, timeline.forward_flops, timeline.step_time_s)
+    measurement.mfu = utilization(cell, timeline.step_time_s)
+    measurement.flops, wrong = checked_flops(cell, timeline.flops)
+    if wrong and measurement.status == "ok":
+        measurement.status, measurement.reason = "mismatch", wrong
 
 
 def bound_of(seconds: Mapping[str, float]) -> str:
@@ -63,19 +64,15 @@ def bound_of(seconds: Mapping[str, float]) -> str:
     return most if taken[most] > 0 else ""
 
 
-def utilization(cell: Cell, forward_flops: float, step_time_s: float) -> float | None:
-    """The FLOPs of a step's model (what is computed again not counted, of a causal mask only what it leaves),
-    over what the ranks' datasheet promises in the time, from 0 to 1; None where either is not known.
-
-    Args:
-        forward_flops: of the products and the attention of the forward phases of all ranks.
-    """
+def utilization(cell: Cell, step_time_s: float) -> float | None:
+    """The FLOPs of a step's model (:func:`model_flops`) over what the ranks' datasheet promises in the time,
+    from 0 to 1; None where the datasheet's figure is not known. So for one model and length it goes as the
+    throughput of a GPU, whatever the strategy."""
     peaks = load_cluster(cell.cluster).device.peak_flops_per_s
     peak = next((figure.value for name, figure in peaks.items() if name == cell.precision), None)
     if not peak or step_time_s <= 0:
         return None
-    flops = forward_flops * _OF_FORWARD[cell.training.step]
-    return flops / (step_time_s * peak * cell.sizes.world)
+    return model_flops(cell) / (step_time_s * peak * cell.sizes.world)
 
 
 def can_time(cell: Cell) -> bool:

@@ -11,10 +11,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.garbage import no_cyclic_collection
 from spbench.bench.engines.host_memory import host_peaks, limit_by_host
-from spbench.bench.engines.packed_ranks import imbalance
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.engines.rank_memory import RankMemory, allocator_of, needs
 from spbench.bench.engines.step_times import add_simulated_time
+from spbench.bench.engines.unlike_ranks import imbalance, marked_axis
 from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
 from spbench.bench.meters.communication import CommunicationMeter
@@ -198,6 +198,7 @@ class ClassTraces:
             RatesUnknown: the cluster lacks a figure.
             ValueError: the programs were not recorded.
         """
+        axis = marked_axis(self.cell)
         programs = [trace.program for trace in self.traces if trace.program is not None]
         if len(programs) < len(self.traces):
             raise ValueError(f"{self.cell.key} was traced without its events, which a simulation needs")
@@ -209,4 +210,5 @@ class ClassTraces:
             model_parameters(self.cell),
             self.fold,
             model_preset(*self.cell.model_arguments).attention_kernel,
+            None if axis is None else [*self.cell.mesh_sizes].index(axis),
         )

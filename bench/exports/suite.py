@@ -11,6 +11,7 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
 from spbench.bench.provenance import commit_of
+from spbench.bench.regressions.gate import check_gate
 from spbench.bench.regressions.judgement import Judgement, judge
 from spbench.bench.regressions.metrics import Reading, readings
 from spbench.bench.regressions.result_files import Results, read_results, suite_of
@@ -122,7 +123,8 @@ def read_suites(
         previous_base: likewise; results that it has no base for are new to it.
 
     Raises:
-        UserError: something cannot be read, results have no base, or two results have one name.
+        UserError: something cannot be read, results have no base, two results have one name, or the gate
+            does not judge them (:func:`check_gate`).
     """
     places: dict[str, Path] = {}
     for path in paths:
@@ -137,6 +139,8 @@ def read_suites(
             place = _base_of(name, previous_base, alone=True)
             previous = read_results(place) if _is_results(place) or not place.is_dir() else None
         results = read_results(path, judged=base is not None)
+        if before:
+            check_gate(before, results)
         suites.append(Suite(name, results, before or None, previous, commit))
     return suites
 

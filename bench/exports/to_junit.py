@@ -139,8 +139,10 @@ def _status(row: Row | None) -> str:
 def _line(difference: Difference) -> str:
     shown = shown_difference(difference)
     change = f" ({shown.change})" if shown.change else ""
+    why = f"; {difference.why}" if difference.why else ""
     return (
         f"{difference.verdict}: {difference.quantity} {shown.base or 'none'} -> {shown.new or 'none'}{change}"
+        f"{why}"
     )
 
 

@@ -129,13 +129,14 @@ def _title(differences: Iterable[Difference]) -> str:
 
 
 def _differences(title: str, differences: Sequence[Difference]) -> Listing:
-    header = ("", "cell or claim", "quantity", "base", "head", "change")
+    header = ("", "cell or claim", "quantity", "base", "head", "change", "what moved")
     lines = [
         (
             VERDICTS[difference.verdict],
             _code(difference.where),
             difference.quantity,
             *shown_difference(difference),
+            difference.why,
         )
         for difference in differences
     ]

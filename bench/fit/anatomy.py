@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.meters.allocator import SEGMENT_GRANULE, CachingAllocator
+from spbench.bench.fit.fullest import least_usable
+from spbench.bench.meters.allocator import CachingAllocator
 from spbench.bench.meters.memory_log import CATEGORIES, MemoryLog
 from spbench.bench.meters.repeated_events import stretches
 from spbench.bench.meters.replay import replay
 
 #: points of the curve, each the largest of its run of events
 _POINTS = 600
-#: how exactly the smallest card is found: a segment, or this part of it
-_NEAR = 1e-3
 #: parts of the peak, by kind and module, that have a line each; all smaller ones share one
 _MOST_PARTS = 12
 
@@ -73,8 +72,14 @@ class Anatomy:
         return asdict(self)
 
 
-def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> Anatomy:
-    """Take a rank's log apart, its blocks as an allocator of that kind gives them out."""
+def anatomy(
+    log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator, least: int | None = None
+) -> Anatomy:
+    """Take a rank's log apart, its blocks as an allocator of that kind gives them out.
+
+    Args:
+        least: as :func:`least_usable` has it, where that is known.
+    """
     repeated = stretches(log.sizes, log.events, log.streams)
     found = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
     blocks, events = np.asarray(found.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
@@ -88,30 +93,13 @@ def anatomy(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> 
         moment=_moment(log, at),
         peak_memory_bytes=int(live[at]),
         reserved_memory_bytes=found.peak_reserved,
-        least_usable_bytes=least_usable(log, int(live[at]), found.peak_reserved, kind),
+        least_usable_bytes=least or least_usable(log, int(live[at]), found.peak_reserved, kind),
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
         parts=_parts(log, blocks, kinds, alive),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
         phases=_phases(log),
         events=len(events),
     )
-
-
-def least_usable(log: MemoryLog, low: int, high: int, kind: type[CachingAllocator] = CachingAllocator) -> int:
-    """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
-    may be more than what is given out, as free blocks between others are too small.
-
-    Args:
-        low: bytes with which it cannot, or just can: those that are given out at once at the most.
-        high: bytes with which it can.
-        kind: the allocator.
-    """
-    repeated = stretches(log.sizes, log.events, log.streams)
-    while high - low > max(SEGMENT_GRANULE, _NEAR * low):
-        middle = (low + high) // 2
-        found = replay(log.sizes, log.events, middle, (), log.streams, kind, repeated)
-        low, high = (low, middle) if found.out_of_memory is None else (middle, high)
-    return high
 
 
 def _alive(events: np.ndarray, at: int, count: int) -> np.ndarray:

@@ -9,10 +9,10 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import rank_classes
 from spbench.bench.engines.rank_memory import allocator_of
 from spbench.bench.engines.step_times import can_time
-from spbench.bench.engines.traces import ClassTraces
 from spbench.bench.engines.usable_memory import usable_memory_bytes
 from spbench.bench.fit.anatomy import anatomy
 from spbench.bench.fit.answers import FIT
+from spbench.bench.fit.fullest import fullest
 from spbench.bench.fit.stages import OneStage
 from spbench.bench.measurement import Measurement, run_cell
 from spbench.bench.meters.memory_log import MemoryLog
@@ -27,7 +27,7 @@ _CHECKED, _NEAR = 4, 0.01
 
 def examine(cell: Cell) -> Measurement:
     """The measurement of a cell, timed even where it does not fit; in ``meters`` the :class:`Anatomy` of the
-    class of ranks that is closest to not fitting, with its ``ranks`` and ``stage``, or beyond it.
+    class of ranks that is closest to not fitting, with its ``ranks`` and ``stage``, or furthest beyond it.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -35,14 +35,14 @@ def examine(cell: Cell) -> Measurement:
     traces = virtual.trace_classes(cell, events=can_time(cell))
     found = traces.memory_measurement()
     traces.add_time(found)
-    at = fullest(traces)
-    ranks = traces.classes[at]
+    at, least = fullest(traces)
+    ranks, log = traces.classes[at], traces.traces[at].memory
     found.meters = {
         **found.meters,
         FIT: {
             "ranks": list(ranks.ranks),
             "stage": ranks.stage.index if ranks.stage.count > 1 else None,
-            **anatomy(traces.traces[at].memory, allocator_of(cell)).as_dict(),
+            **anatomy(log, allocator_of(cell), least).as_dict(),
         },
     }
     return found
@@ -53,16 +53,6 @@ def trace_stage(one: OneStage) -> Measurement:
     first = next(each.first for each in rank_classes(one.cell) if each.stage.index == one.stage)
     virtual.trace(one.cell, first, events=can_time(one.cell))
     return Measurement("ok")
-
-
-def fullest(traces: ClassTraces) -> int:
-    """The place of the class that runs out of memory, or has the largest peak, set-up included."""
-
-    def need(at: int) -> tuple[bool, int]:
-        measured = traces.by_class[at]
-        return measured.status == "oom", max(entry["peak_memory_bytes"] for entry in measured.by_class)
-
-    return max(range(len(traces.classes)), key=need)
 
 
 def attempt(cell: Cell) -> Measurement:

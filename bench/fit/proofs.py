@@ -1,9 +1,9 @@
-"""The single changes that make a cell fit, each proved by a trace, and the largest sizes that fit."""
+"""The changes that make a cell fit, each proved by a trace, and the largest sizes that fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,13 @@ from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.config.changes import changed, written
 from spbench.bench.errors import UserError
 from spbench.bench.fit.answers import FIT, Answers
-from spbench.bench.fit.suggestions import Change, single_changes
+from spbench.bench.fit.card_memory import CardMemory, card_memory
+from spbench.bench.fit.suggestions import Change, both, pairs, single_changes
 
 #: changes that are proved at the most
 MOST = 10
+#: pairs of changes that are run at the most, and so many that fit are enough
+MOST_PAIRS, ENOUGH_PAIRS = 12, 3
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class Proof:
     fits: bool
 
     @property
-    def needed_bytes(self) -> int:
-        """Of the smallest card on which it fits; of a change not traced whole, the estimated peak."""
+    def memory(self) -> CardMemory:
+        """What its card must have; of a change not traced whole, by its estimated peak."""
         anatomy = (self.measurement.get("meters") or {}).get(FIT)
         needed: int = anatomy["least_usable_bytes"] if anatomy else self.measurement["peak_memory_bytes"]
-        return needed
+        return card_memory(self.cell, self.measurement, needed)
 
     def line(self, now_s: float | None) -> dict[str, Any]:
         """Plain data for programs.
@@ -53,7 +56,7 @@ class Proof:
             "other_job": self.change.other_job,
             "cell": self.cell.key,
             "fits": self.fits,
-            "needed_bytes": self.needed_bytes,
+            **self.memory.record(),
             "peak_memory_bytes": self.measurement["peak_memory_bytes"],
             "step_time_s": step_s,
             "relative_step_time": step_s / now_s if step_s and now_s else None,
@@ -67,52 +70,94 @@ class Proofs:
     Attributes:
         found: those that fit and take less than the cell does, the shortest step first, other jobs last; at
             most :data:`MOST`.
-        tried: how many were run.
+        tried, pairs_tried: how many single ones were run, and how many of two together.
         closest: of those that do not fit, the one that needs least; None: each fits, or cannot be run.
     """
 
     found: Sequence[Proof]
     tried: int
     closest: Proof | None
+    pairs_tried: int = 0
 
 
 def prove(
-    cell: Cell, needed_bytes: int, answers: Answers, say: Callable[[str], None] = lambda text: None
+    cell: Cell, total_bytes: int, answers: Answers, say: Callable[[str], None] = lambda text: None
 ) -> Proofs:
-    """Try the single changes of a cell, the likely cheapest first, until :data:`MOST` fit.
+    """Try the single changes of a cell, the likely cheapest first, until :data:`MOST` fit. Where none is
+    enough that leaves the job what it is, the pairs of them that may be are tried.
 
     Args:
-        needed_bytes: what the cell needs as it is; changes that need no less are left out.
+        total_bytes: what a card must have for the cell as it is; changes that need no less are left out.
         answers: whose run is :func:`attempt`.
         say: told of each change that was tried.
     """
-    changes: dict[str, tuple[Change, Cell]] = {}
-    for change in single_changes(cell):
+    changes = single_changes(cell)
+    found, missed = _tried(cell, changes, MOST, answers, say)
+    tried, pairs_tried = len(found) + len(missed), 0
+    if all(each.change.other_job for each in found):
+        promising = _promising_pairs(changes, missed, total_bytes)
+        in_pairs, missed_pairs = _tried(cell, promising, ENOUGH_PAIRS, answers, say)
+        pairs_tried = len(in_pairs) + len(missed_pairs)
+        found, missed = [*found, *in_pairs], [*missed, *missed_pairs]
+    found = [each for each in found if each.memory.total_bytes < total_bytes]
+    # what cannot be timed, as on a cluster without a link to its hosts, after what can
+    found.sort(
+        key=lambda p: (
+            p.change.other_job,
+            p.measurement.get("step_time_s") or math.inf,
+            p.memory.total_bytes,
+        )
+    )
+    closest = min(missed, key=lambda p: p.memory.total_bytes, default=None)
+    return Proofs(found[:MOST], tried, closest, pairs_tried)
+
+
+def _tried(
+    cell: Cell, changes: Iterable[Change], enough: int, answers: Answers, say: Callable[[str], None]
+) -> tuple[list[Proof], list[Proof]]:
+    """The changes that fit, until there are enough of them, and those that do not; what cannot be run is left
+    out."""
+    made_of: dict[str, tuple[Change, Cell]] = {}
+    for change in changes:
         try:
             made = changed(cell, change.settings)
         except UserError:  # of options that exclude each other
             continue
         if made.key != cell.key:
-            changes.setdefault(made.key, (change, made))
+            made_of.setdefault(made.key, (change, made))
     found: list[Proof] = []
     missed: list[Proof] = []
-    tried = 0
-    for made, outcome in answers([made for _, made in changes.values()], lambda: len(found) >= MOST):
+    for made, outcome in answers([made for _, made in made_of.values()], lambda: len(found) >= enough):
         if outcome.status in ("ok", "oom"):
-            tried += 1
-            proof = Proof(*changes[made.key], outcome.measurement, outcome.status == "ok")
-            if not proof.fits:
-                missed.append(proof)
-            elif proof.needed_bytes < needed_bytes:
-                found.append(proof)
-        text = written(changes[made.key][0].settings)
+            proof = Proof(*made_of[made.key], outcome.measurement, outcome.status == "ok")
+            (found if proof.fits else missed).append(proof)
+        text = written(made_of[made.key][0].settings)
         say(f"{text}: {'fits' if outcome.status == 'ok' else outcome.reason or outcome.status}")
-    # what cannot be timed, as on a cluster without a link to its hosts, after what can
-    found.sort(
-        key=lambda p: (p.change.other_job, p.measurement.get("step_time_s") or math.inf, p.needed_bytes)
-    )
-    closest = min(missed, key=lambda p: p.needed_bytes, default=None)
-    return Proofs(found[:MOST], tried, closest)
+    return found, missed
+
+
+def _promising_pairs(
+    changes: Iterable[Change], missed: Sequence[Proof], total_bytes: int
+) -> Iterator[Change]:
+    """Pairs of changes, each of which helps, that fit together if each takes off the same share as it does
+    alone: the likely cheapest first, at most :data:`MOST_PAIRS`. Where there are none, the few that come
+    nearest to it.
+
+    Args:
+        changes: the single ones, those that cost least first.
+        missed: those of them that do not fit.
+        total_bytes: as of :func:`prove`.
+    """
+    left = {written(each.change.settings): each.memory.total_bytes / total_bytes for each in missed}
+    helping = [each for each in changes if left.get(written(each.settings), 1.0) < 1]
+    found = [
+        (left[written(one.settings)] * left[written(other.settings)], both(one, other))
+        for one, other in pairs(helping)
+    ]
+    wanted = missed[0].memory.card_bytes / total_bytes if missed else 0.0
+    likely = [change for share, change in found if share <= wanted]
+    nearest = [change for _, change in sorted(found, key=lambda pair: pair[0])]
+    yield from likely[:MOST_PAIRS] or nearest[:ENOUGH_PAIRS]
 
 
 def largest(cell: Cell, answers: Answers) -> dict[str, Any]:

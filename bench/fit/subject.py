@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.changes import changed
+from spbench.bench.config.changes import changed, written
 from spbench.bench.config.choices import names
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.fit.suggestions import usual_strategies
 from spbench.bench.jobs.job_files import read_job
 from spbench.bench.model_files import CONFIG, names_a_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
-from spbench.impls.axes import MESH_AXES
+from spbench.impls.axes import MESH_AXES, unused_axes
 from spbench.impls.loose_files import SUFFIX as PYTHON
 
-#: of a model with sizes: as most programs train large ones; Adam makes its moments in the first step
-_TRAINING = {"backend": "ddp", "moments": "later", "steps": 2}
+#: of a model with sizes: Adam makes its moments in the first step
+_TRAINING = {"moments": "later", "steps": 2}
 _PRECISION = "bf16"
+#: strategies that an error names at the most
+_NAMED = 3
+#: settings of what is trained, whatever the layout
+_OF_THE_JOB = ("precision", "model_options")
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"
 #: fields of a Hugging Face config.json, of which other JSON files of jobs have none
@@ -51,10 +58,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Subject:
-    """Cells to be examined, on virtual ranks, and remarks on how they were made, one a line."""
+    """Cells to be examined, on virtual ranks.
+
+    Attributes:
+        remarks: on how they were made, one a line.
+        job: the kind of job that they were read from; "": of none.
+    """
 
     cells: list[Cell]
     remarks: Sequence[str] = ()
+    job: str = ""
 
 
 def subject(words: Sequence[str], asked: Asked) -> Subject:
@@ -66,6 +79,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     first, kind = words[0], kind_of(words)
     settings = dict(asked.settings)
     remarks: Sequence[str] = ()
+    program = ""
     if kind == "scenario":
         cells = _of_scenario(first, asked)
     elif kind == "model":
@@ -74,11 +88,11 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     else:
         _refuse_narrowing(first, asked)
         job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)
-        cells, remarks = [job.cell()], job.remarks
+        cells, remarks, program = [job.cell()], job.remarks, job.kind
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
     cells = [changed(cell, settings) if settings else cell for cell in cells]
-    return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks)
+    return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks, program)
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
@@ -141,12 +155,51 @@ def _refuse_narrowing(name: str, asked: Asked) -> None:
             raise UserError(f"{flag} chooses among cells of a scenario, which {name} is not; leave it out")
 
 
+def ask_for(needed: Mapping[str, Any], model: str) -> None:
+    """Ask for all that is missing of a model at once.
+
+    Args:
+        needed: values by flag, such as ``--seq-len N``; None: missing.
+
+    Raises:
+        UserError: something is missing.
+    """
+    if missing := [flag for flag, value in needed.items() if value is None]:
+        flags = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
+        known = "; spbench list clusters has the names" if "--cluster NAME" in missing else ""
+        raise UserError(f"{model} is a model: give {flags} too{known}")
+
+
+def _check_axes(strategy: str, sizes: Mapping[str, int]) -> None:
+    """Raises a UserError for ranks along an axis that a strategy does not divide along; it names some that
+    do."""
+    if strategy not in names("strategy"):
+        return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
+    for axis in unused_axes(strategy_axes(strategy), sizes):
+        usual = [each["name"] for each in usual_strategies() if each["axis"] == axis]
+        every = [
+            each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
+        ]
+        give = f"--strategy {' or '.join([*dict.fromkeys([*usual, *every])][:_NAMED])}"
+        if not every:
+            around = "--strategy ulysses+ring_attention --sp N"
+            give = f"two strategies around each other, as {around}, or --sp for --{axis}"
+        who = "nothing divides" if strategy == "single" else f"the strategy {strategy} does not divide"
+        raise UserError(f"--{axis} {sizes[axis]}: {who} a sample along {axis}; give {give}")
+
+
+def _usual_backend(sizes: Mapping[str, int]) -> str:
+    """What programs take of themselves: over several ranks fully sharded states (torchtitan, TRL, FSDP 2 of
+    accelerate), and where there are stages of a pipeline the buffers of Megatron-LM, which has these."""
+    if sizes.get("pp", 1) > 1:
+        return "megatron"
+    return "zero3" if math.prod(sizes.values()) > 1 else "ddp"
+
+
 def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str, Any]]:
     """The cell of a model, what was taken for granted, and the settings that are still to be made."""
     settings = {**asked.settings}
-    for flag, value in (("--cluster", asked.cluster), ("--seq-len", settings.get("seq_len"))):
-        if value is None:
-            raise UserError(f"{model} is a model: give {flag} too")
+    ask_for({"--cluster NAME": asked.cluster, "--seq-len N": settings.get("seq_len")}, model)
     sizes = {axis: settings.pop(f"sizes.{axis}") for axis in MESH_AXES if f"sizes.{axis}" in settings}
     around = 1
     for axis, ranks in sizes.items():
@@ -158,15 +211,17 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
         raise UserError(f"--gpus {gpus}: not the ranks of {given}; leave one of them out")
     sizes.setdefault("dp", gpus // around)
+    strategy = asked.strategy or settings.pop("strategy", "single")
+    _check_axes(strategy, sizes)
     group: dict[str, Any] = {
         "model": model,
-        "strategy": asked.strategy or settings.pop("strategy", "single"),
+        "strategy": strategy,
         "cluster": asked.cluster,
         "precision": _PRECISION,
         "sizes": sizes,
         "batch": settings.pop("batch", (asked.micro_batch or 1) * sizes["dp"]),
         "seq_len": settings.pop("seq_len"),
-        "training": dict(_TRAINING),
+        "training": {"backend": _usual_backend(sizes), **_TRAINING},
     }
     try:
         (cell,) = expand({}, [group], {}, "", Path())
@@ -203,3 +258,17 @@ def _checked(cell: Cell) -> Cell:
     if load_cluster(cell.cluster).usable_memory_bytes is None:
         raise UserError(f"cluster {cell.cluster} has no memory limit: name one that has by --cluster")
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
+
+
+def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
+    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+
+    Args:
+        words: that it was asked about with.
+        asked: what else; of its settings those of the model and the precision are the job's own.
+    """
+    batch, seq_len = cell.shape
+    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
+    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
+    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])

@@ -3,11 +3,13 @@ declared (:meth:`Options.savings`, :meth:`Model.savings`), of its backend, and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.declarations import declared
 
 
@@ -28,7 +30,13 @@ class Change:
 
 def single_changes(cell: Cell) -> list[Change]:
     """The changes to try, those that cost least first as far as is known without a trace."""
-    return [*savings_of(cell), *_of_step(cell), *_of_sizes(cell), *_of_job(cell)]
+    return [
+        *savings_of(cell),
+        *_of_step(cell),
+        *_of_strategies(cell),
+        *_of_sizes(cell),
+        *_of_job(cell),
+    ]
 
 
 def savings_of(cell: Cell) -> list[Change]:
@@ -98,21 +106,73 @@ def _of_step(cell: Cell) -> Iterator[Change]:
             yield Change({"training.micro_batches": n}, f"micro-batches of {each // factor}, not {each}")
 
 
+def _of_strategies(cell: Cell) -> Iterator[Change]:
+    """Of a cell that divides no sample: the usual strategies, each over two ranks and over a node, that are
+    replicas now."""
+    if strategy_axes(cell.strategy):
+        return
+    dp = cell.sizes.dp
+    node = min(dp, load_cluster(cell.cluster).devices_per_node)
+    for n in sorted({ranks for ranks in (2, node) if ranks > 1 and dp % ranks == 0}, reverse=True):
+        for each in usual_strategies():
+            new = {each["axis"]: n, "dp": dp // n}
+            words = f"{each['summary']}, over {n} ranks"
+            yield Change({"strategy": each["name"], **_divided(cell, new)}, words)
+
+
+@declared
+def usual_strategies() -> list[dict[str, str]]:
+    """``name``, ``axis`` and ``summary`` of the usual strategies of one axis."""
+    from spbench.impls.registries import strategies
+
+    return [
+        {"name": name, "axis": cls.axes[0], "summary": cls.summary}
+        for name, cls in sorted(strategies().items())
+        if cls.usual and len(cls.axes) == 1
+    ]
+
+
 def _of_sizes(cell: Cell) -> Iterator[Change]:
-    """One more doubling of an axis at the same number of ranks, with micro-batches of the same size."""
+    """One more doubling of an axis at the same number of ranks."""
     sizes = cell.sizes.by_axis
     axes = [*strategy_axes(cell.strategy), "pp", "dp"]
-    each = (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
     for taking in axes:
         for giving in reversed(axes):
             if giving == taking or sizes[giving] % 2:
                 continue
             new = {taking: sizes[taking] * 2, giving: sizes[giving] // 2}
-            settings: dict[str, Any] = {f"sizes.{axis}": n for axis, n in new.items()}
-            micro_batches = (cell.batch or 1) // (new.get("dp", cell.sizes.dp) * max(1, each))
-            if "dp" in new and micro_batches >= 1 and micro_batches != cell.training.micro_batches:
-                settings["training.micro_batches"] = micro_batches
-            yield Change(settings, f"twice the ranks along {taking}, half along {giving}")
+            yield Change(_divided(cell, new), f"twice the ranks along {taking}, half along {giving}")
+
+
+def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The settings of other ranks along axes, with micro-batches of the same size."""
+    settings: dict[str, Any] = {f"sizes.{axis}": n for axis, n in sizes.items()}
+    each = (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+    micro_batches = (cell.batch or 1) // (sizes.get("dp", cell.sizes.dp) * max(1, each))
+    if "dp" in sizes and micro_batches >= 1 and micro_batches != cell.training.micro_batches:
+        settings["training.micro_batches"] = micro_batches
+    return settings
+
+
+def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
+    """Two of the changes that go together, those first that come first; none of another job, and no two of
+    one setting or of how ranks are divided."""
+    single = [each for each in changes if not each.other_job]
+    by_cost = sorted(itertools.combinations(enumerate(single), 2), key=lambda two: two[0][0] + two[1][0])
+    for (_, one), (_, other) in by_cost:
+        if not _parts(one) & _parts(other):
+            yield one, other
+
+
+def both(one: Change, other: Change) -> Change:
+    """Two changes as one."""
+    return Change({**one.settings, **other.settings}, f"{one.words}; {other.words}")
+
+
+def _parts(change: Change) -> set[str]:
+    """What a change is of: settings, with all that divides the ranks as one."""
+    divides = ("sizes.", "strategy", "training.micro_batches")
+    return {"ranks" if name.startswith(divides) else name for name in change.settings}
 
 
 def _of_job(cell: Cell) -> Iterator[Change]:

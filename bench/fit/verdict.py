@@ -8,8 +8,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.engines.usable_memory import exchange_memory_bytes
 from spbench.bench.fit.answers import FIT
+from spbench.bench.fit.card_memory import CardMemory, card_memory
 
 _GIB = 2**30
 
@@ -42,16 +42,9 @@ class Verdict:
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
     @property
-    def usable_bytes(self) -> int:
-        """Of a card, without the CUDA context."""
-        found: int = self.measurement["usable_memory_bytes"]
-        return found
-
-    @property
-    def needed_bytes(self) -> int:
-        """Usable bytes of the smallest card on which the fullest ranks fit."""
-        found: int = self.anatomy["least_usable_bytes"]
-        return found
+    def memory(self) -> CardMemory:
+        """What the card has and must have, on the fullest ranks."""
+        return card_memory(self.cell, self.measurement, self.anatomy["least_usable_bytes"])
 
     @property
     def setup_alone(self) -> bool:
@@ -66,26 +59,23 @@ class Verdict:
         return f"{ranks_text(self.anatomy['ranks'])} ({at}{moment_text(self.anatomy['moment'])})"
 
     def __str__(self) -> str:
-        """The first line of an answer."""
-        usable, spare = gib(self.usable_bytes), self.usable_bytes - self.needed_bytes
+        """The first lines of an answer: yes or no and by how much, and then the fullest ranks."""
+        memory = self.memory
+        needs = f"(needs {gib(memory.total_bytes)} of {gib(memory.card_bytes)} GiB)"
+        at = f"on the fullest, {self.where}"
         if self.fits:
-            return f"fits: yes, {gib(max(0, spare))} GiB of {usable} to spare on the fullest, {self.where}"
+            return f"fits: yes, {gib(memory.spare_bytes)} GiB to spare {needs}\n{at}"
         if self.devices_fit:
             return f"fits: no, {self.measurement['reason']}"
-        setup = "the steps fit, set-up does not: " if self.setup_alone else ""
-        needed = f"{gib(self.needed_bytes)} of {usable} GiB are needed on {self.where}"
-        return f"fits: no, {setup}{gib(max(0, -spare))} GiB are missing, {needed}"
+        at = f"the steps fit, set-up does not: {at}" if self.setup_alone else at
+        return f"fits: no, {gib(-memory.spare_bytes)} GiB are missing {needs}\n{at}"
 
-    def nvidia_smi(self) -> dict[str, Any]:
-        """What nvidia-smi would show on the fullest ranks: ``reserved_bytes`` by PyTorch, ``context_bytes``
-        of CUDA with their ``context_source``, and ``nccl_bytes`` of all-to-alls; None: not known."""
-        context = load_cluster(self.cell.cluster).device.memory_context_bytes
-        return {
-            "reserved_bytes": min(self.anatomy["reserved_memory_bytes"], self.usable_bytes),
-            "context_bytes": context.value,
-            "context_source": context.source,
-            "nccl_bytes": exchange_memory_bytes(self.cell),
-        }
+    @property
+    def shown_by_nvidia_smi(self) -> int:
+        """Bytes that nvidia-smi would show for the fullest ranks, as far as they are known."""
+        memory = self.memory
+        reserved = min(self.anatomy["reserved_memory_bytes"], self.measurement["usable_memory_bytes"])
+        return int(reserved) + memory.outside_bytes
 
     def on_host(self) -> str:
         """A line on what ranks hold in the memory of their hosts; "" where they hold nothing."""
@@ -99,16 +89,15 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """The answer in a line, for programs."""
-        anatomy = self.anatomy
+        anatomy, memory = self.anatomy, self.memory
         moment = anatomy["moment"]
         return {
             "cell": self.cell.key,
             "fits": self.fits,
-            "spare_bytes": self.usable_bytes - self.needed_bytes,
-            "usable_bytes": self.usable_bytes,
-            "needed_bytes": self.needed_bytes,
+            **memory.record(),
             "peak_memory_bytes": anatomy["peak_memory_bytes"],
             "reserved_memory_bytes": anatomy["reserved_memory_bytes"],
+            "nvidia_smi_bytes": self.shown_by_nvidia_smi,
             "node_host_memory_bytes": self.measurement.get("node_host_memory_bytes"),
             "ranks": ranks_text(anatomy["ranks"]).removeprefix("ranks ").removeprefix("rank "),
             "stage": anatomy["stage"],

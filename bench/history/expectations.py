@@ -103,7 +103,7 @@ def read_meant(folder: Path) -> tuple[Acceptance, ...]:
 
 def _entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
     """The entries of a file, whose one key is the file's name."""
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():  # a link to nothing was meant to be a file
         return ()
     section: Any = {path.stem: (list[kind], ...)}  # type: ignore[valid-type]
     file = validate(create_model("File", __base__=StrictModel, **section), read_yaml(path), str(path))

@@ -18,7 +18,7 @@ from spbench.bench.regressions.result_files import read_results, suite_of
 from spbench.bench.sweep.results import Row
 
 #: keys of a row's provenance that are no versions
-_NO_VERSIONS = (*COMMITS, "host", "cpu", "machine")
+_NO_VERSIONS = (*COMMITS, "tree", "host", "cpu", "machine")
 
 
 @dataclass(frozen=True)

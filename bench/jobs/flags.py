@@ -62,7 +62,8 @@ class Flags:
         file: a name for ``content``.
         content: the file, or the script with the command.
         missing: settings of the cell that the program has not, each with what it has in their place.
-        beside: settings that only say how the same is made, likewise; and what is approximate.
+        beside: settings that only say how the same is made, likewise.
+        remarks: what is approximate, as :attr:`Job.remarks`.
     """
 
     program: str
@@ -71,12 +72,18 @@ class Flags:
     content: str
     missing: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the file must know beside it."""
+        return (*self.beside, *self.remarks)
 
     def text(self) -> str:
-        """The file or script, with what is ``beside`` as comments. UserError where something is missing."""
+        """The file or script, with the notes as comments. UserError where something is missing."""
         if self.missing:
             raise UserError(f"{self.program.split()[0]} has no {'; no '.join(self.missing)}")
-        return self.content + "".join(f"# {line}\n" for line in self.beside)
+        return self.content + "".join(f"# {line}\n" for line in self.notes)
 
 
 def program_flags(kind: str, cell: Cell) -> Flags:
@@ -106,7 +113,9 @@ def program_flags(kind: str, cell: Cell) -> Flags:
             beside.append(f"{path}: {shown(theirs)} there, {shown(ours)} here")
         else:
             missing.append(f"{path} {shown(ours)} (it has {shown(theirs)})")
-    return dataclasses.replace(proposed, missing=tuple(missing), beside=(*beside, *job.remarks))
+    return dataclasses.replace(
+        proposed, missing=tuple(missing), beside=tuple(beside), remarks=tuple(job.remarks)
+    )
 
 
 def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from spbench.bench.cell import Cell
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
+from spbench.bench.yaml_text import comment, scalar
 
 Outcome = Literal["mapped", "no effect", "refused", "unknown"]
 
 #: column of the scenario's comments, where a line leaves room for them
 _COMMENT_COLUMN = 44
-_WIDTH = 110
+#: unknown arguments that a refusal names, and characters of a word of the job that it repeats
+_MOST_NAMED, _LONGEST = 5, 80
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,14 @@ class Job:
         if refused := self.of("refused"):
             missing: dict[str, list[str]] = {}
             for argument in refused:
-                missing.setdefault(argument.detail, []).append(str(argument))
+                missing.setdefault(argument.detail, []).append(short(str(argument)))
             reasons += [f"{', '.join(names)}: {detail}" for detail, names in missing.items()]
         if (unknown := self.of("unknown")) and not self.allow_unknown:
-            names = ", ".join(f"{argument.name}{argument.detail}" for argument in unknown)
+            names = [f"{short(argument.name)}{argument.detail}" for argument in unknown[:_MOST_NAMED]]
+            if more := len(unknown) - len(names):
+                names.append(f"nor {more} others (--explain)")
             reasons.append(
-                f"{self.program} has no argument {names}; --allow-unknown leaves "
+                f"{self.program} has no argument {', '.join(names)}; --allow-unknown leaves "
                 f"{'them' if len(unknown) > 1 else 'it'} out"
             )
         return "; ".join([*reasons, *self.problems])
@@ -154,13 +156,13 @@ class Job:
             UserError: an argument is refused or unknown, or the settings cannot be together.
         """
         self.cell()
-        lines = [f"# {line}" for line in self._heading()]
-        lines += [f"title: {_scalar(self.title)}", "groups:"]
+        lines = [comment(line) for line in self._heading()]
+        lines += [f"title: {scalar(self.title)}", "groups:"]
         sources = {setting.path: setting.source for setting in self.settings}
         body = [*_lines(self.content(), "", sources)]
-        for number, (text, comment) in enumerate(body):
+        for number, (text, source) in enumerate(body):
             line = ("  - " if number == 0 else "    ") + text
-            lines.append(f"{f'{line} '.ljust(_COMMENT_COLUMN)}# {comment}" if comment else line)
+            lines.append(f"{f'{line} '.ljust(_COMMENT_COLUMN)}{comment(source)}" if source else line)
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def _heading(self) -> Iterator[str]:
@@ -170,23 +172,21 @@ class Job:
             have = "argument has" if len(idle) == 1 else "arguments have"
             yield f"{len(idle)} {have} no effect on what is counted: --explain says why"
         yield from (f"approximate: {remark}" for remark in self.remarks)
-        if unknown := self.of("unknown"):
-            yield f"unknown to this version and left out: {', '.join(map(str, unknown))}"
+        yield from (f"unknown to this version and left out: {each}" for each in self.of("unknown"))
+
+
+def short(text: str) -> str:
+    """A word of a job as a message repeats it."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _lines(content: Mapping[str, Any], above: str, sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The lines of a mapping in YAML, each with its comment; a mapping that is a setting is one line."""
+    """The lines of a mapping in YAML, each with its source; a mapping that is a setting is one line."""
     for key, value in content.items():
         path = f"{above}{key}"
         if isinstance(value, dict) and path not in sources:
             yield f"{key}:", ""
-            for text, comment in _lines(value, f"{path}.", sources):
-                yield f"  {text}", comment
+            for text, source in _lines(value, f"{path}.", sources):
+                yield f"  {text}", source
         else:
-            yield f"{key}: {_scalar(value)}", sources[path]
-
-
-def _scalar(value: Any) -> str:
-    """A value in YAML, in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+            yield f"{key}: {scalar(value)}", sources[path]

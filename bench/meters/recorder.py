@@ -17,6 +17,7 @@ from spbench.bench.meters.meter import Call, Meter
 from spbench.bench.meters.recorded_streams import Streams, recorded_streams
 from spbench.bench.meters.torch_internals import FakeTensor, TorchDispatchMode, no_dispatch, replaced
 from spbench.impls.axes import MESH_AXES
+from spbench.impls.unlike_work import noting_work
 
 PRIM_DEVICE = torch.ops.prim.device.default
 BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
@@ -83,6 +84,7 @@ class Recorder(TorchDispatchMode):
             patches.enter_context(recorded_streams(self.streams))
         if self.events is not None:
             patches.enter_context(self.events.counted_modules())
+            patches.enter_context(noting_work(self.events.builder.work_of))
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """``UntypedStorage.resize_``, noted by the memory meter too."""

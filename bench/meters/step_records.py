@@ -161,7 +161,8 @@ class EventRecord:
     def __init__(self, log: EventLog):
         self.log, self.rows = log, log.builder.rows
         self._ends = [len(self.rows)]
-        self._changes = [_Changes(log.builder.marks), _Changes(log.builder.switches)]
+        builder = log.builder
+        self._changes = [_Changes(noted) for noted in (builder.marks, builder.switches, builder.works)]
         self._posted = _Unfinished()
 
     def end_step(self) -> None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import COMPARISON_FILE
+from spbench.bench.regressions.explanation import why
 from spbench.bench.regressions.measured_change import MeasuredChange, measured_changes
 from spbench.bench.regressions.metrics import METRICS, STATUSES, readings
 from spbench.bench.regressions.result_files import Results
@@ -41,6 +43,8 @@ class Difference:
         allowed: it is worse, but of what a subset need not have.
         interval: of ``change``, for a measured number that was tested.
         p: of that test, corrected for the number of tests.
+        strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
+        moved, why: see :class:`Why`.
     """
 
     verdict: Verdict
@@ -52,6 +56,9 @@ class Difference:
     allowed: bool = False
     interval: tuple[float, float] | None = None
     p: float | None = None
+    strategy: str = ""
+    moved: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def fails(self) -> bool:
@@ -105,7 +112,11 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     Args:
         new: read with ``judged``, where it comes from a file.
         subset: the new results may lack cells, and the claims that stand on them.
+
+    Raises:
+        UserError: a row of the base is ok and has no measurement.
     """
+    _check_base(base)
     differences: list[Difference] = []
     equal: Counter[str] = Counter()
     measured, unjudged, not_judged = measured_changes(base.cells, new.cells)
@@ -116,9 +127,9 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
             *_cell(key, before, now, subset),
             *(_measured(key, change) for change in measured.get(key, ())),
         ]
-        differences += of_cell
+        differences += (_explained(each, before, now) for each in of_cell)
         equal["cells"] += not of_cell and key not in unjudged
-    notes = [*base.notes, *new.notes]
+    notes = [*base.notes, *new.notes, *_lacking(base, new)]
     for name in dict.fromkeys([*(base.claims or {}), *(new.claims or {})]):
         where = " ".join(word for word in name[:2] if word)
         if base.claims is None or (new.claims is None and not new.path.is_dir()):
@@ -128,7 +139,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         # cells of both, as a claim that lost its cells does not name them any more
         keys = {row[side] for row in (was, is_now) if row for side in ("numerator", "denominator")}
         of_claim = list(_claim(where, was, is_now, subset and not keys - {""} <= new.cells.keys()))
-        differences += of_claim
+        differences += (_explained_claim(each, was, is_now) for each in of_claim)
         equal["claims"] += not of_claim
     if (base.claims is None) != (new.claims is None) and (base.claims is None or not new.path.is_dir()):
         side = base if base.claims is None else new
@@ -139,6 +150,34 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     )
 
 
+def _check_base(base: Results) -> None:
+    """Refuse a base with a row that is ok and without numbers, beside which nothing is ever worse."""
+    for key, row in base.cells.items():
+        if row["status"] == "ok" and not row["measurement"]:
+            raise UserError(
+                f"{base.path}: the row {key} is ok and its measurement is empty, so that nothing can be "
+                "judged by it; take the row from another copy, or make the base anew"
+            )
+
+
+def _lacking(base: Results, new: Results) -> Iterator[str]:
+    """A line on the metrics that new rows have and those of the base have not, though a cell's status is the
+    same: what is not there judges nothing."""
+    lacking: Counter[str] = Counter()
+    for key in base.cells.keys() & new.cells.keys():
+        before, now = base.cells[key], new.cells[key]
+        if before["status"] == now["status"]:
+            had = readings(before)
+            lacking.update(n for n, r in readings(now).items() if r.metric.judged and n not in had)
+    if lacking:
+        named = ", ".join(f"{name} ({_cells(count)})" for name, count in lacking.items())
+        yield f"{base.path} lacks metrics that the new results have, so that they are not judged: {named}"
+
+
+def _cells(count: int) -> str:
+    return "1 cell" if count == 1 else f"{count} cells"
+
+
 def _verdict(change: float) -> Verdict:
     return "worse" if change > 0 else "better"
 
@@ -147,6 +186,27 @@ def _measured(key: str, change: MeasuredChange) -> Difference:
     verdict = _verdict(change.change)
     values = (change.base, change.new, change.change)
     return Difference(verdict, key, change.name, *values, interval=change.interval, p=change.p)
+
+
+def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
+    """With the strategy of its cell, and why it is one."""
+    strategy = str((new or base or {"cell": {}})["cell"].get("strategy", ""))
+    if base is None or new is None:
+        return replace(difference, strategy=strategy)
+    moved, text = why(difference.quantity, base, new)
+    return replace(difference, strategy=strategy, moved=moved, why=text)
+
+
+def _explained_claim(
+    difference: Difference, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None
+) -> Difference:
+    """With the strategy of its cell, and the numbers that its errors are of."""
+    strategy = str((new or base or {}).get("strategy") or "")
+    if base is None or new is None or new["published"] is None:
+        return replace(difference, strategy=strategy)
+    ours = ("none" if row["reproduced"] is None else f"{row['reproduced']:.6g}" for row in (base, new))
+    text = f"published {new['published']:.6g}, ours {' -> '.join(ours)}"
+    return replace(difference, strategy=strategy, why=text)
 
 
 def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[Difference]:

@@ -48,6 +48,11 @@ class Metric:
     judged: bool = True
     samples: str = ""
 
+    @property
+    def words(self) -> str:
+        """The name for people, beside values with their units."""
+        return self.name.removesuffix(f"_{self.unit}").replace("_", " ")
+
     def excess(self, base: float, new: float) -> float:
         """How much worse the new value is, as a part of the base: negative if it is better, infinite beside a
         base of zero."""

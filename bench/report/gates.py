@@ -11,6 +11,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.regressions.gate import check_gate
 from spbench.bench.regressions.judgement import VERDICTS, Difference, Judgement, judge
 from spbench.bench.regressions.result_files import Results, read_results
 from spbench.bench.sweep.results import RESULTS_FILE
@@ -72,6 +73,8 @@ def _gate(base: Path, new: Path) -> Gate:
         before = read_results(base)
         was_run = (new / RESULTS_FILE).is_file()
         now = read_results(new, judged=True) if was_run else None
+        if now:
+            check_gate(before, now)
     except UserError as error:
         return Gate(base.name, base, ([], []), ([], []), None, str(error))
     how = "" if was_run else f"nothing was run here: spbench run --scenario {base.name} --output {new}"
@@ -99,4 +102,5 @@ def _line(difference: Difference) -> Line:
         "before": difference.base,
         "now": difference.new,
         "worse by (%)": percent,
+        "what moved": difference.why,
     }

@@ -16,7 +16,7 @@ from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.reproduction.findings import Findings, Line, markdown
 from spbench.bench.reproduction.ladder import ladder_lines
-from spbench.bench.reproduction.papers import FIELD, MEASURED
+from spbench.bench.reproduction.papers import FIELD, MEASURED, papers
 from spbench.bench.reproduction.validation import validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
@@ -102,7 +102,8 @@ def _rendered(text: str, findings: Findings, details: str) -> str:
         if match["paper"] != findings.paper:
             return match[0]
         if match["name"] == VERDICT:
-            content = markdown(_linked(findings, details))
+            found = papers()[findings.paper].finding if findings.paper in papers() else ""
+            content = "\n\n".join(filter(None, [found, markdown(_linked(findings, details))]))
         elif of_first_page and match["name"] == of_first_page[0]:
             content = markdown(of_first_page[1](findings.records))
         else:

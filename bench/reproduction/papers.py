@@ -24,11 +24,16 @@ FIELD = "field"
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, by the name that commands take."""
+    """A paper, by the name that commands take.
+
+    Attributes:
+        finding: what was found of it, in a sentence or two, where its numbers alone mislead.
+    """
 
     name: str
     source: str
     title: str
+    finding: str = ""
 
     @property
     def label(self) -> str:
@@ -56,7 +61,7 @@ def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name, then the measurements of results/measured, and the
     step times of results/field."""
     _, _, rows = published_rows(PAPERS_FILE, Path())
-    named = {row["paper"]: Paper(row["paper"], row["source"], row["title"]) for row in rows}
+    named = {row["paper"]: Paper(row["paper"], row["source"], row["title"], row["finding"]) for row in rows}
     sources = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
     _, _, rows = published_rows(FIELD_SOURCES_FILE, Path())
     field = ", ".join(dict.fromkeys(row["measured by"] for row in rows))

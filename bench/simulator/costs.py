@@ -20,6 +20,7 @@ import numpy as np
 from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.clusters.links import CollectiveModel
 from spbench.bench.clusters.rates import AttentionRates, ProductRate, operator_seconds
+from spbench.bench.simulator import flash_attention_grid as grid
 from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
 from spbench.bench.simulator.program import (
@@ -92,7 +93,10 @@ class Costs:
     def __init__(
         self, cluster: Cluster, calibration: Calibration, parameters: int = 0, attention: str = "flash"
     ):
-        self.cluster, self.calibration, self.attention = cluster, calibration, attention
+        self.cluster, self.attention = cluster, attention
+        shares = ("compute_efficiency", "memory_efficiency", "link_efficiency")
+        of_all = {name: getattr(calibration, name) * calibration.efficiency for name in shares}
+        self.calibration = calibration.model_copy(update=of_all)
         self.step_overhead_s = calibration.step_overhead_s + parameters * calibration.parameter_overhead_s
         device = cluster.device
         self.launch_s = device.launch_overhead_s.value or 0.0
@@ -210,7 +214,8 @@ class Costs:
             share = (products.share.value or 1.0) * self.calibration.compute_efficiency
             reached[program.precision == number] = peak[number] * share
         if own is not None:
-            reached = np.where(program.category == ATTENTION, (peak * own)[program.precision], reached)
+            of_attention = peak * own * self.calibration.efficiency
+            reached = np.where(program.category == ATTENTION, of_attention[program.precision], reached)
         if device.attention is not None:
             self._set_attention_rates(program, device.attention, reached)
         return reached
@@ -248,8 +253,14 @@ class Costs:
                 "backward" if backward else "forward",
                 "causal" if pairs < heads * queries * keys else "whole",
             )
-            if rate is not None:
-                reached[at[places == place]] = rate.at(min(int(queries), int(keys)))
+            if rate is None:
+                continue
+            share = self.calibration.efficiency
+            if (known.default if self.attention == "flash" else self.attention) == grid.KERNEL:
+                share *= grid.head_share(int(head_size), rate.head_size)
+                if backward and (cores := self.cluster.device.multiprocessors.value):
+                    share *= grid.backward_share(int(heads), int(keys), int(head_size), cores)
+            reached[at[places == place]] = rate.at(min(int(queries), int(keys))) * share
 
     def _memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

@@ -92,7 +92,7 @@ def _columns(program: Program) -> list[np.ndarray]:
     back = np.where(program.kind == WAIT, np.arange(len(program)) - program.partner, program.partner)
     return [
         *(back, program.nbytes, program.flops, program.name, program.kind, program.stream),
-        *(program.category, program.precision, program.shape, program.strided, program.host),
+        *(program.whose, program.category, program.precision, program.shape, program.strided, program.host),
     ]
 
 

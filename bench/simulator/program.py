@@ -122,6 +122,9 @@ class Program:
         kind: KERNEL, COLLECTIVE, SEND, RECV, WAIT or RECORD.
         stream: on which the event was issued; events of a stream go in order, and a stream stands still at a
             wait. COMPUTE_STREAM unless a library has streams of its own.
+        whose: of which ranks an event is, see :mod:`spbench.impls.unlike_work`: EVERYONE; ALL_LOWER, of
+            a kernel for the blocks of all lower ranks at once; or, of one for the block of one of them, how
+            many lower ranks there are.
         name: index into ``names``: the operator, or the collective.
         category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
             cores do it, while the host and the compute stream stand still.
@@ -144,6 +147,7 @@ class Program:
     mesh: Mesh
     kind: np.ndarray
     stream: np.ndarray
+    whose: np.ndarray
     name: np.ndarray
     category: np.ndarray
     nbytes: np.ndarray

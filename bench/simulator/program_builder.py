@@ -23,6 +23,7 @@ from spbench.bench.simulator.program import (
     Group,
     Program,
 )
+from spbench.impls.unlike_work import EVERYONE
 
 #: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, host, partner); host: what
 #: :attr:`Program.host` has, as one number, see VIEW
@@ -50,6 +51,8 @@ class ProgramBuilder:
         self.marks: list[tuple[str, int]] = []
         #: (stream, its first event), at each change of the stream on which events are issued
         self.switches: list[tuple[int, int]] = [(COMPUTE_STREAM, 0)]
+        #: (whose work it is, its first event), at each change; see :attr:`Program.whose`
+        self.works: list[tuple[int, int]] = [(EVERYONE, 0)]
         #: see :attr:`Program.unpriced`
         self.unpriced: set[str] = set()
         #: what the host has done since the last event
@@ -69,6 +72,10 @@ class ProgramBuilder:
     def on_stream(self, stream: int) -> None:
         """Further events are issued on that stream."""
         self.switches.append((stream, len(self.rows)))
+
+    def work_of(self, whose: int) -> None:
+        """Further events are of those ranks, see :attr:`Program.whose`."""
+        self.works.append((whose, len(self.rows)))
 
     def kernel(
         self,
@@ -141,7 +148,8 @@ class ProgramBuilder:
         return Program(
             mesh=self.mesh,
             kind=self._column(0, np.int8),
-            stream=self._streams(),
+            stream=self._noted(self.switches, np.int8),
+            whose=self._noted(self.works, np.int32),
             name=self._column(1, np.int32),
             category=self._column(2, np.int8),
             nbytes=self._column(3, np.float64),
@@ -158,11 +166,11 @@ class ProgramBuilder:
             unpriced=tuple(sorted(self.unpriced)),
         )
 
-    def _streams(self) -> np.ndarray:
-        """The stream of each row."""
-        streams, first = zip(*self.switches, strict=True)
+    def _noted(self, changes: Sequence[tuple[int, int]], dtype: type) -> np.ndarray:
+        """What holds for each row, of (what begins, its first row)."""
+        what, first = zip(*changes, strict=True)
         lengths = np.diff(first, append=len(self.rows))
-        return np.repeat(np.array(streams, dtype=np.int8), lengths)
+        return np.repeat(np.array(what, dtype=dtype), lengths)
 
     def _column(self, index: int, dtype: type) -> np.ndarray:
         """One field of all rows, without a list in between: a large program has millions of rows."""

@@ -24,6 +24,8 @@ class Simulator:
         attention: the model's kernel of softmax attention, see :class:`AttentionRates`.
         fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
             a shift, and periods of a program only until it is known what they do. The timeline is the same.
+        unlike_axis: of the mesh, along which ranks of one program have unlike work
+            (:mod:`spbench.bench.simulator.lighter_ranks`); the last of them runs all of it. None: nowhere.
 
     Raises:
         Deadlock, ValueError: see :class:`World` and :func:`owners`.
@@ -39,13 +41,14 @@ class Simulator:
         parameters: int = 0,
         fold: bool = True,
         attention: str = "flash",
+        unlike_axis: int | None = None,
     ):
         program_of = owners(programs, ranks_of)
         check_rates(cluster, precision, len(program_of))
         shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
         self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
-        self.attention, self.fast_forward = attention, fold
+        self.attention, self.fast_forward, self.unlike_axis = attention, fold, unlike_axis
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline; without a calibration, with the cluster's own for the precision.
@@ -56,4 +59,4 @@ class Simulator:
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
         costs = Costs(self.cluster, calibration, self.parameters, self.attention)
-        return Simulation(self.world, costs, fast_forward=self.fast_forward).timeline()
+        return Simulation(self.world, costs, self.fast_forward, self.unlike_axis).timeline()

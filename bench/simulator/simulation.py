@@ -27,6 +27,7 @@ import numpy as np
 from spbench.bench.simulator.costs import Costs
 from spbench.bench.simulator.fast_forward import FastForward, tick_of
 from spbench.bench.simulator.host_clock import HostClock, host_seconds
+from spbench.bench.simulator.lighter_ranks import unlike_work
 from spbench.bench.simulator.message_matching import Deadlock, World
 from spbench.bench.simulator.occupancy import Channels, ProcessGroups
 from spbench.bench.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
@@ -38,10 +39,12 @@ class Simulation:
 
     Args:
         fast_forward: write down periods of which it is known what they do; the times are the same.
+        unlike_axis: see :class:`Simulator`.
     """
 
-    def __init__(self, world: World, costs: Costs, fast_forward: bool = True):
+    def __init__(self, world: World, costs: Costs, fast_forward: bool = True, unlike_axis: int | None = None):
         self.world, self.steps = world, world.steps
+        self.works = unlike_work(world.steps, unlike_axis)
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
         #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
         #: stream, starts and ends
@@ -98,7 +101,7 @@ class Simulation:
                 raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
         computed = [clocks[COMPUTE_STREAM] for clocks in self.clocks]
         times = self.reached, self.left, self.start, self.end
-        return Timeline(self.world, self.costs, self.kernel_s, computed, *times, self.hosts)
+        return Timeline(self.world, self.costs, self.kernel_s, computed, *times, self.hosts, self.works)
 
     def _resume(self, number: int, step: int, who: np.ndarray) -> None:
         key = (step, number)

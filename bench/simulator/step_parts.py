@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from spbench.bench.simulator.program import (
@@ -27,11 +29,36 @@ def seconds_by_kind(program: Program, kernel_s: np.ndarray) -> dict[str, float]:
     return {name: float(kernel_s[of_compute & of_kind].sum()) for name, of_kind in kinds.items()}
 
 
-def forward_flops(program: Program) -> float:
-    """FLOPs of a rank's products and attention in forward phases."""
-    counted = (program.kind == KERNEL) & (program.category != MEMORY_BOUND)
-    total, ends = 0.0, [first for _, first in program.marks[1:]] + [len(program)]
-    for (phase, first), end in zip(program.marks, ends, strict=True):
+class Flops(NamedTuple):
+    """FLOPs of products and attention: of ``forward`` phases, of the softmax ``attention`` in these, and of
+    ``all`` phases, with what backward computes again."""
+
+    forward: float
+    attention: float
+    all: float
+
+    def times(self, number: float) -> Flops:
+        """Those of that many ranks."""
+        return Flops(*(number * each for each in self))
+
+    def plus(self, other: Flops) -> Flops:
+        """These and others."""
+        return Flops(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def flops_of(program: Program, weights: np.ndarray | None = None) -> Flops:
+    """The FLOPs of a rank.
+
+    Args:
+        weights: how much of each event it does; None: all.
+    """
+    flops = program.flops if weights is None else program.flops * weights
+    counted = np.where((program.kind == KERNEL) & (program.category != MEMORY_BOUND), flops, 0.0)
+    attention, ends = program.category == ATTENTION, [first for _, first in program.marks[1:]]
+    found = Flops(0.0, 0.0, float(counted.sum()))
+    for (phase, first), end in zip(program.marks, [*ends, len(program)], strict=True):
         if phase == "forward":
-            total += float(program.flops[first:end][counted[first:end]].sum())
-    return total
+            here = counted[first:end]
+            of_attention = float(here[attention[first:end]].sum())
+            found = found.plus(Flops(float(here.sum()), of_attention, 0.0))
+    return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spbench.bench.simulator.lighter_ranks import Alike, UnlikeWork
 from spbench.bench.simulator.program import (
     CATEGORIES,
     COLLECTIVE,
@@ -22,7 +23,7 @@ from spbench.bench.simulator.program import (
     Program,
     shifted,
 )
-from spbench.bench.simulator.step_parts import forward_flops, seconds_by_kind
+from spbench.bench.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,30 @@ def stream_names(program: Program) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class _Set:
+    """Ranks that do the same work of a program, and what they do; arrays are of the simulated ranks that do
+    what these do.
+
+    Attributes:
+        ranks: global ones.
+        at: for each of them, its place in the arrays.
+        weights: [events]: how much of each event they do.
+        kernel_s: [events]: seconds of what they do.
+        waits: see :class:`Waits`.
+        computed: when the compute stream ends.
+        host: when the host ends; None: hosts take no time.
+    """
+
+    ranks: np.ndarray
+    at: np.ndarray
+    weights: np.ndarray
+    kernel_s: np.ndarray
+    waits: Waits
+    computed: np.ndarray
+    late_host: np.ndarray | None
+
+
 class Timeline:
     """A simulated step.
 
@@ -96,10 +121,11 @@ class Timeline:
         start: list[np.ndarray],
         end: list[np.ndarray],
         hosts: list[HostClock | None],
+        works: list[UnlikeWork | None],
     ):
         self._world, self._costs, self._kernel_s = world, costs, kernel_s
         self._reached, self._left, self._start, self._end = reached, left, start, end
-        self._computed, self._hosts = computed, hosts
+        self._computed, self._hosts, self._works = computed, hosts, works
         last = [float(c.max()) for c in computed]
         last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
         last += [float(host.now.max()) for host in hosts if host is not None]
@@ -124,30 +150,53 @@ class Timeline:
             for name in ("compute", "exposed_communication", "bubble", "overhead", "hidden_communication")
         }
         step_overhead = self._costs.step_overhead_s
-        for number, steps in enumerate(self._world.steps):
-            kernels = (steps.program.kind == KERNEL) & (steps.program.stream == COMPUTE_STREAM)
-            parts["compute"][steps.ranks] = np.where(kernels, self._kernel_s[number], 0.0).sum()
-            parts["overhead"][steps.ranks] = int(kernels.sum()) * self._costs.launch_s + step_overhead
-            waits, computed = self._waits[number], self._computed[number]
-            parts["exposed_communication"][steps.ranks] = waits.exposed
-            tail = self.step_time_s - step_overhead - computed
-            parts["bubble"][steps.ranks] = waits.waited - waits.exposed + tail
-            parts["hidden_communication"][steps.ranks] = np.maximum(waits.busy - waits.exposed, 0.0)
-            if (host := self._hosts[number]) is not None:
-                late = waits.late + np.maximum(host.now - computed, 0.0)
-                parts["bubble"][steps.ranks] -= late
-                worked = parts["compute"][steps.ranks] + parts["overhead"][steps.ranks] - step_overhead
-                parts.setdefault("host", np.zeros(self._world.size))[steps.ranks] = (
-                    np.maximum(computed - worked - waits.waited, 0.0) + late
-                )
-        return {name: values[self._world.stands_for] for name, values in parts.items()}
+        for number, some in self._sets:
+            program, waits = self._world.steps[number].program, some.waits
+            kernels = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
+            worked = np.where(kernels, some.kernel_s, 0.0).sum()
+            launched = int((kernels & (some.weights > 0)).sum()) * self._costs.launch_s
+            parts["compute"][some.ranks] = worked
+            parts["overhead"][some.ranks] = launched + step_overhead
+            parts["exposed_communication"][some.ranks] = waits.exposed[some.at]
+            bubble = waits.waited - waits.exposed + self.step_time_s - step_overhead - some.computed
+            hidden = np.maximum(waits.busy - waits.exposed, 0.0)
+            parts["hidden_communication"][some.ranks] = hidden[some.at]
+            if some.late_host is not None:
+                late = waits.late + some.late_host
+                bubble = bubble - late
+                stalled = np.maximum(some.computed - worked - launched - waits.waited, 0.0) + late
+                parts.setdefault("host", np.zeros(self._world.size))[some.ranks] = stalled[some.at]
+            parts["bubble"][some.ranks] = bubble[some.at]
+        return parts
 
     @cached_property
-    def _waits(self) -> list[Waits]:
-        """The waits of the simulated ranks of each program."""
-        times = map(Times, self._reached, self._left, self._start, self._end)
-        each = zip(self._world.steps, times, self._hosts, strict=True)
-        return [waits_of(steps, self._costs, at, host is not None) for steps, at, host in each]
+    def _sets(self) -> list[tuple[int, _Set]]:
+        """All ranks in sets that do the same work, with the number of their program."""
+        return [
+            (number, self._set(number, alike))
+            for number, (steps, work) in enumerate(zip(self._world.steps, self._works, strict=True))
+            for alike in ([Alike(steps.all_ranks)] if work is None else work.alike())
+        ]
+
+    def _set(self, number: int, alike: Alike) -> _Set:
+        steps, work, host = self._world.steps[number], self._works[number], self._hosts[number]
+        places, at = np.unique(self._world.place_of[alike.ranks], return_inverse=True)
+        every = len(places) == len(steps.ranks)
+        columns = slice(None) if every else places
+        arrays = (self._reached, self._left, self._start, self._end)
+        times, heaviest = (
+            Times(*(each[number][:, columns] for each in arrays)),
+            self._computed[number][columns],
+        )
+        kernel_s, computed, weights = self._kernel_s[number], heaviest, np.ones(len(steps.program))
+        if work is not None and alike.coordinate not in (None, work.last):
+            taken = np.where(steps.program.kind == KERNEL, kernel_s + self._costs.launch_s, 0.0)
+            times, computed = work.times(alike.coordinate, taken, times, heaviest)
+            weights = work.weights(alike.coordinate)
+            kernel_s = kernel_s * weights
+        waits = waits_of(steps, self._costs, times, host is not None, places)
+        late = None if host is None else np.maximum(host.now[columns] - heaviest, 0.0)
+        return _Set(alike.ranks, at.ravel(), weights, kernel_s, waits, computed, late)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -158,23 +207,25 @@ class Timeline:
         """
         kinds = {name: np.zeros(self._world.size) for name in ("products", "attention", "memory_bound")}
         exposed = {name: np.zeros(self._world.size) for name in ("within_nodes", "across_nodes")}
-        for number, steps in enumerate(self._world.steps):
-            for name, seconds in seconds_by_kind(steps.program, self._kernel_s[number]).items():
-                kinds[name][steps.ranks] = seconds
+        for number, some in self._sets:
+            program, waits = self._world.steps[number].program, some.waits
+            for name, seconds in seconds_by_kind(program, some.kernel_s).items():
+                kinds[name][some.ranks] = seconds
             if charge := self._costs.calibration.strided_element_s:
                 in_blocks = kinds.setdefault("in_blocks", np.zeros(self._world.size))
-                in_blocks[steps.ranks] = charge * steps.program.strided.sum()
-            waits = self._waits[number]
-            exposed["within_nodes"][steps.ranks] = waits.exposed - waits.across
-            exposed["across_nodes"][steps.ranks] = waits.across
-        all_parts = {**kinds, **exposed}
-        return {f"{name}_s": float(s[self._world.stands_for].mean()) for name, s in all_parts.items()}
+                in_blocks[some.ranks] = charge * (program.strided * some.weights).sum()
+            exposed["within_nodes"][some.ranks] = (waits.exposed - waits.across)[some.at]
+            exposed["across_nodes"][some.ranks] = waits.across[some.at]
+        return {f"{name}_s": float(s.mean()) for name, s in {**kinds, **exposed}.items()}
 
     @property
-    def forward_flops(self) -> float:
-        """FLOPs of the products and the attention of forward phases, of all ranks, without what backward
-        computes again."""
-        return sum(forward_flops(steps.program) * len(steps.all_ranks) for steps in self._world.steps)
+    def flops(self) -> Flops:
+        """The FLOPs of all ranks."""
+        total = Flops(0.0, 0.0, 0.0)
+        for steps, work in zip(self._world.steps, self._works, strict=True):
+            weights = None if work is None else work.mean_weights
+            total = total.plus(flops_of(steps.program, weights).times(len(steps.all_ranks)))
+        return total
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -210,6 +261,7 @@ class Timeline:
         number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
         steps = self._world.steps[number]
         program, kernel_s = steps.program, self._kernel_s[number]
+        times, weights = self._times_of(number, rank, place)
         streams = stream_names(program)
         bounds = [first for _, first in program.marks] + [len(program)]
         phases = [""] * bounds[0]
@@ -223,19 +275,21 @@ class Timeline:
             name, phase = program.names[program.name[event]], phases[event]
             stream = int(program.stream[event])
             if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
-                seconds, now = float(kernel_s[event]), max(now, launch)
+                if not weights[event]:
+                    continue
+                seconds, now = float(kernel_s[event] * weights[event]), max(now, launch)
                 yield Event(name, "compute", phase, now, seconds, self._kernel(program, event))
                 now += seconds + self._costs.launch_s
                 continue
-            reached = float(self._reached[number][step, place])
+            reached = float(times.reached[step, 0])
             if program.kind[event] == WAIT:
                 if stream == COMPUTE_STREAM:
-                    now = float(self._left[number][step, place])
+                    now = float(times.left[step, 0])
                     if now > reached:
                         words = f"wait for {self._waited_for(program, event, streams)}"
                         yield Event(words, "compute", phase, reached, now - reached)
             elif program.kind[event] != RECORD:
-                begun, ended = float(self._start[number][step, place]), float(self._end[number][step, place])
+                begun, ended = float(times.start[step, 0]), float(times.end[step, 0])
                 if program.kind[event] == KERNEL:
                     details = self._kernel(program, event)
                 else:
@@ -244,6 +298,20 @@ class Timeline:
                 beside = "communication" if stream == COMPUTE_STREAM else streams[stream]
                 yield Event(name, beside, phase, begun, ended - begun, details)
             step += 1
+
+    def _times_of(self, number: int, rank: int, place: int) -> tuple[Times, np.ndarray]:
+        """When a rank is at the steps of its program, and how much of each event it does."""
+        arrays = (self._reached, self._left, self._start, self._end)
+        times = Times(*(each[number][:, place : place + 1] for each in arrays))
+        steps, work = self._world.steps[number], self._works[number]
+        if work is None:
+            return times, np.ones(len(steps.program))
+        coordinate = int(work.coordinates[np.searchsorted(steps.all_ranks, rank)])
+        if coordinate == work.last:
+            return times, np.ones(len(steps.program))
+        taken = np.where(steps.program.kind == KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0)
+        times, _ = work.times(coordinate, taken, times, self._computed[number][place : place + 1])
+        return times, work.weights(coordinate)
 
     @staticmethod
     def _kernel(program: Program, event: int) -> dict[str, Any]:

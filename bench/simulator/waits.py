@@ -61,26 +61,28 @@ class Waits(NamedTuple):
     late: np.ndarray
 
 
-def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool) -> Waits:
-    """The waits of the simulated ranks of a program.
+def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool, places: np.ndarray) -> Waits:
+    """The waits of simulated ranks of a program.
 
     Args:
+        times: of these ranks.
         hosted: whether hosts take time.
+        places: of these ranks among the simulated ones.
     """
     crossing = _Crossing(steps, costs)
     # some ranks at a time, for times are large arrays and are copied here
     width = max(1, _AT_A_TIME // max(1, len(steps)))
-    some = [slice(first, first + width) for first in range(0, len(steps.ranks), width)]
     parts = []
-    for places in some:
-        at = Times(*(np.ascontiguousarray(each[:, places]) for each in times))
+    for first in range(0, len(places), width):
+        some = slice(first, first + width)
+        at = Times(*(np.ascontiguousarray(each[:, some]) for each in times))
         late = posted_late(steps, at.reached, at.left) if hosted else np.zeros(at.reached.shape[1])
-        parts.append(Waits(*_waits(steps, costs, crossing, places, at), late))
+        parts.append(Waits(*_waits(steps, costs, crossing, places[some], at), late))
     return Waits(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def _waits(
-    steps: Steps, costs: Costs, crossing: _Crossing, places: slice, times: Times
+    steps: Steps, costs: Costs, crossing: _Crossing, places: np.ndarray, times: Times
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """What :class:`Waits` begins with, of the ranks at those places, of which the times are."""
     kinds, streams, partners = steps.columns
@@ -133,7 +135,7 @@ class _Crossing:
         each = ((code // many, code % many - 1) for code in np.flatnonzero(found).tolist())
         self._leaves = np.array([self._leave(*one) for one in each] if self.some else ())
 
-    def shares(self, at: np.ndarray, places: slice) -> np.ndarray:
+    def shares(self, at: np.ndarray, places: np.ndarray) -> np.ndarray:
         """[steps, ranks]: 1.0 where a step, by its number, leaves the node of a rank, else 0.0."""
         if not self.some or not len(at):
             return np.zeros((len(at), len(self._nodes[places])))

@@ -35,6 +35,9 @@ FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
 #: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
 FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
 
+#: how a row begins as it is written, also one that was cut short
+_BEGINNING = b'{"key":"'
+
 Row = dict[str, Any]
 
 #: words of a measurement on its step time
@@ -115,7 +118,8 @@ class ResultsFile:
         problems: a line for each line of the file that was skipped.
 
     Raises:
-        UserError: the folder cannot be written to, the file cannot be read, or another sweep holds it.
+        UserError: the folder cannot be written to, the file cannot be read or is not one of results, or
+            another sweep holds it.
     """
 
     def __init__(self, folder: Path, *, fresh: bool = False):
@@ -137,6 +141,12 @@ class ResultsFile:
         except UserError:
             self.close()
             raise
+        if self.problems and not rows and os.pread(self._fd, len(_BEGINNING), 0) != _BEGINNING:
+            self.close()
+            raise UserError(
+                f"{self.path} is not a file of results (no line of it is a result row), so that nothing is "
+                "written to it; choose another --output, or move the file"
+            )
         self.rows: dict[str, Row] = {row["key"]: row for row in rows}
         self._unfinished = self._ends_inside_a_line()
 

@@ -67,6 +67,7 @@ class _Measured(_Timed, total=False):
     parts: dict[Text, Signed | None]
     bound: Text
     mfu: Number | None
+    flops: dict[Text, Number]
     calibration: Text
     rates: Text
     losses: list[dict[Text, Signed | None]]
@@ -111,6 +112,7 @@ class _Machine(TypedDict, total=False):
 
 class _Provenance(TypedDict, total=False):
     spbench: Text | None
+    tree: Text | None
     commit: Text | None
     project_commit: Text | None
     torch: Text | None

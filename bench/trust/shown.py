@@ -1,10 +1,12 @@
-"""Times, rates and shares of a step for people, with three significant digits: more would say more than is
-known."""
+"""Times, bytes, rates and shares of a step for people, with three significant digits: more would say more
+than is known."""
 
 from __future__ import annotations
 
 #: larger units of seconds, and how many of the smaller one they are
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 #: below, a digit after the point tells prices apart
 _SMALL = 0.1
@@ -26,6 +28,14 @@ def shown_time(seconds: float) -> str:
     """A time in the largest unit of which it has one: "44.0 s", "2.31 ms"; below a picosecond it is 0."""
     unit, name = next((each for each in _UNITS if float(f"{seconds:.2e}") >= each[0]), _UNITS[-1])
     return f"{three_digits(seconds / unit)} {name}" if abs(seconds) >= _NOTHING_S else "0 s"
+
+
+def shown_bytes(nbytes: float) -> str:
+    """An amount of memory or of what is sent: "4.61 GiB", "236 KiB"; below a KiB in bytes."""
+    unit, name = next((each for each in _BYTES if nbytes >= each[0]), (1, "bytes"))
+    if unit == 1:
+        return f"{nbytes:,.0f} byte{'' if round(nbytes) == 1 else 's'}"
+    return f"{three_digits(nbytes / unit)} {name}"
 
 
 def shown_share(share: float | None) -> str | None:

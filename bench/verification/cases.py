@@ -33,6 +33,7 @@ from spbench.bench.ranks.rank_job import RankError
 from spbench.bench.ranks.rank_pool import Ranks
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
 from spbench.bench.verification.oracle import Case, Finding, check_rank
+from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models
@@ -61,13 +62,16 @@ class VerifyRow:
         mesh: ranks along each axis, as "tp2xsp3".
         dtype: a key of :data:`PRECISIONS`.
         batch, seq_len: whole sizes, in samples and positions.
-        status: "unsupported" is no fault: the strategy says that it cannot run these sizes.
+        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
+            none either: a published baseline computes what its authors' code does, which is not what the
+            model asks for.
         error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
             the one with the largest error for its limit.
         tensor, rank: which tensor that is, and where.
         factor: the number that this tensor is the reference times, where a RED one is that
             (:class:`Discrepancy`).
-        verdict: in which way a RED tensor is wrong, and which others are wrong too.
+        verdict: in which way a RED tensor is wrong, and which others are wrong too; of a baseline as
+            published, in which way it departs from the model.
         reason: why it is unsupported, or what a rank raised.
     """
 
@@ -80,7 +84,7 @@ class VerifyRow:
     dtype: str
     batch: int
     seq_len: int
-    status: Literal["green", "RED", "unsupported"]
+    status: Literal["green", "RED", "unsupported", "as published"]
     error: float | None = None
     limit: float | None = None
     tensor: str = ""
@@ -233,7 +237,7 @@ def verify_case(
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
         return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
-    return _judged(row, findings)
+    return _judged(row, case, findings)
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,7 @@ class _Judged:
         return f"{self.finding.tensor} {self.finding.found.described(self.limit)}"
 
 
-def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
+def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings of ranks 0, 1, ..."""
     dtype = PRECISIONS[row.dtype].parameters
     typical = median(f.noise for ranks in findings for f in ranks)
@@ -266,7 +270,8 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
             return FLOAT64_LIMIT
         return NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
 
-    judged = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
+    every = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
+    judged = [each for each in every if not each.finding.departs]
     wrong = [each for each in judged if each.excess > 1]
     # wrong values tell more than the messages that go with them
     worst = max(wrong or judged, key=lambda each: (each.finding.tells if wrong else 0, each.excess))
@@ -278,8 +283,25 @@ def _judged(row: VerifyRow, findings: list[list[Finding]]) -> VerifyRow:
         rank=worst.rank,
     )
     if not wrong:
-        return row
+        departing = [each for each in every if each.finding.departs and each.excess > 1]
+        return (
+            replace(row, status="as published", verdict=_how_departs(case, departing)) if departing else row
+        )
     return replace(row, status="RED", factor=worst.factor, verdict=_how_wrong(worst, wrong))
+
+
+def _how_departs(case: Case, departing: list[_Judged]) -> str:
+    """How far a baseline's own function is from the model's: in the first tensor, and in how many."""
+    classes = case.strategy.classes if isinstance(case.strategy, Nesting) else (case.strategy,)
+    (cls,) = (cls for cls in classes if issubclass(cls, AsPublished))
+    first = departing[0].finding.tensor
+    ranks = [each for each in departing if each.finding.tensor == first]
+    error = max(each.finding.found.error for each in ranks)
+    tensors = len({each.finding.tensor for each in departing})
+    return (
+        f"computes what its authors' code does, and departs from the model: {cls.departs}. {first} differs "
+        f"by {error:.1e} on {len(ranks)} ranks, {tensors} tensors do in all"
+    )
 
 
 def _how_wrong(worst: _Judged, wrong: list[_Judged]) -> str:

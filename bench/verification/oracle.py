@@ -24,6 +24,7 @@ from spbench.bench.meters.recorder import Recorder
 from spbench.bench.verification.beside_values import check_bytes, check_elements, check_positions
 from spbench.bench.verification.discrepancy import Discrepancy, discrepancies, relative_errors
 from spbench.bench.verification.documents import check_documents, masked_attention
+from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
 from spbench.impls.backends.backend import BackendSettings
@@ -86,12 +87,14 @@ class Finding:
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
         tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
             over sp", 1 of values, 2 of documents that see each other.
+        departs: whether it is of a published baseline's own function against the model, and no fault.
     """
 
     tensor: str
     found: Discrepancy
     noise: float
     tells: int = 1
+    departs: bool = False
 
 
 class _OneDevice(Strategy):
@@ -125,8 +128,11 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         *(case.part, case.dtype, case.batch, case.seq_len, case.seed),
     )
 
-    def on_one_device(dtype: torch.dtype) -> VerifiedRun:
-        return _on_one_device(pickle.dumps((plain, strategy.vocabulary_parts, dtype, mesh.device_type)))
+    of_model: Strategy = _OneDevice(strategy.vocabulary_parts)
+    reference = strategy.on_one_device() if isinstance(strategy, AsPublished) else of_model
+
+    def on_one_device(dtype: torch.dtype, strategy: Strategy = reference) -> VerifiedRun:
+        return _on_one_device(pickle.dumps((plain, strategy, dtype, mesh.device_type)))
 
     truth = on_one_device(torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
@@ -147,7 +153,12 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         noise = dict.fromkeys(found, 0.0)
     else:
         noise = relative_errors(expected, _share(on_one_device(case.torch_dtype), checked))
+    departures: dict[str, Discrepancy] = {}
+    if reference is not of_model:
+        model_share = _share(on_one_device(torch.float64, of_model), checked)
+        departures = discrepancies(model_share, expected)
     return [
+        *(Finding(name, each, 0.0, departs=True) for name, each in departures.items()),
         *(Finding(name, each, noise.get(name, 0.0)) for name, each in found.items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
@@ -160,8 +171,8 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
 def _on_one_device(pickled: bytes) -> VerifiedRun:
     """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
     models, one after another. Nobody writes to what it holds."""
-    case, vocabulary_parts, dtype, device = pickle.loads(pickled)
-    return VerifiedRun(case, _OneDevice(vocabulary_parts), dtype, device=device)
+    case, strategy, dtype, device = pickle.loads(pickled)
+    return VerifiedRun(case, strategy, dtype, device=device)
 
 
 class VerifiedRun:

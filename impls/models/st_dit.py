@@ -36,7 +36,7 @@ from spbench.impls.models.blocks.grid_blocks import (
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import ModelPart
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy
-from spbench.impls.strategies.grid import Grid, whole_attention
+from spbench.impls.strategies.grid import Grid, grid_letters
 from spbench.impls.strategies.layers import Linear
 
 #: the dims of the grid
@@ -93,6 +93,9 @@ class StDitModel(GridModel):
         sites = self.block_sites(batch, self.sizes(seq_len), [h, h, h, 4 * h])
         text = {"B": batch, "W": self.text_tokens, "H": h, "F": 2 * h}
         sites.append(Site("linear_in_text", self.layers, text, self.checkpointing))
+        asked = {"B": batch, **grid_letters(self.sizes(seq_len)), "W": self.text_tokens}
+        heads = {"Z": self.heads, "A": self.head_size}
+        sites.append(Site("text_attention", self.layers, asked | heads, self.checkpointing))
         sites.append(Site("parameters", 1, self.parameters()))
         return sites
 
@@ -141,11 +144,11 @@ class StDitModel(GridModel):
 
 class CrossAttention(nn.Module):
     """Attention of all positions x [B, T, S, H] to text [B, W, H] -> [B, T, S, H]. Every rank has the text,
-    so nothing is sent for it; its gradients are partial sums where ranks have positions of their own."""
+    so nothing need be sent for it; its gradients are partial sums where ranks have positions of their own."""
 
     def __init__(self, model: StDitModel, strategy: Strategy):
         super().__init__()
-        self.head_size = model.head_size
+        self.strategy, self.head_size = strategy, model.head_size
         self.q = strategy.linear_in(model.hidden, model.hidden)
         self.kv = strategy.linear_in_text(model.hidden, 2 * model.hidden)
         self.out = strategy.linear_out(model.hidden, model.hidden)
@@ -154,9 +157,8 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, text: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, self.head_size))  # [B, T, S, Z, A]
         k, v = self.kv(text).unflatten(-1, (-1, 2, self.head_size)).unbind(-2)  # [B, W, Z, A]
-        y = whole_attention(*(part.flatten(1, -3).transpose(1, 2) for part in (q, k, v)))
-        y = y.transpose(1, 2).flatten(-2).unflatten(1, q.shape[1:-2])  # no -1: a part may be empty
-        return self.out.project(y) + self.bias
+        y = self.strategy.text_attention(q, k, v)
+        return self.out.project(y.flatten(-2)) + self.bias
 
 
 class StDitBlock(nn.Module):

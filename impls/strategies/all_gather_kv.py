@@ -126,7 +126,8 @@ class GatheredKeys(KeyBlocks):
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         parts = gathered(k, v, self.group)
         for owners, mine, theirs, seen in joint_meetings(self.meetings):
-            yield mine, *_keys_and_values(parts, owners, theirs), seen
+            with self.meetings.work_on(owners.start or 0, joint=True):
+                yield mine, *_keys_and_values(parts, owners, theirs), seen
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = gathered(k, v, self.group)
@@ -139,10 +140,11 @@ class GatheredKeys(KeyBlocks):
         # bytes in bf16.
         gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
         for owners, mine, theirs, seen in joint_meetings(self.meetings):
-            of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), seen)
-            met = gradients[owners, theirs]  # no other meeting writes here
-            for i, x in enumerate(of_block):
-                met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
+            with self.meetings.work_on(owners.start or 0, joint=True):
+                of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), seen)
+                met = gradients[owners, theirs]  # no other meeting writes here
+                for i, x in enumerate(of_block):
+                    met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
         del parts
         return summed(gradients, self.group)
 
@@ -155,6 +157,7 @@ class AllGatherKV(PlacedChunks):
     source = "arXiv 2407.21783, section 3.3.2"
     meets = frozenset({"attention", "causal_attention", "full_attention"})
     heeds = HEEDS_ALL
+    marks_work = True
     options_type = AllGatherKVOptions
     options: AllGatherKVOptions
 

@@ -117,6 +117,12 @@ class AttentionHooks:
         return int(attended.pairs([(0, length)]).sum())
 
     @left_within
+    def scored_pairs(self, length: int) -> int:
+        """Queries of this rank and keys of any that linear attention multiplies, in each of its heads, where
+        that is by scores and some ranks have more of them than others; 0: all ranks have the same work."""
+        return 0
+
+    @left_within
     def whole_attention(
         self,
         q: Tensor,

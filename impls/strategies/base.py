@@ -92,16 +92,22 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
     source: ClassVar[str] = ""
+    #: whether training programs of the day offer it, so that `spbench fit` proposes it; not inherited
+    usual: ClassVar[bool] = False
     #: whether it can be around a strategy that spreads positions: its attention calls ``super()`` with some
     #: of the heads and every position that it was given
     can_enclose: ClassVar[bool] = False
     #: distributions beside torch whose code it calls where positions meet; peers have some
     requires: ClassVar[tuple[str, ...]] = ()
+    #: whether it marks what it computes for blocks of lower ranks (:func:`work_of`), so that the last rank's
+    #: step says what each rank does; of a class that overrides how positions meet, only if it says so itself
+    marks_work: ClassVar[bool] = False
     #: whether the dim along which a grid is cut changes during a step
     moves_grid: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.usual = bool(vars(cls).get("usual", False))
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
             known = ", ".join(MEETINGS)
             raise TypeError(

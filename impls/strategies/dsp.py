@@ -78,6 +78,7 @@ class DynamicSequenceParallel(GridChunks):
     """A grid that is cut along one dim during each stage; at both ends along the option ``grid_dim``."""
 
     name = "dsp"
+    usual = True
     summary = "grids cut along one dim; an all-to-all switches dims where a stage needs that one whole (DSP)"
     source = "arXiv 2403.10266, section 3"
     meets = frozenset({"full_attention"})

@@ -148,6 +148,13 @@ class GridHooks:
         return attend_along(whole_attention, q, k, v, dim)
 
     @left_within
+    def text_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of this rank's positions to a text that every rank has: q [B, n1, .., nK, Z, A], k and v
+        [B, W, Z, A] -> the shape of q."""
+        y = whole_attention(*(x.flatten(1, -3).transpose(1, 2) for x in (q, k, v)))
+        return y.transpose(1, 2).unflatten(1, q.shape[1:-2])
+
+    @left_within
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Softmax attention where every query sees every key: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a
         part, A]; scores are scaled by A**-0.5 and never stored."""

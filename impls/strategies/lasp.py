@@ -95,6 +95,7 @@ class Lasp(RecurrentChunks):
     """Sequence chunks along which the state of linear attention travels from rank to rank."""
 
     name = "lasp"
+    usual = True
     summary = "sequence chunks; the state of linear attention travels along the ranks"
     source = "arXiv 2404.02882, section 3"
     meets = frozenset({"linear_attention", "gated_recurrence"})

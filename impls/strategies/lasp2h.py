@@ -22,6 +22,7 @@ class Lasp2H(AllGatherKV, Lasp2):
     summary = "sequence chunks of hybrids; states are gathered, or keys and values in softmax layers"
     source = "arXiv 2502.07563, LASP-2H"
     meets = AllGatherKV.meets | Lasp2.meets
+    marks_work = True
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         for cls, other in ((Lasp2, "all_gather_kv"), (AllGatherKV, "lasp2")):

@@ -7,6 +7,7 @@ the runs of positions that each rank has and from what these attend to.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -15,6 +16,7 @@ import numpy as np
 from spbench.impls.attended import CAUSAL, Attended, Interval, Ranges
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.strategies.placements import BALANCED, intervals
+from spbench.impls.unlike_work import ALL_LOWER, work_of
 
 ALL = slice(None)
 
@@ -146,6 +148,13 @@ class Meetings:
         end = start + self.length
         ranges = self.attended.ranges([(start, end)], [(first, end)])
         return ranges.moved(0, start - rows - first)
+
+    def work_on(self, owner: int, *, joint: bool = False) -> AbstractContextManager[None]:
+        """To be entered around what is computed with the keys of an owner, or ``joint`` with those of all
+        ranks from it to this one: marks what lower ranks have less of (:func:`work_of`)."""
+        if self.placement != "contiguous" or not self.regular or owner >= self.rank:
+            return nullcontext()
+        return work_of(ALL_LOWER if joint else self.rank)
 
     def before(self, chunks: int) -> int:
         """The rank that is that many before this one, round the ring."""

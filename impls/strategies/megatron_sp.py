@@ -160,6 +160,7 @@ class MegatronSP(GridChunks, TensorParallel):
     (:class:`TensorParallel`) inside blocks."""
 
     name = "megatron_sp"
+    usual = True
     axes = ("tp",)
     options_type = MegatronSPOptions
     options: MegatronSPOptions

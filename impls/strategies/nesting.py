@@ -127,8 +127,11 @@ class Nesting:
 
     def roles(self, axis: str, size: int) -> list[list[int]]:
         """As :meth:`Strategy.roles`, of the class that has the axis."""
-        owner = next(cls for cls, axes in zip(self.classes, self.axes_of, strict=True) if axis in axes)
-        return owner.roles(axis, size)
+        return self.owner(axis).roles(axis, size)
+
+    def owner(self, axis: str) -> type[Strategy]:
+        """The class that has the axis."""
+        return next(cls for cls, axes in zip(self.classes, self.axes_of, strict=True) if axis in axes)
 
     def sizes_for(self, size: int) -> dict[str, int]:
         """As :meth:`Strategy.sizes_for`, of the outermost."""

@@ -183,6 +183,18 @@ class PlanningHooks(GridHooks):
         return frozenset()
 
     @classmethod
+    @final
+    def marks_all_work(cls) -> bool:
+        """What ``marks_work`` says; no for a class that overrides how positions meet and does not say it."""
+        meet = frozenset.union(*HEEDING.values())
+        for each in cls.__mro__:
+            if "marks_work" in vars(each):
+                return bool(vars(each)["marks_work"])
+            if not meet.isdisjoint(vars(each)):
+                break
+        return False
+
+    @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
         """The coordinates 0 to ``size`` - 1 along one of its axes, as sets of ranks that run the same
         program. The first set is the one that sends the most; the first rank of each set is traced for the

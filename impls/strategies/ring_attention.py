@@ -16,6 +16,7 @@ paper (arXiv 2404.02882, section 4) has it for a baseline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from spbench.impls.strategies.halo import PassingHalo, halo_of_site, halo_traffi
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.traffic import Traffic
+from spbench.impls.unlike_work import work_of
 
 #: gradients of an owner's keys and values, and the index of the part of both that they belong to
 BlockGradients = tuple[Tensor, Tensor, Any]
@@ -62,6 +64,7 @@ def gradients_round(
     of_block: Callable[..., BlockGradients | None],
     everywhere: Callable[[int], Sequence[Tensor]] | None = None,
     depends_on: OwnerKey | None = None,
+    work_on: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> Sequence[Tensor]:
     """The gradients of this rank's k and v, summed over the contributions of all ranks.
 
@@ -71,19 +74,22 @@ def gradients_round(
     ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The
     sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
     owner's block if they are here already; then the sums travel alone. ``depends_on``: of an owner, what the
-    contribution to its block depends on (:meth:`Ring.round`).
+    contribution to its block depends on (:meth:`Ring.round`). ``work_on``: of an owner, what is entered
+    around computing with its block.
     """
+    marked = work_on or (lambda owner: nullcontext())
     precise, ring = state_dtype(block[0].dtype), Ring(group)
     if everywhere is None:
         blocks = Ring(group).round(*block, depends_on=depends_on)
     else:
         blocks = ((owner, tuple(everywhere(owner))) for owner in owners_in_turn(group, depends_on))
     for owner, passing in blocks:
-        contribution = of_block(owner, *_keys_and_values(passing))
-        own = owner == group.rank()
-        sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
-        if contribution is not None:
-            _accumulate(sums, contribution, first=own)
+        with marked(owner):
+            contribution = of_block(owner, *_keys_and_values(passing))
+            own = owner == group.rank()
+            sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
+            if contribution is not None:
+                _accumulate(sums, contribution, first=own)
         del contribution  # a rank that adds nothing to the next blocks must not hold it until it does
         ring.start(*sums)
     return [x.to(block[0].dtype) for x in _keys_and_values(ring.finish())]
@@ -109,7 +115,8 @@ class RoundTheRing(KeyBlocks):
             if (met := self.meetings.of(owner)) is not None:
                 mine, theirs, seen = met
                 keys, values = block[:, :, theirs].transpose(2, 3)
-                yield mine, keys, values, seen
+                with self.meetings.work_on(owner):
+                    yield mine, keys, values, seen
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attention_gradients_round(self.group, self.meetings, backward, k, v)
@@ -135,8 +142,14 @@ def attention_gradients_round(
         return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
 
     known = None if everywhere is None else lambda owner: [everywhere(owner)]
-    d_k, d_v = gradients_round(group, [_travelling(k, v)], of_block, known, meetings.depends_on)
+    block = [_travelling(k, v)]
+    d_k, d_v = gradients_round(group, block, of_block, known, meetings.depends_on, meetings.work_on)
     return d_k.transpose(1, 2), d_v.transpose(1, 2)
+
+
+def _work_on(group: dist.ProcessGroup, owner: int) -> AbstractContextManager[None]:
+    """As :meth:`Meetings.work_on`, for linear attention."""
+    return work_of(group.rank()) if owner < group.rank() else nullcontext()
 
 
 class _RingLinearAttention(torch.autograd.Function):
@@ -156,7 +169,8 @@ class _RingLinearAttention(torch.autograd.Function):
         o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
         for owner, (keys, values) in Ring(group).round(k, v):
             if owner <= group.rank():
-                o.add_(((q @ keys.mT) * powers_of(owner, q)) @ values)
+                with _work_on(group, owner):
+                    o.add_(((q @ keys.mT) * powers_of(owner, q)) @ values)
         ctx.save_for_backward(q, k, v, decay)
         ctx.group, ctx.powers_of = group, powers_of
         return o.to(v.dtype)
@@ -174,7 +188,7 @@ class _RingLinearAttention(torch.autograd.Function):
             d_q.add_(d_scores @ keys)
             return d_scores.mT @ q, ((q @ keys.mT) * powers).mT @ d_o, ...
 
-        d_k, d_v = gradients_round(ctx.group, [k, v], of_block)
+        d_k, d_v = gradients_round(ctx.group, [k, v], of_block, work_on=partial(_work_on, ctx.group))
         return d_q.to(q.dtype), d_k, d_v, None, None, None
 
 
@@ -206,10 +220,12 @@ class RingAttention(PlacedChunks):
     """Sequence chunks whose keys and values travel round the ring, past the queries of each rank."""
 
     name = "ring_attention"
+    usual = True
     summary = "sequence chunks; keys and values travel round a ring, blockwise softmax (Ring Attention)"
     source = "arXiv 2310.01889, section 3; placements: arXiv 2311.09431"
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
     heeds = HEEDS_ALL
+    marks_work = True
     options_type = DocumentPlacementOptions
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
@@ -242,3 +258,8 @@ class RingAttention(PlacedChunks):
             return super().linear_attention(q, k, v, mask)
         assert self.group is not None
         return _RingLinearAttention.apply(q, k, v, mask.rates, self.group, mask.attended)
+
+    def scored_pairs(self, length: int) -> int:
+        if self.size == 1:
+            return super().scored_pairs(length)
+        return (self.rank + 1) * (length // self.size) ** 2

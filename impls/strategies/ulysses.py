@@ -63,6 +63,7 @@ class Ulysses(SwappedHeads, GridChunks):
     """Sequence chunks that all-to-alls swap for whole sequences of some heads during attention."""
 
     name = "ulysses"
+    usual = True
     summary = "sequence chunks; all-to-alls swap them for whole sequences of some heads (DeepSpeed-Ulysses)"
     source = "arXiv 2309.14509, section 3; around ring_attention USP, arXiv 2405.07719"
     can_enclose = True

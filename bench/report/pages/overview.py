@@ -69,6 +69,7 @@ def _sentence(paper: PaperResults) -> dict[str, Any]:
         "path": f"paper-{paper.paper.name}.html",
         "word": verdict.word,
         "counts": counts(verdict),
+        "finding": paper.paper.finding,
         "why": why(records, titles),
     }
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.advise.advice import Advice, complexity, settings_beside
+from spbench.bench.advise.advice import NAMED, Advice, settings_beside
 from spbench.bench.advise.findings import Found, Seen
-from spbench.bench.cell import Cell
+from spbench.bench.advise.ranking import complexity
+from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measurement import Outcome
 from spbench.bench.trust.bands import packaged_model
 from tests.bench.advise.questions import asked
@@ -57,6 +58,29 @@ def test_of_ties_the_simplest_is_first() -> None:
     assert answer.winner is SIMPLE
     assert [record["tie"] for record in answer.records()] == [True, True, False]
     assert [record["rank"] for record in answer.records()] == [1, 2, 3]
+
+
+def test_what_is_hidden_is_never_simpler_than_a_tie_that_is_shown() -> None:
+    """Ten layouts of two strategies are faster than the plain one, which is named first all the same."""
+    mixes = [seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0 + 0.001 * at) for at in range(10)]
+    answer = advice(*mixes, SIMPLE, FAR)
+    assert answer.winner is SIMPLE
+    assert len(answer.ranked) == NAMED
+    shown = max(complexity(each.cell) for each in answer.ranked)
+    assert all(complexity(each.cell) >= shown for each in answer.hidden_ties())
+    assert len(answer.hidden_ties()) == len(mixes) + 1 - NAMED
+
+
+def test_what_is_simpler_than_the_first_is_told_with_its_price() -> None:
+    answer = advice(FAST, FAR)
+    assert answer.simpler() == [FAR]
+    assert advice(FAST, SIMPLE).simpler() == []
+
+
+def test_spare_is_of_what_the_card_must_have() -> None:
+    for record in advice(FAST, SIMPLE, FAR).records():
+        assert record["spare_bytes"] == record["card_bytes"] - record["total_bytes"]
+        assert record["total_bytes"] >= record["peak_memory_bytes"]
 
 
 def test_beyond_the_errors_the_fastest_is_first() -> None:
@@ -151,6 +175,9 @@ def test_settings_beside_the_question() -> None:
         }
     )
     assert settings_beside(cell, cell) == {}
+    training = {"backend": "megatron", "schedule": "interleaved", "micro_batches": 4, "virtual_stages": 2}
+    interleaved = cell.model_copy(update={"training": TrainingOptions.model_validate(training)})
+    assert settings_beside(cell, interleaved) == {"training.virtual_stages": 2}
     assert settings_beside(cell, changed) == {
         "model_options.recompute": "full",
         "strategy_options.placement": "zigzag",

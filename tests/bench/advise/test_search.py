@@ -19,6 +19,7 @@ from spbench.bench.advise.layouts import Refused
 from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.looks import Look, Looks, outcomes
 from spbench.bench.advise.question import Question
+from spbench.bench.advise.ranking import TOSS, complexity, ranked, shape_complexity, tie_limit
 from spbench.bench.advise.references import as_text
 from spbench.bench.advise.search import BEST, Search
 from spbench.bench.cell import Cell
@@ -111,11 +112,17 @@ class MadeUp:
             seconds, nbytes = self.seconds(candidate), int(self.nbytes(candidate))
             status = "ok" if nbytes <= self.usable else "oom"
             found = {"step_time_s": seconds, "peak_memory_bytes": nbytes, "rates": "sourced"}
+            found |= {"breakdown": {}, "parts": {}}
             yield cell, Outcome(status, measurement=found)
 
 
-def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Found:
-    """What a search finds by these answers; its estimates are those of the candidates."""
+def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0) -> Found:
+    """What a search finds by these answers; its estimates are those of the candidates.
+
+    Args:
+        toss: 1.0: of each strategy and mesh the fastest, not the simplest that is as fast but for a toss.
+    """
+    monkeypatch.setattr(module, "TOSS", toss)
     monkeypatch.setattr(module, "references", lambda *given: (REFERENCES, BACKENDS))
     monkeypatch.setattr(module, "savings_of", lambda question: SAVINGS)
     monkeypatch.setattr(module, "candidates", lambda *given: every())
@@ -165,6 +172,24 @@ def test_a_naive_bound_would_lose_the_winner(monkeypatch: pytest.MonkeyPatch) ->
     assert max(lost()) < 0.002
     monkeypatch.setattr(Learned, "least_s", lambda self, waiting: waiting.estimated_s * 1.3)
     assert max(lost()) > 0.005
+
+
+def test_no_tie_is_simpler_than_the_layout_that_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also none that the search for the fastest would have passed over."""
+    for seed in range(4):
+        answers = MadeUp(seed, 80 * GIB)
+        best = searched(answers, monkeypatch, TOSS).best
+        named = complexity(ranked(best)[0].cell)[:2]
+        ties = [
+            each
+            for each in every()
+            if answers.nbytes(each) <= answers.usable / 1.1
+            and answers.seconds(each) <= 0.97 * best[0].step_s * tie_limit(best)
+        ]
+        assert named == min(
+            shape_complexity(each.strategy, each.layout.sizes, each.layout.virtual_stages)[:2]
+            for each in ties
+        )
 
 
 def test_where_nothing_fits_the_nearest_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:

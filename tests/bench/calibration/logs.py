@@ -57,7 +57,11 @@ def nccl_log(
 
 
 def mamf_log(
-    limit: float, bandwidth: float, shapes: Sequence[tuple[int, int, int]], dtype: str = "bfloat16"
+    limit: float,
+    bandwidth: float,
+    shapes: Sequence[tuple[int, int, int]],
+    dtype: str = "bfloat16",
+    card: str = "NVIDIA H100 80GB HBM3",
 ) -> str:
     """What mamf-finder writes to its file where a product takes FLOPs / limit + bytes / bandwidth."""
     lines = [
@@ -67,7 +71,7 @@ def mamf_log(
         f"** Dtype: torch.{dtype}",
         "",
     ]
-    lines += ["- _CudaDeviceProperties(name='NVIDIA H100 80GB HBM3', major=9, minor=0)", ""]
+    lines += [f"- _CudaDeviceProperties(name='{card}', major=9, minor=0)", ""]
     for number, (m, n, k) in enumerate(shapes, 1):
         flops, size = 2 * m * n * k, 4 if dtype == "float32" else 2
         seconds = flops / limit + size * (m * k + k * n + m * n) / bandwidth

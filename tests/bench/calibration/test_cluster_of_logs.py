@@ -13,6 +13,7 @@ from spbench.bench.calibration.cluster_of_logs import cluster_of_logs
 from spbench.bench.calibration.findings import Findings, TimedCollective, TimedPass, TimedProduct, findings_of
 from spbench.bench.calibration.least_squares import least_squares
 from spbench.bench.calibration.log_cluster import LogCluster
+from spbench.bench.calibration.plausible import is_same_card
 from spbench.bench.clusters.cluster import Cluster, cluster_of_content, load_cluster
 from spbench.bench.clusters.links import BusRate
 from spbench.bench.errors import UserError
@@ -200,9 +201,44 @@ def test_alone_a_cluster_has_what_the_logs_say(tmp_path: Path) -> None:
 def test_a_fitted_scalar_does_not_correct_a_measured_rate(tmp_path: Path) -> None:
     base = load_cluster("dgx-b200")
     assert base.calibration["bf16"].compute_efficiency != 1
-    cluster = loaded(made_of(tmp_path, "dgx-b200", a=mamf_log(1500e12, 4e12, SHAPES)))
+    cluster = loaded(made_of(tmp_path, "dgx-b200", a=mamf_log(1500e12, 4e12, SHAPES, card="NVIDIA B200")))
     assert cluster.calibration["bf16"].compute_efficiency == 1
     assert cluster.calibration["bf16"].fitted_on == []  # so no cell counts as calibrated
+
+
+@pytest.mark.parametrize(
+    ("of_driver", "of_cluster", "same"),
+    [
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM5 80 GB", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM4 80 GB", True),
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100 SXM4 80 GB", False),
+        ("NVIDIA A100 80GB PCIe", "NVIDIA A100 SXM4 80 GB", False),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090 24 GB", True),
+        ("Tesla V100-SXM2-32GB", "NVIDIA Tesla V100 SXM2 32 GB", True),
+        ("NVIDIA L40", "NVIDIA L40S 48 GB", False),
+        ("NVIDIA B200", "NVIDIA GB200 186 GB", False),
+        ("NVIDIA H200", "NVIDIA H100 SXM5 80 GB", False),
+        ("AMD Instinct MI300X", "NVIDIA H100 SXM5 80 GB", False),
+        ("a card", "NVIDIA H100 SXM5 80 GB", True),
+    ],
+)
+def test_names_of_cards(of_driver: str, of_cluster: str, same: bool) -> None:
+    assert is_same_card(of_driver, of_cluster) is same
+
+
+def test_alone_a_card_that_is_known_has_its_datasheet(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="2500 TFLOP/s of bf16 is above the 2250 of NVIDIA B200 SXM6 180 GB"):
+        made_of(tmp_path, None, a=mamf_log(2500e12, 1e20, SHAPES, card="NVIDIA B200"))
+    made = made_of(tmp_path, None, a=mamf_log(2500e12, 1e20, SHAPES, card="NVIDIA R300"))
+    assert made.fitted  # of a card that nobody has described nothing is above its datasheet
+
+
+def test_times_of_any_reader_are_positive() -> None:
+    """A plug-in reads its logs as it likes."""
+    for seconds in (0.0, -1e-3, float("nan"), float("inf")):
+        wrong = Findings("mine", passes=[TimedPass(2**30, seconds)])
+        with pytest.raises(UserError, match=r"a \(mine\): a time of .* s cannot be"):
+            cluster_of_logs({"a": wrong}, None)
 
 
 def test_what_is_missing() -> None:
@@ -232,12 +268,31 @@ def test_what_is_missing() -> None:
             "logs of several cards: NVIDIA H100 80GB HBM3 (a.log), L20 (b.log)",
         ),
         (
+            {"a": flash_log(3.3e15, 300.0)},
+            "TFLOP/s of flash_attention_2, causal, forward at 512 tokens is above the 989.4 of dgx-h100",
+        ),
+        (
+            {"a": nccl_log("all_reduce_perf", 1e-5, 1.5e12)},
+            "GB/s of all_reduce of 16777216 bytes on 8 ranks is above the 734 of dgx-h100",
+        ),
+        (
+            {"a": nccl_log("all_gather_perf", 1e-6, 4e12, ranks=16, hosts=2)},
+            "GB/s of all_gather of 134217728 bytes on 16 ranks is above the 3350 of dgx-h100",
+        ),
+        (
+            {"a": nccl_log("all_reduce_perf", 1e-5, 1e11, card="NVIDIA H100 PCIe")},
+            "the logs are of NVIDIA H100 PCIe, and dgx-h100 has NVIDIA H100 SXM5 80 GB",
+        ),
+        (
             {"a": nccl_log("alltoall_perf", 1e-5, 1e11, ranks=16, hosts=2)},
             "the logs give no figure of a cluster",
         ),
         ({"a": nccl_log("all_reduce_perf", 1e-5, 1e30, sizes=(8, 64, 512))}, "the logs give no figure"),
     ],
-    ids=["faster than its card", "two cards", "of no use", "no bandwidth"],
+    ids=[
+        *("faster than its card", "two cards", "attention", "within a node", "between nodes", "another card"),
+        *("of no use", "no bandwidth"),
+    ],
 )
 def test_what_is_refused(tmp_path: Path, logs: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError) as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -228,6 +229,8 @@ def test_a_trace_without_shapes_has_gaps(tmp_path: Path) -> None:
 
 
 NCCL = nccl_log("all_reduce_perf", 1e-5, 1e11)
+FLASH = flash_log(1e14, 256.0)
+MAMF = mamf_log(1e15, 1e12, [(512, 512, 512)])
 TRACE = Trace()
 TRACE.launch("aten::mm", [(64, 32), (32, 16)], 2.0)
 
@@ -256,6 +259,14 @@ def trace_with(**changes: object) -> str:
         (NCCL.replace("1073741824 ", "2147483648 "), "contradict each other"),
         (NCCL.replace(" 10.57 ", " 10..7 ", 1), "line 21: a row of nccl-tests that is not whole"),
         (NCCL.replace(" 10.57 ", f" 1{'0' * 400} ", 1), "line 21: a row of nccl-tests that is not whole"),
+        (NCCL.replace("values : 0 OK", "values : 3 FAILED"), "out of bounds values: 3 FAILED; do not trust"),
+        (NCCL.replace("(GB/s)", "(MB/s)"), "line 16: columns in (MB/s), not in us and GB/s"),
+        (NCCL.replace("(us)", "(ms)"), "line 16: columns in (ms), not in us and GB/s"),
+        (NCCL.replace("HBM3", "HBM2", 1), "ranks on several cards, NVIDIA H100 80GB HBM2 and NVIDIA H100"),
+        (FLASH.replace("fwd: ", "fwd: -", 1), "line 2: 'fwd: -66.67 TFLOPs/s' is no speed in TFLOPs/s"),
+        (FLASH.replace(" TFLOPs/s", " GFLOPs/s", 1), "line 2: 'fwd: 66.67 GFLOPs/s' is no speed in TFLOPs/s"),
+        (re.sub(r" ([0-9.]+)\(median", r"-\1(median", MAMF), "TFLOPS cannot be"),
+        (trace_with().replace('"dur": 2.0', '"dur": -2.0'), "1 events of a GPU have a duration below 0"),
         ("** Dtype: bfloat16\nTried 0 shapes => the best outcomes were:", "without a shape and its TFLOPS"),
         (mamf_log(1e15, 1e12, [(1, 1, 1)]).replace("** Dtype", "Dtype"), "must name one dtype"),
         (mamf_log(1e15, 1e12, [(1, 1, 1)], "float8_e4m3fn"), "products of float8_e4m3fn have no place"),

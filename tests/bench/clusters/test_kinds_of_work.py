@@ -81,9 +81,9 @@ def test_rates_by_kind_of_work_in_words() -> None:
 
 def test_a_fitted_share_is_said_to_be_fitted() -> None:
     (products,) = (
-        kind for kind in kinds_of_work(load_cluster("h100-dsp")) if kind.work == "matrix products, bf16"
+        kind for kind in kinds_of_work(load_cluster("a100-lasp")) if kind.work == "matrix products, bf16"
     )
-    assert products[1:] == ("0.326 of 989.4 TFLOP/s", "calibration.bf16, fitted on 2 cells")
+    assert products[1:] == ("0.623 of 312 TFLOP/s", "calibration.bf16, fitted on 3 cells")
 
 
 def test_a_host_by_kind_of_work() -> None:

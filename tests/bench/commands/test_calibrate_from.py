@@ -70,7 +70,7 @@ def test_as_json(folder: Path, command_line: Run) -> None:
         ),
         (
             ("--from", "mamf_finder.txt", "--extends", "dgx-a100"),
-            "mamf_finder.txt (mamf-finder): 663.6 TFLOP/s of bf16",
+            "the logs are of NVIDIA H100 80GB HBM3, and dgx-a100 has NVIDIA A100 SXM4 80 GB; --extends a",
         ),
         (("--from", "step.json", "--engine", "emulated"), "give either --scenario"),
         (("--engine", "emulated", "--extends", "dgx-h100"), "--extends: it goes with --from"),

@@ -108,7 +108,7 @@ def test_a_slower_working_tree_is_found(project: Project, capsys: pytest.Capture
     assert project.turns[0][1]["--strategy"] == "b"  # the last of both, as a dict has them
     assert "WORSE: 2 worse, 0 cells equal" in out.out
     assert all(
-        word in out.out for word in ("step_time_s", "+5.", "peak_memory_bytes", "+1.000%", ", on here")
+        word in out.out for word in ("step time", "1.00 s -> 1.05 s", "peak memory", "(+1.00%)", ", on here")
     )
     commit = git(project.root, "rev-parse", "HEAD")
     assert f"base is {commit[:12]}, new is {commit[:12]} with changes that are not committed" in out.err

@@ -9,6 +9,7 @@ import pytest
 
 from spbench.bench.commands.execution import draw_records
 from spbench.bench.commands.reproduce import RUNS
+from spbench.bench.git import git
 from spbench.bench.reproduction.findings import RECORDS
 from tests.bench.commands.conftest import Run
 from tests.bench.commands.small_paper import PUBLISHED, SMALL, TABLE, refuses, spbench
@@ -119,6 +120,23 @@ def test_another_output_keeps_its_own_cells(spbench: Run) -> None:
     assert Path("o/rsa.csv").read_bytes() == Path("results/reproduction/rsa.csv").read_bytes()
 
 
+def test_what_git_follows_is_not_written_unless_it_is_asked_for(spbench: Run) -> None:
+    """The files of a committed reproduction are read, for the scenarios that are not run."""
+    assert spbench("reproduce", "rsa")[0] == 0
+    for words in ("init -q", "add results/reproduction", "-c user.name=a -c user.email=a@b commit -qm first"):
+        git(Path(), *words.split())
+    Path("small.yaml").write_text(SMALL.replace("batch: 64", "batch: 32"))
+    status = ("status", "--porcelain", "--untracked-files=no")
+    for paper in ("rsa", "rsa/small"):
+        code, _, err = spbench("reproduce", paper)
+        assert (code, "results go to results/runs/reproduction; --write writes" in err) == (0, True)
+        assert git(Path(), *status) == ""
+    here, there = lines_of("results/runs/reproduction/rsa.csv"), lines_of("results/reproduction/rsa.csv")
+    assert (here != there, Path("results/runs/small/cells.jsonl").is_file()) == (True, True)
+    assert spbench("reproduce", "rsa", "--output", "results/reproduction")[0] == 0
+    assert git(Path(), *status) != ""
+
+
 def test_formats(spbench: Run) -> None:
     _, out, err = spbench("reproduce", "rsa", "--format", "csv")
     assert out == Path("results/reproduction/rsa.csv").read_text()
@@ -137,6 +155,8 @@ def test_failed_cells_are_exit_code_1(spbench: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("rsa/", "'rsa/' names no scenario; write rsa for all of its scenarios, or one of them"),
+        ("all/small", "'all/small': a scenario answers to one paper; write PAPER/small"),
         ("rsaa", "unknown paper 'rsaa'; did you mean 'rsa'?"),
         ("lasp", "no scenario answers to lasp yet"),
         ("", "Missing argument 'PAPER'"),

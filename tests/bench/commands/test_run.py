@@ -237,3 +237,13 @@ def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert code == 1
         assert re.search(f"the figure a_figure could not be drawn: .*{reason}", err.splitlines()[-1])
         assert "+33.3%" in out
+
+
+def test_a_figure_of_which_the_cells_have_nothing_is_an_error(spbench: Run) -> None:
+    Path("small.yaml").write_text(f"{SCENARIO}\nfigure: methods\n")
+    code, _, err = spbench("run", "--scenario", "small.yaml")
+    said = (
+        "the figure methods was not drawn: no cell here is of what it shows: measurements at a given sequence"
+    )
+    assert (code, said in err) == (1, True)
+    assert not list(Path("results/runs/small").glob("*.png"))

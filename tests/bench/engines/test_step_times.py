@@ -6,6 +6,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.clusters.cluster import Cluster, load_cluster
+from spbench.bench.engines.model_flops import forward_flops
 from spbench.bench.engines.step_times import bound_of, utilization
 from spbench.bench.engines.virtual import VirtualEngine
 from tests.bench.simulator.step_programs import cluster
@@ -40,13 +41,14 @@ def test_recomputation_adds_nothing_to_the_flops_of_the_model() -> None:
 def test_a_forward_pass_alone_has_a_third_of_the_flops() -> None:
     training = Cell(strategy="single", **TINY)
     inference = training.model_copy(update={"training": TrainingOptions(step="inference")})
-    both = [utilization(cell, 1e6, 1e-3) for cell in (training, inference)]
-    assert both[0] == pytest.approx(3 * 1e6 / (1e-3 * 19.5e12))
-    assert both[1] == pytest.approx(1e6 / (1e-3 * 19.5e12))
+    both = [utilization(cell, 1e-3) for cell in (training, inference)]
+    flops = forward_flops(training).forward
+    assert both[0] == pytest.approx(3 * flops / (1e-3 * 19.5e12))
+    assert both[1] == pytest.approx(flops / (1e-3 * 19.5e12))
 
 
 def test_without_a_peak_there_is_no_utilization() -> None:
-    assert utilization(Cell(model="bert-tiny", strategy="single", batch=2, seq_len=32), 1e6, 1.0) is None
+    assert utilization(Cell(model="bert-tiny", strategy="single", batch=2, seq_len=32), 1.0) is None
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_worse_error_against_a_published_number(tmp_path: Path, command_line: 
     new = folder(tmp_path / "suite", BASE, replace(CLAIM, reproduced=2.4, relative_error=0.2))
     markdown = command_line("export", "--to", "markdown", str(new), "--base", str(base.parent))[1]
     assert tables(markdown) == [
-        [["❌ worse", "a ratio", "error", "0.1", "0.2", "+100.000%"]],
+        [["❌ worse", "a ratio", "error", "0.1", "0.2", "+100.000%", "published 2, ours 2.2 -> 2.4"]],
         [["predicted", "1", "10.00%", "20.00%"]],
     ]
     junit = cases(command_line("export", "--to", "junit", str(new), "--base", str(base))[1])
@@ -79,7 +79,7 @@ def test_both_commits_and_a_change_that_was_meant(tmp_path: Path, command_line: 
     assert f"Base: {second[:12]}, any machine" in markdown
     assert "**Meant:** this change brings another baseline of suite" in markdown
     assert [line[1:] for line in tables(markdown)[0]] == [
-        ["a", "sent_bytes", "6,383,206,414", "6,383,206,415", "+1"]
+        ["a", "sent_bytes", "6,383,206,414", "6,383,206,415", "+1", "messages in forward +1 byte"]
     ]
     assert first[:12] not in markdown
     assert "Meant" not in command_line(*arguments, "--previous-base", str(before.parent))[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,20 @@ def cell_removed(rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (one_byte_more, ["❌ worse", "a", "sent_bytes", "6,383,206,414", "6,383,206,415", "+1"]),
-        (status_flipped, ["❌ worse", "b", "status", "ok", "oom", ""]),
-        (cell_removed, ["❌ missing", "b", "cell", "ok", "", ""]),
+        (
+            one_byte_more,
+            [
+                "❌ worse",
+                "a",
+                "sent_bytes",
+                "6,383,206,414",
+                "6,383,206,415",
+                "+1",
+                "messages in forward +1 byte",
+            ],
+        ),
+        (status_flipped, ["❌ worse", "b", "status", "ok", "oom", "", "no room"]),
+        (cell_removed, ["❌ missing", "b", "cell", "ok", "", "", ""]),
     ],
 )
 def test_what_is_worse_is_in_the_comment_the_report_and_the_exit_code(
@@ -50,7 +62,7 @@ def test_what_is_worse_is_in_the_comment_the_report_and_the_exit_code(
 def test_a_new_cell_is_shown_and_fails_nothing(judged: Judge) -> None:
     code, markdown, junit = judged([*BASE, made_up("d")], BASE)
     assert code == 0
-    assert tables(markdown)[0] == [["🆕 new", "d", "cell", "", "ok", ""]]
+    assert tables(markdown)[0] == [["🆕 new", "d", "cell", "", "ok", "", ""]]
     assert "not worse" in markdown
     assert "1 new, 3 cells unchanged, 1 claims unchanged." in markdown
     assert cases(junit)["d"].result[0].message == "not judged: the cell is new"
@@ -78,8 +90,9 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
     after = as_row(cell, measure(run_cell, cell))
     code, markdown, junit = judged([after], [before])
     assert code == 1
-    ((verdict, where, quantity, *_, change),) = tables(markdown)[0]
+    ((verdict, where, quantity, *_, change, moved),) = tables(markdown)[0]
     assert (verdict, where, quantity) == ("❌ worse", cell.key, "step_time_s")
     assert 0 < float(change.rstrip("%")) <= 5
+    assert re.fullmatch(r"(memory-bound operators|matrix products) \+[0-9.]+ us", moved)
     (failure,) = cases(junit)[cell.key].result
     assert "step_time_s" in failure.message

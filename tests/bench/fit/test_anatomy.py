@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import trace
-from spbench.bench.fit.anatomy import anatomy, least_usable
+from spbench.bench.fit import fullest
+from spbench.bench.fit.anatomy import anatomy
 from spbench.bench.fit.answers import FIT
 from spbench.bench.fit.examine import shallow_peak
+from spbench.bench.fit.fullest import least_usable
 from spbench.bench.fit.snapshot import snapshot
 from spbench.bench.fit.verdict import Verdict, gib, moment_text, ranks_text
 from spbench.bench.meters.allocator import CachingAllocator
@@ -18,7 +21,7 @@ from spbench.bench.meters.expandable_segments import ExpandableSegments
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.meters.replay import replay
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 #: 100 MiB of weights in set-up; a step of two micro-batches, the second of which needs more
 LOG = MemoryLog(
@@ -104,7 +107,9 @@ def test_a_setup_that_alone_does_not_fit_is_said(statuses: tuple[str, ...], word
         "meters": {FIT: found},
     }
     cell = Cell(model="gpt3-tiny", strategy="single", batch=1, seq_len=8)
-    assert str(Verdict(cell, measured)).startswith(f"fits: no, {words}0.5 GiB are missing, 1.00 of 0.5 GiB ")
+    first, second = str(Verdict(cell, measured)).splitlines()
+    assert first == "fits: no, 0.5 GiB are missing (needs 1.00 of 0.5 GiB)"
+    assert second.startswith(f"{words}on the fullest, rank 0 (")
 
 
 @pytest.mark.parametrize(
@@ -151,3 +156,16 @@ def test_layers_of_which_some_are_recomputed_have_a_peak_between() -> None:
     found, peak = shallow_peak(cell), trace(cell).memory.peak().nbytes
     assert found is not None
     assert peak < found < 1.1 * peak
+
+
+def test_of_answers_that_are_not_monotone_the_card_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 5 GiB serves it, cards of 5 to 7 do not, larger ones do."""
+
+    def made_up(sizes: object, events: object, capacity: int, *more: object) -> object:
+        fails = capacity < 4 * GIB or 5 * GIB < capacity < 7 * GIB
+        return SimpleNamespace(out_of_memory="none left" if fails else None)
+
+    monkeypatch.setattr(fullest, "replay", made_up)
+    assert least_usable(LOG, 3 * GIB, 8 * GIB) > 5 * GIB  # the middle fails, and what is below is not tried
+    assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=5 * GIB) <= 5 * GIB
+    assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=6 * GIB) > 6 * GIB

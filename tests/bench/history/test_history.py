@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.history.expectations import read_targets
 from spbench.bench.history.from_results import add_record
 from spbench.bench.history.history import Assessment, History, read_history
 from spbench.bench.history.run_record import CellRecord
@@ -172,6 +173,12 @@ def test_one_bad_night_misses_no_target(tmp_path: Path) -> None:
     for number, seconds in enumerate([0.1, 0.1, 0.1, 0.5]):
         add_record(record(number, cell("a", exact=False, step_time_s=[seconds] * 3)), tmp_path)
     assert not any(a.fails for a in assessed(tmp_path))
+
+
+def test_targets_that_are_a_link_to_nothing_are_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "targets.yaml").symlink_to("gone.yaml")
+    with pytest.raises(UserError, match=r"targets\.yaml"):
+        read_targets(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import yaml
 
 from spbench.bench.errors import UserError
-from spbench.bench.jobs.job import Job
+from spbench.bench.jobs.job import Argument, Job
 from spbench.bench.jobs.job_files import JobFile
-from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of
+from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read
 
 MISTAKES = int(os.environ.get("SPBENCH_FUZZ", "15"))
 
@@ -80,3 +83,27 @@ def attempted(kind: str, files: Sequence[JobFile], gpus: int) -> tuple[Job | Non
     except UserError as error:
         return None, str(error)
     return job, ""
+
+
+def _hostile(count: int) -> list[str]:
+    """Texts that would leave a comment or a scalar of YAML, were they written as they are."""
+    dice = random.Random(11)
+    breaks = ["\n", "\r", "\r\n", "\x85", "\u2028", "\u2029", "\x0b", "\x00", "\x1b", "\ufeff", "\ud800"]
+    settings = ["variants: {a: {batch: 4}}", "groups: []", "title: x", "- model: bert-tiny", "&a", "}"]
+    marks = ["#", "'", '"', "\\", "\t", ": ", " #", "%", "...", "---", "*a", "!!str", "{", "[", "é", "😀"]
+    pieces = [*breaks, *settings, *marks]
+    return ["z" + "".join(dice.choices(pieces, k=dice.randint(1, 6))) for _ in range(count)]
+
+
+def test_no_text_of_a_job_writes_settings() -> None:
+    """Unknown arguments, sources, remarks and titles stay comments and one scalar."""
+    made = read("torchtitan", ["llama3_8b.toml"], gpus=8)
+    texts = _hostile(500)
+    unknown = [Argument(f"--weird{n}", text, "unknown", "") for n, text in enumerate(texts)]
+    sources = [replace(each, source=text) for each, text in zip(made.settings, texts[::-1], strict=False)]
+    made = replace(
+        made, arguments=unknown, settings=sources, remarks=texts, title=" ".join(texts), allow_unknown=True
+    )
+    text = made.scenario_text()
+    assert all(re.match(r"# |title: |groups:$|  (- | +)\w+:", line) for line in text.splitlines())
+    assert yaml.safe_load(text) == {"title": made.title, "groups": [made.content()]}

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.cell import Cell
+from spbench.bench.config.changes import changed
 from spbench.bench.errors import UserError
 from spbench.bench.jobs import to_megatron
+from spbench.bench.jobs.flag_changes import flag_changes
 from spbench.bench.jobs.flags import Flags, differences, program_flags
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile, read_job
@@ -261,3 +263,33 @@ def test_what_megatron_has_not_is_named(changes: dict[str, Any], missing: str) -
     assert [line for line in found.missing if line.startswith(missing)], found.missing
     with pytest.raises(UserError, match=r"^Megatron-LM has no "):
         found.text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "flags"),
+    [
+        (
+            "megatron",
+            {"model_options.recompute": "full"},
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        ("megatron", {"batch": 32}, "--micro-batch-size 4 --global-batch-size 32"),
+        ("megatron", {"training.accumulate_allreduce_grads_in_fp32": False}, "--grad-reduce-in-bf16"),
+        ("megatron", {"model_options.recompute": "operators"}, ""),
+        ("torchtitan", {"model_options.recompute": "full"}, 'activation_checkpoint.mode="full"'),
+    ],
+)
+def test_a_changed_cell_in_the_words_of_the_program(kind: str, changes: dict[str, Any], flags: str) -> None:
+    before = cell(MEGATRON if kind == "megatron" else TORCHTITAN)
+    found = flag_changes(before, changed(before, changes), kind)
+    assert found is not None
+    assert (str(found), bool(found.missing)) == (flags, not flags)
+
+
+def test_flags_that_a_change_takes_away() -> None:
+    before = cell(MEGATRON, training={"distributed_optimizer": True, "overlap_grad_reduce": True})
+    after = cell(MEGATRON | {"training": {"backend": "zero3", "moments": "later", "steps": 2}})
+    found = flag_changes(before, after, "megatron")
+    assert "--use-torch-fsdp2" in found.given
+    assert str(found).endswith(", without --use-distributed-optimizer --overlap-grad-reduce")
+    assert flag_changes(before, after, "a program without flags") is None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.errors import UserError
 from spbench.bench.published.comparison import Comparison
 from spbench.bench.regressions.judgement import judge
 from spbench.bench.regressions.result_files import read_results
@@ -59,6 +60,28 @@ def set_(index: int, name: str, value: Any) -> Change:
 )
 def test_each_change_is_said(changed: Any, change: Change, said: tuple[str, str, str]) -> None:
     assert changed(change) == [said]
+
+
+def test_what_the_base_lacks_is_said_and_not_judged(tmp_path: Path) -> None:
+    """A metric of real ranks too, of which nothing would be said otherwise."""
+    rows = copy.deepcopy(ROWS)
+    for number in (0, 1, 2):
+        del rows[number]["measurement"]["peak_memory_bytes"]
+    del rows[0]["measurement"]["step_time_s"]
+    damaged = read_results(folder(tmp_path / "damaged", rows))
+    new = read_results(folder(tmp_path / "new", ROWS))
+    (note,) = [each for each in judge(damaged, new).notes if "lacks metrics" in each]
+    assert note.endswith("so that they are not judged: peak_memory_bytes (3 cells), step_time_s (1 cell)")
+    assert not any("lacks metrics" in each for each in judge(new, new).notes)
+
+
+def test_a_row_of_the_base_without_a_measurement_is_refused(tmp_path: Path, base: Path) -> None:
+    rows = copy.deepcopy(ROWS)
+    rows[1]["measurement"] = {}
+    empty = read_results(folder(tmp_path / "empty", rows))
+    with pytest.raises(UserError, match="empty: the row b is ok and its measurement is empty"):
+        judge(empty, read_results(base))
+    assert judge(read_results(base), empty).fails
 
 
 def test_worst_first(changed: Any) -> None:

@@ -198,7 +198,6 @@ def test_the_clusters_of_the_papers_are_timed_as_before() -> None:
     for name in (
         "piz-daint-p100",
         "a100-lasp",
-        "h100-dsp",
         "dgx-a100-datasheet",
         "dgx-h100-datasheet",
         "dgx-v100-datasheet",

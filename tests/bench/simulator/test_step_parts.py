@@ -6,6 +6,7 @@ import pytest
 
 from spbench.bench.simulator.program import ATTENTION, MATRIX_PRODUCT, Group
 from spbench.bench.simulator.program_builder import ProgramBuilder
+from spbench.bench.simulator.step_parts import Flops
 from tests.bench.simulator.step_programs import chain, cluster, everyone, ring, timed
 
 
@@ -88,7 +89,7 @@ def test_waits_for_another_stream_are_across_nodes_while_it_sends_there() -> Non
     assert outside > inside > 0
 
 
-def test_flops_of_a_model_are_those_of_forward_on_all_ranks() -> None:
+def test_flops_are_told_apart_by_phase_and_kind() -> None:
     b = ProgramBuilder((1, 1, 1, 2))
     b.kernel("outside", flops=100, category=MATRIX_PRODUCT)
     for phase in ("forward", "backward", "forward"):
@@ -97,7 +98,9 @@ def test_flops_of_a_model_are_those_of_forward_on_all_ranks() -> None:
         b.kernel("flash", flops=3, category=ATTENTION)
         b.kernel("add", flops=50)
         b.wait(b.collective("all_reduce", 1, everyone(2)))
-    assert timed([b.program()], [range(2)]).forward_flops == 2 * 2 * (2 + 3)
+    assert timed([b.program()], [range(2)]).flops == Flops(
+        2 * 2 * (2 + 3), 2 * 2 * 3, 2 * (100 + 3 * (2 + 3))
+    )
 
 
 def test_a_wait_for_a_stream_that_does_nothing_is_none() -> None:

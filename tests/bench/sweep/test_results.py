@@ -74,6 +74,30 @@ def test_truncated_last_line_is_skipped_and_the_next_row_starts_afresh(tmp_path:
     assert stored(tmp_path) == [1, 2, 8, 16]
 
 
+def test_a_row_that_was_cut_short_alone_is_gone_over(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+    results.path.write_bytes(results.path.read_bytes()[:-40])
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+    assert stored(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    "foreign", [b"my own notes\n", b"PK\x03\x04\x00", b'{"loss": 2.5}\n{"loss": 2.4}\n', b"[]"]
+)
+def test_nothing_is_written_to_a_file_of_somebody_else(tmp_path: Path, foreign: bytes) -> None:
+    (tmp_path / RESULTS_FILE).write_bytes(foreign)
+    for _ in range(2):  # the lock is free again
+        with pytest.raises(UserError, match=r"is not a file of results .* choose another --output, or move"):
+            ResultsFile(tmp_path)
+    assert (tmp_path / RESULTS_FILE).read_bytes() == foreign
+    with ResultsFile(tmp_path, fresh=True) as results:  # it is moved aside
+        results.append(row(1))
+        assert results.moved is not None
+        assert results.moved.read_bytes() == foreign
+
+
 @pytest.mark.parametrize(
     "spoilt",
     [
