@@ -78,8 +78,9 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
 
     It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
     as-published (code that papers compare with, whose function is not the model's), models, clusters,
-    backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the
-    rates of one by kind of work, each with its source, and what is not known; NAME may be a file of yours.
+    backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME`
+    shows the rates of one by kind of work, each with its source, and what is not known; NAME may be a file
+    of yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.config.changes import changed, written
 from spbench.bench.errors import UserError
-from spbench.bench.fit.answers import FIT, Answers
+from spbench.bench.fit.answers import FIT, Answers, Say, unheard, within
 from spbench.bench.fit.card_memory import CardMemory, card_memory
 from spbench.bench.fit.suggestions import Change, both, pairs, single_changes
 
+#: share of the time that single changes take, roughly, where pairs follow
+_SINGLE = 0.7
 #: changes that are proved at the most
 MOST = 10
 #: pairs of changes that are run at the most, and so many that fit are enough
@@ -80,23 +82,22 @@ class Proofs:
     pairs_tried: int = 0
 
 
-def prove(
-    cell: Cell, total_bytes: int, answers: Answers, say: Callable[[str], None] = lambda text: None
-) -> Proofs:
+def prove(cell: Cell, total_bytes: int, answers: Answers, say: Say = unheard) -> Proofs:
     """Try the single changes of a cell, the likely cheapest first, until :data:`MOST` fit. Where none is
     enough that leaves the job what it is, the pairs of them that may be are tried.
 
     Args:
         total_bytes: what a card must have for the cell as it is; changes that need no less are left out.
         answers: whose run is :func:`attempt`.
-        say: told of each change that was tried.
+        say: told of each change that was tried, and of the share that is behind.
     """
     changes = single_changes(cell)
-    found, missed = _tried(cell, changes, MOST, answers, say)
+    found, missed = _tried(cell, changes, MOST, answers, within(say, 0, _SINGLE))
     tried, pairs_tried = len(found) + len(missed), 0
     if all(each.change.other_job for each in found):
         promising = _promising_pairs(changes, missed, total_bytes)
-        in_pairs, missed_pairs = _tried(cell, promising, ENOUGH_PAIRS, answers, say)
+        told = within(say, _SINGLE, 1)
+        in_pairs, missed_pairs = _tried(cell, promising, ENOUGH_PAIRS, answers, told)
         pairs_tried = len(in_pairs) + len(missed_pairs)
         found, missed = [*found, *in_pairs], [*missed, *missed_pairs]
     found = [each for each in found if each.memory.total_bytes < total_bytes]
@@ -113,7 +114,7 @@ def prove(
 
 
 def _tried(
-    cell: Cell, changes: Iterable[Change], enough: int, answers: Answers, say: Callable[[str], None]
+    cell: Cell, changes: Iterable[Change], enough: int, answers: Answers, say: Say
 ) -> tuple[list[Proof], list[Proof]]:
     """The changes that fit, until there are enough of them, and those that do not; what cannot be run is left
     out."""
@@ -127,12 +128,14 @@ def _tried(
             made_of.setdefault(made.key, (change, made))
     found: list[Proof] = []
     missed: list[Proof] = []
-    for made, outcome in answers([made for _, made in made_of.values()], lambda: len(found) >= enough):
+    outcomes = answers([made for _, made in made_of.values()], lambda: len(found) >= enough)
+    for number, (made, outcome) in enumerate(outcomes, 1):
         if outcome.status in ("ok", "oom"):
             proof = Proof(*made_of[made.key], outcome.measurement, outcome.status == "ok")
             (found if proof.fits else missed).append(proof)
         text = written(made_of[made.key][0].settings)
-        say(f"{text}: {'fits' if outcome.status == 'ok' else outcome.reason or outcome.status}")
+        found_out = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
+        say(f"{text}: {found_out}", number / len(made_of))
     return found, missed
 
 
