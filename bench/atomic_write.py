@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spbench.bench.errors import UserError
+from spbench.bench.user_files import resolved
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
@@ -46,7 +47,7 @@ def write_together(contents: Mapping[Path, str | bytes]) -> list[Path]:
     try:
         for path, content in contents.items():
             data = content.encode() if isinstance(content, str) else content
-            target = path.resolve()
+            target = resolved(path)
             with suppress(FileExistsError):  # also a file in the folder's place, of which the opening tells
                 target.parent.mkdir(parents=True)
             if target.exists() and not target.is_file() and not target.is_dir():
@@ -55,7 +56,7 @@ def write_together(contents: Mapping[Path, str | bytes]) -> list[Path]:
                 unfinished[path] = target.with_name(f".{target.name}.{os.getpid()}.tmp")
                 _write_beside(target, unfinished[path], data)
         for path, written in unfinished.items():
-            written.replace(path.resolve())
+            written.replace(resolved(path))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:

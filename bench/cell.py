@@ -19,7 +19,16 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.counts import MOST_POSITIONS, MOST_RANKS, MOST_STEPS, Count, Ranks, Repeats
+from spbench.bench.counts import (
+    MOST_POSITIONS,
+    MOST_RANKS,
+    MOST_STEPS,
+    Count,
+    Ranks,
+    Repeats,
+    Seconds,
+    with_suffix,
+)
 from spbench.bench.declarations import declared
 from spbench.bench.document_files import with_documents
 from spbench.bench.environment_variables import VARIABLES, checked
@@ -187,6 +196,18 @@ class Learning(StrictModel):
     deviation: PositiveFloat = 0.02
 
 
+def _with_sizes(content: Any) -> Any:
+    """The settings of a cell in which options that are written as sizes are numbers."""
+    if not isinstance(content, Mapping):
+        return content
+    options = {name: content[name] for name in _OF_OPTIONS if isinstance(content.get(name), Mapping)}
+    return {**content, **{name: {k: with_suffix(v) for k, v in o.items()} for name, o in options.items()}}
+
+
+#: sections of a cell whose values each owner of options checks
+_OF_OPTIONS = ("model_options", "strategy_options", "training")
+
+
 class Cell(StrictModel):
     """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None.
 
@@ -224,14 +245,14 @@ class Cell(StrictModel):
     learning: Learning | None = None
     meters: list[str] = []
     variant: str = ""
-    timeout_s: PositiveFloat | None = Field(default=None, exclude=True)
+    timeout_s: Seconds | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
     def _read_files(cls, content: Any) -> Any:
         """Read the model's file and that of its documents, from the working directory, where that is not
-        done."""
-        content = with_documents(content)
+        done, and the sizes among the options, as ``max_positions: 8K``."""
+        content = _with_sizes(with_documents(content))
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")
             if isinstance(model, str) and names_a_file(model):

@@ -6,13 +6,12 @@ is imported where there is such a file, as most cells have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 from spbench.bench.errors import UserError
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import decoded, read_file
 from spbench.impls.options import LARGEST
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def _array(path: Path) -> np.ndarray[Any, Any]:
 
     try:
         found = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, BadZipFile) as error:
+    except Exception as error:  # a damaged header is parsed as Python: tokenizer, syntax, memory, ...
         raise UserError(f"{path}: not an array as numpy.save writes it, without objects") from error
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
         what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "several arrays"
@@ -85,12 +84,8 @@ def _array(path: Path) -> np.ndarray[Any, Any]:
 
 def _lines(path: Path, content: bytes) -> Iterator[int]:
     """The lengths of a text, one a line; a word in the first line is the column's name."""
-    try:
-        lines: Sequence[str] = content.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     first = True
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(decoded(path, content).splitlines(), 1):
         if not (word := line.partition("#")[0].strip()):
             continue
         of_column, first = first and "," not in word, False

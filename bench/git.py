@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from spbench.bench.errors import UserError
+from spbench.bench.user_files import resolved
 
 #: hexadecimal digits of a commit where people read it
 SHORT_HASH = 12
@@ -106,7 +107,7 @@ def _near(path: Path, *arguments: str) -> str:
 @cache
 def last_change(path: Path) -> str:
     """The hash of the commit that changed a file or a folder last; "" where git does not know it."""
-    place = path.resolve()
+    place = resolved(path)
     return asked(place.parent, "log", "-1", "--format=%H", "--", place.name)
 
 

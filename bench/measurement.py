@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.rank_job import RankError
 from spbench.impls.layout import Unavailable, Unsupported
+from spbench.impls.outside_code import exits_refused, printed, told
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result
@@ -64,7 +65,10 @@ class Measurement:
             these in training where no rank repeats or pads work of another; ``all``, those metered in all
             phases, with what backward computes again.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
-        rates: of a simulated step time, what the cluster's rates are; see :meth:`Cluster.rates_of`.
+        rates: of a simulated step time, what the cluster's rates are; see :func:`rates_of_step`.
+        priced_by: of a simulated step time, what has no rate of its own: ``work``, what it is priced ``by``,
+            the ``grade`` of that (:mod:`spbench.bench.simulator.substitutes`), and the ``share`` of the step
+            that such work takes by that price, hidden or not; the largest first.
         unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
             them by the bytes that they move alone.
         losses: of a training run: ``step`` (from 1) and, by name, the global batch's losses before that
@@ -106,6 +110,7 @@ class Measurement:
     flops: dict[str, float] = field(default_factory=dict)
     calibration: str = ""
     rates: str = ""
+    priced_by: list[dict[str, Any]] = field(default_factory=list)
     unpriced_operators: dict[str, int] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
@@ -166,7 +171,8 @@ def measure(run: Run, cell: Cell) -> Outcome:
     """Run a cell; whatever it raises becomes an outcome."""
     start = time.perf_counter()
     try:
-        measurement = run(cell)
+        with exits_refused():
+            measurement = run(cell)
         outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
     except Unsupported as error:
         outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
@@ -174,9 +180,12 @@ def measure(run: Run, cell: Cell) -> Outcome:
         reason = shortened(error.reason)
         said = "" if error.status == "timeout" else str(error)
         outcome = Outcome(error.status, reason, traceback=said, log=error.log)
-    except (Exception, SystemExit) as error:
-        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()))
-        outcome = Outcome("failed", reason, traceback=traceback.format_exc())
+    except UserError as error:
+        outcome = Outcome("failed", str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        outcome = Outcome("failed", shortened(told(error)), traceback=printed(error))
     return replace(outcome, elapsed_s=time.perf_counter() - start)
 
 

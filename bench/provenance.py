@@ -40,7 +40,7 @@ def machine_facts() -> dict[str, Any]:
 def cpu_model() -> str:
     """The processor as the system calls it, such as "AMD EPYC"; its architecture where it has no name."""
     try:
-        with open("/proc/cpuinfo") as lines:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

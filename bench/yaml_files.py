@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from os import PathLike, fspath
+from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.user_files import decoded, read_file
+from spbench.bench.yaml_text import YAMLProblem, load
 
 Path_ = Sequence[str | int]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
+
+#: words that older YAML takes for true and false
+_SWITCHES = ("yes", "no", "on", "off", "y", "n")
 
 
 class StrictModel(BaseModel):
@@ -30,89 +36,26 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that takes 1e-6 for a number and refuses a key given twice."""
-
-
-#: libyaml's parser, where PyYAML was built with it, takes a tenth of the time of the one in Python
-_Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-_parsers = (yaml.composer.Composer, _Parser) if yaml.__with_libyaml__ else (_Parser,)
-
-
-class _QuickLoader(*_parsers):  # type: ignore[misc]  # bases are as PyYAML was built
-    """As :class:`_Loader`, with libyaml's parser. The composer stays that in Python, which at deep nesting
-    raises RecursionError; libyaml's overflows the stack."""
-
-    def __init__(self, stream: str):
-        _Parser.__init__(self, stream)
-        self.anchors: dict[str, yaml.Node] = {}
-
-
-def _load(text: str) -> Any:
-    """What a YAML text holds."""
-    try:
-        return yaml.load(text, _QuickLoader)
-    except yaml.YAMLError:
-        return yaml.load(text, _Loader)  # which says where an error begins, not where it is noticed
-
-
-def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen = set()
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        key = loader.construct_object(key_node, deep=True)
-        is_word = not isinstance(key, (dict, list))
-        if not is_word or key in seen:
-            wrong = f"the key {key!r} is given twice" if is_word else "a key must be a word"
-            raise yaml.constructor.ConstructorError(None, None, wrong, key_node.start_mark)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-for _loader in (_Loader, _QuickLoader):
-    _loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
-    _loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; UserError if the file cannot be read, is not YAML, or holds
     something else than a mapping."""
     return parse_yaml(path, read_file(path))
 
 
-def read_file(path: Path) -> bytes:
-    """The content of a file, or UserError."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
 def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
     """The mapping that the content of a YAML file is; UserError, which names ``path``, if it is not YAML in
     UTF-8, or something else than a mapping."""
     try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
-    try:
-        loaded = _load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise UserError(f"{path}{at}: malformed YAML: {error.problem}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: malformed YAML: {error}") from error
+        loaded = load(decoded(path, content))
+    except YAMLProblem as error:
+        at = "" if error.line is None else f":{error.line}:{error.column}"
+        raise UserError(f"{path}{at}: malformed YAML: {error.message}") from error
     if not isinstance(loaded, dict):
         found = "is empty" if loaded is None else f"holds a {type(loaded).__name__}"
         raise UserError(f"{path}: {found}, but a mapping of keys is needed")
     wrong = next((key for key in loaded if not isinstance(key, str)), None)
     if wrong is not None:
-        raise UserError(f"{path}: {wrong!r}: a key must be a word")
+        raise UserError(f"{path}: {shown(wrong)}: a key must be a word")
     return loaded
 
 
@@ -140,10 +83,12 @@ def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
         return known[name]
     if "/" in name or name.endswith(SUFFIXES):
         path = Path(name).expanduser()
-        if path.exists():
-            return path
+        with suppress(OSError, ValueError):  # of a name that no file can have
+            if lexists(path):  # a link that leads nowhere is told when it is read
+                return path
         raise UserError(f"no {kind} file {name}")
-    raise UserError(f"unknown {kind} {name!r}{suggestion(name, known)}; or give the path of a YAML file")
+    hint = suggestion(name, known, f"spbench list {kind}s")
+    raise UserError(f"unknown {kind} {shown(name)}{hint}; or give the path of a YAML file")
 
 
 def dotted(path: Path_) -> str:
@@ -167,23 +112,27 @@ def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple
     problems = error.errors(include_url=False)
     problem = problems[0]
     path = problem["loc"]
-    given, more = problem["input"], f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    given, more = shown(problem["input"]), f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     match problem["type"]:
         case "extra_forbidden":
             message = "unknown key" + suggestion(path[-1], _known_keys(model, path[:-1]))
         case "missing":
             message = "is missing"
+        case "bool_type" | "bool_parsing" if str(problem["input"]).lower() in _SWITCHES:
+            message = f"must be true or false, not {given}"
         case "literal_error":
-            message = f"must be {problem['ctx']['expected']}, not {given!r}"
-            message += suggestion(given, re.findall(r"'([^']*)'", problem["ctx"]["expected"])).split(" (")[0]
+            message = f"must be {problem['ctx']['expected']}, not {given}"
+            message += suggestion(
+                problem["input"], re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+            ).split(" (")[0]
         case "too_short":
             message = "is empty; give at least one"
         case "value_error":
             message = str(problem["ctx"]["error"])
         case "model_type" | "model_attributes_type":
-            message = f"must be a mapping of keys, not {given!r}"
+            message = f"must be a mapping of keys, not {given}"
         case _:
-            message = problem["msg"].replace("Input should", "must") + f", not {given!r}"
+            message = problem["msg"].replace("Input should", "must") + f", not {given}"
     return path, message + more
 
 

@@ -1,15 +1,262 @@
-"""Words of others in a YAML file that is written line by line: none of them can end its line."""
+"""YAML as all commands read and write it: plain values of a bounded size.
+
+Words are read by the core schema of YAML 1.2, so that ``060`` is 60 and not 48, and ``1:30``, ``on`` and
+``2024-13-45`` are texts; of YAML 1.1, underscores in numbers (131_072) and merge keys (``<<``) are kept. Tags
+are refused: what they construct are not the plain values that schemas describe.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
 
-_LONGEST_COMMENT = 200
+from spbench.bench.errors import shown
+
+#: characters of a text, nodes with those that aliases repeat, and levels: many times what scenarios take
+MOST_CHARACTERS, MOST_NODES, MOST_LEVELS = 2**20, 100_000, 64
+#: a text up to this length is read once more to say where an error begins, by PyYAML's slow parser
+_READ_TWICE = 50_000
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
 
 
-class _OneLine(yaml.SafeDumper):
+class YAMLProblem(ValueError):
+    """What is wrong in a text, and where: ``line`` and ``column``, from 1; None of the text as a whole."""
+
+    def __init__(self, message: str, mark: Any = None):
+        super().__init__(message)
+        self.message = message
+        self.line = mark.line + 1 if mark else None
+        self.column = mark.column + 1 if mark else None
+
+
+class _Composer(Composer, BaseResolver):
+    """Composes nodes within the limits, and refuses tags that are written in the text.
+
+    PyYAML's composer in Python stands before libyaml's, which overflows the stack at deep nesting."""
+
+    def __init__(self) -> None:
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+        self._level = self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[attr-defined]  # of the parser that a loader has too
+        if getattr(event, "tag", None) is not None:
+            tag = event.tag.replace(_TAG, "!!")
+            wrong = f"the tag {shown(tag)} is not read; leave it out, and write a text in quotes"
+            raise YAMLProblem(wrong, event.start_mark)
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise YAMLProblem(f"there are more than {MOST_NODES} values", event.start_mark)
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            raise YAMLProblem(f"values are nested more than {MOST_LEVELS} deep", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+
+_WORDS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        [*"-+.0123456789"],
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
+def _with_words(resolving: Any) -> None:
+    """Have a class resolve words by the core schema; of several kinds the first that matches is taken."""
+    for kind, pattern, first in _WORDS:
+        resolving.add_implicit_resolver(_TAG + kind, re.compile(rf"(?:{pattern})\Z"), first)
+
+
+_with_words(_Composer)
+
+
+class _Loader(Reader, Scanner, Parser, _Composer):
+    """PyYAML's own parser, which says where an error begins."""
+
+    def __init__(self, text: str):
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        _Composer.__init__(self)
+
+
+def _quick_loader() -> Callable[[str], Any]:
+    """libyaml's parser, where PyYAML was built with it: it takes a tenth of the time."""
+    if not yaml.__with_libyaml__:
+        return _Loader
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
+
+    class QuickLoader(_Composer, CParser):
+        def __init__(self, text: str):
+            CParser.__init__(self, text)
+            _Composer.__init__(self)
+
+    return QuickLoader
+
+
+_QuickLoader = _quick_loader()
+
+
+def load(text: str) -> Any:
+    """What a YAML text holds: dicts, lists, texts, numbers, True, False and None.
+
+    Raises:
+        YAMLProblem: it is not YAML, has a tag or a key given twice, or is larger than the limits.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise YAMLProblem(f"there are {len(text)} characters, more than {MOST_CHARACTERS}")
+    loaders = [_QuickLoader, _Loader] if len(text) <= _READ_TWICE else [_QuickLoader]
+    for loader in loaders:
+        try:
+            node = loader(text).get_single_node()
+            break
+        except yaml.YAMLError as error:
+            if loader is loaders[-1]:
+                mark = getattr(error, "problem_mark", None)
+                raise YAMLProblem(getattr(error, "problem", None) or str(error), mark) from error
+    if node is None:
+        return None
+    _check_expanded(node, {})
+    return _value(node)
+
+
+def _check_expanded(node: yaml.Node, counted: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many nodes and levels there are with those that aliases repeat; a problem where they are too many,
+    or endless. What an alias stands for begins before it, so that it is counted by then, or being counted.
+
+    Args:
+        counted: of nodes, by their identity; (0, 0) of those that are being counted.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1, 1
+    if (known := counted.get(id(node))) is not None:
+        if known == (0, 0):
+            raise YAMLProblem("an alias stands within what it stands for", node.start_mark)
+        return known
+    counted[id(node)] = 0, 0
+    is_list = isinstance(node, yaml.SequenceNode)
+    of_inner = [
+        _check_expanded(each, counted)
+        for each in (node.value if is_list else chain.from_iterable(node.value))
+    ]
+    nodes, levels = 1 + sum(n for n, _ in of_inner), 1 + max((deep for _, deep in of_inner), default=0)
+    if nodes > MOST_NODES or levels > MOST_LEVELS:
+        most = f"more than {MOST_NODES} values" if nodes > MOST_NODES else f"more than {MOST_LEVELS} levels"
+        raise YAMLProblem(f"there are {most}, as aliases repeat them", node.start_mark)
+    counted[id(node)] = nodes, levels
+    return nodes, levels
+
+
+def _value(node: yaml.Node) -> Any:
+    """The plain value of a node."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(each) for each in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node)
+    try:
+        return _OF_KIND[node.tag.removeprefix(_TAG)](node.value)
+    except ValueError as error:  # a number of more digits than Python reads, half of a character
+        raise YAMLProblem(f"{shown(node.value)} cannot be read: {error}", node.start_mark) from error
+
+
+def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
+    """The keys of a mapping, before them those of the mappings that it merges (``<<``)."""
+    merged: dict[Any, Any] = {}
+    own: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            merged |= _merged(value_node)
+            continue
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise YAMLProblem("a key must be a word", key_node.start_mark)
+        key = _value(key_node)
+        if key in own:
+            raise YAMLProblem(f"the key {shown(key)} is given twice", key_node.start_mark)
+        own[key] = _value(value_node)
+    return merged | own
+
+
+def _merged(node: yaml.Node) -> dict[Any, Any]:
+    """The keys that ``<<`` gives: of a mapping, or of several, of which the first has the last word."""
+    found: dict[Any, Any] = {}
+    for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        if not isinstance(each, yaml.MappingNode):
+            raise YAMLProblem("<< merges a mapping or a list of mappings", each.start_mark)
+        found = _mapping(each) | found
+    return found
+
+
+def _text(text: str) -> str:
+    """The text, unless an escape has put half of a character into it, which no file can hold."""
+    if not text.isascii():
+        text.encode()
+    return text
+
+
+def _whole(text: str) -> int:
+    digits = text.replace("_", "")
+    return int(digits, 0) if digits.startswith(("0o", "0x")) else int(digits)
+
+
+def _real(text: str) -> float:
+    return float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", "").lower()))
+
+
+_OF_KIND: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": _whole,
+    "float": _real,
+    "str": _text,
+    "merge": _text,
+}
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes texts in quotes where :func:`load` would read something else."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {
+        first: list(kinds) for first, kinds in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+_with_words(Dumper)
+
+
+def dump(content: Any, *, flow: bool = False, width: int = 80, dumper: type[Dumper] = Dumper) -> str:
+    """The text that :func:`load` reads as that content, its keys in their order.
+
+    Args:
+        flow: in braces and brackets; else in blocks.
+        width: characters of a line, where texts have spaces to be broken at.
+    """
+    text: str = yaml.dump(
+        content, Dumper=dumper, default_flow_style=flow, width=width, sort_keys=False, allow_unicode=True
+    )
+    return text
+
+
+class _OneLine(Dumper):
     """Writes a text with line breaks or control characters in double quotes, these escaped."""
 
     def represent_text(self, text: str) -> yaml.Node:
@@ -18,18 +265,18 @@ class _OneLine(yaml.SafeDumper):
 
 
 _OneLine.add_representer(str, _OneLine.represent_text)
+_LONGEST_COMMENT = 200
 
 
 def scalar(value: Any) -> str:
-    """A value in one line of YAML; what reads it gets an equal one."""
-    how: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": True}
-    text = yaml.dump(value, Dumper=_OneLine, sort_keys=False, **how)
+    """A value in one line of YAML, whatever its texts hold; what reads it gets an equal one."""
+    text = dump(value, flow=True, width=sys.maxsize, dumper=_OneLine)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def comment(text: str) -> str:
     """A text as a comment of one line: what cannot be printed is escaped, what is long is cut."""
-    shown = text if len(text) <= _LONGEST_COMMENT else f"{text[: _LONGEST_COMMENT - 3]}..."
+    cut = text if len(text) <= _LONGEST_COMMENT else f"{text[: _LONGEST_COMMENT - 3]}..."
     return "# " + "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut
     )

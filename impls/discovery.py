@@ -22,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from spbench.impls import loose_files
+from spbench.impls.outside_code import raised
 
 T = TypeVar("T")
 
@@ -156,9 +157,10 @@ class FunctionModules:
             raise DiscoveryError(f"{len(found)} {self.kind} are called {name!r}: {places}")
         try:
             loaded: Callable[..., Any] = found[0].load()
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SystemExit) as error:
             what = f"{self.kind.removesuffix('s')} {name} ({found[0].value})"
-            raise DiscoveryError(f"the {what} cannot be loaded: {error}") from error
+            said = raised(error) if isinstance(error, SystemExit) else error
+            raise DiscoveryError(f"the {what} cannot be loaded: {said}") from error
         return loaded
 
     def docstrings(self) -> dict[str, str]:
@@ -194,7 +196,7 @@ class FunctionModules:
             for named in dict.fromkeys(
                 re.findall(
                     rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
-                    path.read_text(),
+                    path.read_text(encoding="utf-8"),
                     re.MULTILINE,
                 )
             )
@@ -213,7 +215,7 @@ def _source(place: EntryPoint) -> str:
     the entry point raises an error."""
     try:
         spec = importlib.util.find_spec(place.module)
-        return Path((spec and spec.origin) or "").read_text()
+        return Path((spec and spec.origin) or "").read_text(encoding="utf-8")
     except (ImportError, OSError):
         return ""
 
@@ -229,6 +231,10 @@ def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
     return known[name]
 
 
+#: as commands take it: a comma separates names, "+" strategies, "/" folders, ":" a file from a name
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+
+
 class _Names:
     """What was found, by name, and where."""
 
@@ -239,6 +245,10 @@ class _Names:
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Add what was found at a place; the same object may be found several times."""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise DiscoveryError(
+                f"{place}: {name!r} is no name of a {self.what}: it needs letters, digits, '_', '-' or '.'"
+            )
         if name in self.values and self.values[name] is not value:
             raise DiscoveryError(
                 f"two of one name: {self.places[name]} and {place} are each a {self.what} named {name!r}; "
@@ -268,10 +278,13 @@ def _plugins(group: str) -> Iterator[tuple[str, Any]]:
     for entry in entry_points(group=group) if group else ():
         label = f"the entry point {entry.name} = {entry.value} of {group}"
         try:
-            yield label, entry.load()
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DiscoveryError(f"{label} cannot be loaded: {what}; mend or uninstall it") from error
+            loaded = entry.load()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            what = f"cannot be loaded: {raised(error)}; mend or uninstall it"
+            raise DiscoveryError(f"{label} {what}") from error
+        yield label, loaded
 
 
 def plugin_entries() -> list[EntryPoint]:

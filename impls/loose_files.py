@@ -6,10 +6,12 @@ path travels by the environment, which the processes of a sweep and the ranks ta
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -43,7 +45,7 @@ def add(path: Path) -> ModuleType:
 
     Raises:
         ValueError: another file of that name was added.
-        Exception: whatever the file raises.
+        BaseException: whatever the file raises, as SystemExit.
     """
     path = path.resolve()
     for other in paths():
@@ -56,6 +58,34 @@ def add(path: Path) -> ModuleType:
     except BaseException:
         os.environ[LOOSE_FILES] = before
         raise
+
+
+def digests() -> dict[str, str]:
+    """A digest of the content of each file that was added, by its path: what :func:`share` takes."""
+    return {str(path): _digest(path) for path in paths()}
+
+
+def share(files: Mapping[str, str]) -> None:
+    """Have the files that another process has added found here too, and no others.
+
+    Args:
+        files: of :func:`digests` there. The other process may be on another machine.
+
+    Raises:
+        ValueError: a file is not here, or is not the same.
+    """
+    for name, digest in files.items():
+        here = _digest(Path(name)) if Path(name).is_file() else None
+        if here != digest:
+            what = "is not on" if here is None else "is another file on"
+            raise ValueError(
+                f"{name} {what} {platform.node()}; put the same file there, on a file system that all share"
+            )
+    os.environ[LOOSE_FILES] = os.pathsep.join(files)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _module_name(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -11,10 +12,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
+#: shows a value that is wrong, in part where it is long
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 120
+
 #: the largest whole number that an option may be, beyond which sums of bytes would overflow; and what is
 #: gone through one by one may be less
 LARGEST = 2**24
 LARGEST_OF = {"layers": 2**12}
+#: numbers that are the share of what is dropped
+PROBABILITIES = ("dropout", "attention_dropout")
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str,
             adapters[name].validate_python(value, strict=True)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]["msg"].replace("Input should", "must")
-            yield name, f"{problem}, not {value!r}"
+            yield name, f"{problem}, not {_REPR.repr(value)}"
             continue
         least = 0 if getattr(defaults, name) == 0 else 1
         most = LARGEST_OF.get(name, LARGEST)
@@ -72,6 +79,8 @@ def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str,
             if type(number) is int and not least <= number <= most:
                 bound = f"at least {least}" if number < least else f"at most {most}"
                 yield name, f"must be {bound}, not {number}"
+            if type(number) in (int, float) and name in PROBABILITIES and not 0 <= number < 1:
+                yield name, f"must be a probability, from 0 to below 1, not {number}"
 
 
 @cache

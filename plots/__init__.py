@@ -7,4 +7,9 @@ this package, ``draw_NAME = ...`` in any module of it, or an entry point NAME of
 
 from spbench.impls.discovery import FunctionModules
 
+
+class NothingToDraw(ValueError):
+    """None of the rows is of what a figure shows; the message says what that is."""
+
+
 FIGURES = FunctionModules(__name__, "", "draw", "spbench.figures", "figures")

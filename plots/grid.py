@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import blended_transform_factory
 from pandas import DataFrame
 
+from spbench.plots import NothingToDraw
 from spbench.plots.axes import Along, logarithmic_axis, value_axis
 from spbench.plots.direct_labels import can_be_labelled, label_lines
 from spbench.plots.marks import status_mark
@@ -33,10 +34,6 @@ _PANEL_INCHES, _COLUMN_PANEL_INCHES = 1.75, 1.4
 _PAGE_HEIGHT_INCHES = 9.5
 #: panels have the same linear axis only if each fills as much of it
 _LEAST_FILLED = 0.5
-
-
-class NothingToDraw(ValueError):
-    """None of the rows is of what a figure shows."""
 
 
 @dataclass

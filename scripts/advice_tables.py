@@ -103,7 +103,7 @@ def _replace(path: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     order = [*QUESTIONS]
     every = sorted([*kept, *lines], key=lambda line: order.index(line["name"]))
     if every:
-        with path.open("w", newline="") as file:
+        with path.open("w", newline="", encoding="utf-8") as file:
             columns = [*dict.fromkeys(name for line in every for name in line)]
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
@@ -113,7 +113,7 @@ def _replace(path: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
 def _read(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [*csv.DictReader(file)]
 
 
@@ -150,10 +150,10 @@ def write_page() -> None:
         seconds = [f"{float(line[name]):.0f}" if line[name] else "" for name in ("cpu_s", "seconds")]
         cells += [looked_at, too_large, too_slow, traced, whole, *seconds]
         rows.append(f"| {' | '.join(cells)} |")
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

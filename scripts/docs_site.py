@@ -68,7 +68,8 @@ def shown(path: str) -> str | None:
         listed = [f"- [{n}]({n.rstrip('/')})" if Path(n).suffix in LANGUAGES else f"- {n}" for n in names]
         return f"{hidden}# {path}\n\n" + "\n".join(listed) + "\n"
     if source.suffix in LANGUAGES:
-        return f"{hidden}# {path}\n\n`````{LANGUAGES[source.suffix]}\n{source.read_text()}\n`````\n"
+        text = source.read_text(encoding="utf-8")
+        return f"{hidden}# {path}\n\n`````{LANGUAGES[source.suffix]}\n{text}\n`````\n"
     return None
 
 
@@ -85,7 +86,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         done.add(path)
         markdown = shown(path)
         if markdown is None and path.endswith(".md"):
-            markdown = (ROOT / path).read_text()
+            markdown = (ROOT / path).read_text(encoding="utf-8")
         if files.get_file_from_path(uri := page_uri(path)) is None:
             source = {"content": markdown} if markdown else {"abs_src_path": str(ROOT / path)}
             level = InclusionLevel.UNDEFINED if path in pages else InclusionLevel.NOT_IN_NAV

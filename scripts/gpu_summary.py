@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     text, well = summary(folder)
-    (folder / "summary.md").write_text(text)
+    (folder / "summary.md").write_text(text, encoding="utf-8")
     print(text)
     return 0 if well else 1
 

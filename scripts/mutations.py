@@ -69,7 +69,7 @@ class Tests:
     def of(self, mutation: Mutation, quickest: int) -> list[str]:
         """At most that many tests that reach the statement, and some that name the module or a class of it:
         half as many, or as many where none reaches it."""
-        parsed = ast.parse((self.tree / mutation.path).read_text())
+        parsed = ast.parse((self.tree / mutation.path).read_text(encoding="utf-8"))
         statements = [
             n.lineno for n in ast.walk(parsed) if isinstance(n, ast.stmt) and n.lineno <= mutation.line
         ]
@@ -91,7 +91,7 @@ class Tests:
         return {t for t in self.cost if t.split("::")[0] in about or names.search(t)}
 
     def _text(self, file: str) -> str:
-        return (self.tree / file).read_text() if (self.tree / file).exists() else ""
+        return (self.tree / file).read_text(encoding="utf-8") if (self.tree / file).exists() else ""
 
     def _quickest(self, tests: Iterable[str], number: int) -> list[str]:
         """The quickest of each file in turn: what traces a line is quicker than what looks at numbers, and
@@ -110,7 +110,7 @@ def sampled(tree: Path, paths: Sequence[str], number: int, seed: int) -> list[Mu
     by_kind: dict[str, list[Mutation]] = defaultdict(list)
     for path in paths:
         for file in sorted((tree / path).rglob("*.py") if (tree / path).is_dir() else [tree / path]):
-            for mutation in mutations(file.relative_to(tree).as_posix(), file.read_text()):
+            for mutation in mutations(file.relative_to(tree).as_posix(), file.read_text(encoding="utf-8")):
                 by_kind[mutation.kind].append(mutation)
     draw = random.Random(seed)
     shuffled = [draw.sample(of_kind, len(of_kind)) for _, of_kind in sorted(by_kind.items())]
@@ -150,15 +150,15 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, st
 def judged(mutation: Mutation, tree: Path, tests: Tests, quickest: int, limit_s: float) -> Row:
     """The verdict on one mutation, which is undone again."""
     file = tree / mutation.path
-    source, chosen = file.read_text(), tests.of(mutation, quickest)
+    source, chosen = file.read_text(encoding="utf-8"), tests.of(mutation, quickest)
     row = {**asdict(mutation), "tests": len(chosen), "diff": mutation.diff(source)}
     if not chosen:
         return {**row, "verdict": "no test", "by": ""}
-    file.write_text(mutation.applied(source))
+    file.write_text(mutation.applied(source), encoding="utf-8")
     try:
         verdict, by = run_tests(tree, chosen, limit_s)
     finally:
-        file.write_text(source)
+        file.write_text(source, encoding="utf-8")
     if verdict == "killed" and run_tests(tree, [by] if by in chosen else chosen, limit_s)[0] != "survived":
         verdict = "not judged"  # that test fails without the mutation too
     return {**row, "verdict": verdict, "by": by}
@@ -206,14 +206,14 @@ def main() -> int:
     add("--at-least", type=float, default=0.0, help="exit code 1 if a smaller share is killed")
     chosen = parser.parse_args()
     chosen.output.touch()
-    rows: list[Row] = [json.loads(line) for line in chosen.output.read_text().splitlines()]
+    rows: list[Row] = [json.loads(line) for line in chosen.output.read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = copied(chosen.tree.resolve(), Path(folder))
         sample = sampled(tree, chosen.paths, chosen.sample, chosen.seed)
         of_sample: list[Row] = []
         todo: list[Mutation] = []
         for mutation in sample:
-            source = (tree / mutation.path).read_text()
+            source = (tree / mutation.path).read_text(encoding="utf-8")
             row = next((row for row in rows if is_of(row, mutation, source)), None)
             todo += [mutation] if row is None else []
             of_sample += [row] if row is not None else []
@@ -221,7 +221,7 @@ def main() -> int:
         for mutation in todo[: chosen.portion]:
             assert tests is not None
             of_sample.append(judged(mutation, tree, tests, chosen.quickest, chosen.limit))
-            with chosen.output.open("a") as file:
+            with chosen.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(of_sample[-1]) + "\n")
             print(
                 of_sample[-1]["verdict"], f"{mutation.path}:{mutation.line}", mutation.kind, file=sys.stderr

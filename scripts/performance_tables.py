@@ -22,7 +22,7 @@ Benchmarks = Sequence[Mapping[str, Any]]
 
 def benchmarks(path: Path = FILE) -> Benchmarks:
     """What was measured, in the order of the run."""
-    found: Benchmarks = json.loads(path.read_text())["benchmarks"]
+    found: Benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
     return found
 
 

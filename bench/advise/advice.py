@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from spbench.bench.advise.findings import Found, Seen
 from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
@@ -24,6 +22,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.config.changes import written
 from spbench.bench.fit.card_memory import CardMemory, card_memory
 from spbench.bench.trust.bands import packaged_model, with_band
+from spbench.bench.trust.priced_by import priced_by_in_words
+from spbench.bench.trust.shown import shown_price
+from spbench.bench.yaml_text import dump
+from spbench.impls.models.model import model_preset
 
 #: layouts that are named
 NAMED = 5
@@ -115,6 +117,7 @@ class Advice:
             "backend": cell.training.backend,
             "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
             "settings": written(settings_beside(self.question.cell, cell)),
+            "attention": model_preset(*cell.model_arguments).attention_kernel,
             "step_time_s": step,
             "behind": step / self.found.best[0].step_s - 1,
             "step_time_low_s": measured.get("step_time_low_s"),
@@ -127,6 +130,8 @@ class Advice:
             "exposed_communication": breakdown["exposed_communication_s"] / step,
             "bubble": breakdown["bubble_s"] / step,
             "bound": measured["bound"],
+            "rates": measured["rates"],
+            "priced_by": measured.get("priced_by") or [],
             "compute_floor_s": compute_floor_s(measured),
             "links_floor_s": links_floor_s(cell, measured),
             "traced": "whole" if seen.exact else "with few layers",
@@ -153,6 +158,20 @@ class Advice:
         row = {"cell": seen.cell.model_dump(), "measurement": seen.outcome.measurement}
         found: Mapping[str, Any] = with_band(row)["measurement"]
         return found
+
+    def priced_by(self) -> str:
+        """What the times of the best layouts are priced by instead of a rate of its own, in words; "": all
+        have rates."""
+        return priced_by_in_words(seen.outcome.measurement for seen in self.found.best)
+
+    def attention(self) -> str:
+        """The named layout's attention kernel, and what its step would take by others, in words; "": nothing
+        fits, or there is none."""
+        if self.winner is None or not self.found.by_kernel:
+            return ""
+        kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
+        others = ", ".join(f"{name} {shown_price(ratio)}" for name, ratio in self.found.by_kernel.items())
+        return f"attention by {kernel}; a step by others: {others}"
 
     def bars(self) -> list[dict[str, Any]]:
         """The records, with the seconds of a step by what they are spent on, in words."""
@@ -266,4 +285,4 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
-    return yaml.safe_dump({"title": title, "groups": groups}, sort_keys=False, allow_unicode=True)
+    return dump({"title": title, "groups": groups})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.findings import Found
+from spbench.bench.advise.kernels import by_kernel
 from spbench.bench.advise.looks import Looks
 from spbench.bench.advise.prices import prices
 from spbench.bench.advise.question import Question
@@ -46,7 +47,8 @@ def answered(
                     raise
                 found = Found(impossible=str(error))
             if winner := Advice(question, found, 0.0).winner:
-                told("what its memory switches cost", BEHIND["all"])
+                told("what its memory switches and other attention kernels cost", BEHIND["all"])
                 found.prices = prices(question, winner.cell, answers)
+                found.by_kernel = by_kernel(winner.cell, answers)
             cpu_s = time.process_time() + answers.cpu_s - cpu_s
             yield Advice(question, found, time.monotonic() - begun, cpu_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from spbench.bench.advise.looks import NEEDED, Depth
 from spbench.bench.cell import Cell
@@ -28,7 +28,11 @@ from spbench.bench.meters.repeated_events import stretches
 from spbench.bench.meters.replay import replay
 from spbench.bench.search.extrapolate import DEPTHS, PeakModel
 from spbench.bench.simulator.costs import RatesUnknown
+from spbench.bench.simulator.substitutes import Substitute
 from spbench.impls.layout import Unsupported
+
+#: a part of a step
+Named = TypeVar("Named", str, Substitute)
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,12 @@ class Step:
     Attributes:
         seconds: "step" and what the step is made of, by name.
         parts: as :attr:`Measurement.parts`.
+        priced_by: as :attr:`Timeline.priced_by`.
     """
 
     seconds: Mapping[str, float]
     parts: Mapping[str, float]
+    priced_by: Mapping[Substitute, float]
 
     @classmethod
     def of(cls, traces: ClassTraces) -> Step:
@@ -54,18 +60,20 @@ class Step:
             timeline = traces.simulator()()
         except RatesUnknown as error:
             raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
-        return cls({"step": timeline.step_time_s, **timeline.breakdown}, timeline.parts)
+        seconds = {"step": timeline.step_time_s, **timeline.breakdown}
+        return cls(seconds, timeline.parts, timeline.priced_by)
 
     def on(self, other: Step, times: float) -> Step:
         """This and ``times`` what another one has more."""
 
-        def grown(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
             return {
                 name: max(0.0, a.get(name, 0.0) + times * (b.get(name, 0.0) - a.get(name, 0.0)))
                 for name in {**a, **b}
             }
 
-        return Step(grown(self.seconds, other.seconds), grown(self.parts, other.parts))
+        of_both = grown(self.seconds, other.seconds), grown(self.parts, other.parts)
+        return Step(*of_both, grown(self.priced_by, other.priced_by))
 
 
 def look(cell: Cell, depth: Depth) -> Measurement:
@@ -97,7 +105,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
     _set_bytes(found, cell)
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
-    add_step_time(found, cell, step.seconds["step"], breakdown)
+    add_step_time(found, cell, step.seconds["step"], breakdown, step.priced_by)
     found.parts = dict(step.parts)
     found.bound = bound_of({**found.breakdown, **found.parts})
     found.mfu = utilization(cell, step.seconds["step"])

@@ -86,6 +86,7 @@ class Found:
         traced: every look.
         impossible: why there is no layout at all; "" if there is one.
         prices: of the named layout's memory switches, and of those that it could have.
+        by_kernel: of the named layout, the times by other attention kernels over its own.
         untraced: of the layouts that were asked about; None: each was traced, or nothing was asked.
     """
 
@@ -97,4 +98,5 @@ class Found:
     traced: list[Seen] = field(default_factory=list)
     impossible: str = ""
     prices: list[Price] = field(default_factory=list)
+    by_kernel: dict[str, float] = field(default_factory=dict)
     untraced: Untraced | None = None

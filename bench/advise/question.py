@@ -10,13 +10,14 @@ from typing import Any
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.clusters.changed_figures import changed_cluster
 from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.config.changes import given, written
+from spbench.bench.config.changes import given_once, option_values, written
 from spbench.bench.config.choices import names, unknown
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.engines.step_times import can_time
 from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError
 from spbench.bench.fit.subject import Asked, ask_for, kind_of, subject
+from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
 from spbench.bench.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.layout import HEEDED
@@ -163,7 +164,7 @@ def question(
         _check_setting(name)
     dotted = [pair for pair in fixed if "." in pair[0]]
     axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
-    options = given(dotted)
+    options = option_values("--fixed", dotted)
     settings = {**asked.settings, **_of_model(options)}
     kind = kind_of(words)
     if kind == "model":
@@ -182,6 +183,9 @@ def question(
             "--seq-len and --batch"
         )
     (cell,) = distinct.values()
+    if kind_of(words) == "scenario" and ATTENTION not in settings:
+        cell, said = with_usual_attention(cell)
+        remarks += [said] if said else []
     gpus = asked.gpus or cell.sizes.world
     plain = _of_every_layout(cell)
     if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
@@ -288,12 +292,10 @@ def whole_numbers(
     """The numbers that an option's pairs of name and text give.
 
     Raises:
-        UserError: a name is not among those known or is there twice, or a number none from 1 on.
+        UserError: a name is not among those known or is given twice, or a number none from 1 on.
     """
     found: dict[str, int] = {}
-    for name, text in pairs:
-        if name in found:
-            raise UserError(f"{flag} {name}={found[name]} and {name}={text}: give one of them")
+    for name, text in given_once(flag, pairs).items():
         if name not in known or not text.isdecimal() or int(text) < 1:
             raise UserError(f"{flag} {name}={text}: give {', '.join(known)} as a whole number from 1 on")
         found[name] = int(text)

@@ -13,7 +13,7 @@ from spbench.bench.calibration import LOGS
 from spbench.bench.clusters.cluster import Precision
 from spbench.bench.clusters.rates import AttentionKernel, Direction, Mask
 from spbench.bench.errors import UserError
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import read_file
 
 _GZIP = b"\x1f\x8b"
 

@@ -10,9 +10,10 @@ import yaml
 
 from spbench.bench.calibration.rate_points import RatePoint
 from spbench.bench.clusters.cluster import Cluster
+from spbench.bench.yaml_text import Dumper, dump
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(Dumper):
     """Writes lists of numbers, and of such lists, in one line."""
 
     def represent_numbers(self, items: list[Any]) -> yaml.Node:
@@ -28,9 +29,9 @@ def cluster_yaml(cluster: Cluster, heading: str) -> str:
     file's name. Each measured rate is a line."""
     plain = cluster.model_dump(mode="json", exclude_unset=True, exclude={"name", "measured"})
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
-    text = comment + yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+    text = comment + dump(plain, dumper=_Dumper, width=110)
     rates = [rate.model_dump(mode="json", exclude_none=True) for rate in cluster.measured]
-    lines = [yaml.safe_dump(r, sort_keys=False, default_flow_style=True, width=1000).strip() for r in rates]
+    lines = [dump(rate, flow=True, width=1000).strip() for rate in rates]
     return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"
 
 

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.disk_cache import cache_folder
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.yaml_files import validate
+from spbench.bench.yaml_text import dump
 
 #: parts of a cluster's file whose figures can be changed
 PARTS = ("device", "node_link", "network", "nccl", "host", "host_memory")
@@ -82,7 +81,7 @@ def changed_cluster(name: str, figures: Mapping[str, str]) -> str:
         _change(content, cluster.name, figure, text)
     said = ", ".join(f"{figure} {text}" for figure, text in figures.items())
     content["about"] = f"{cluster.name} with {said}"
-    text = yaml.safe_dump(content, sort_keys=False)
+    text = dump(content)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     words = [cluster.name, *(f"{figure.rpartition('.')[2]}-{value}" for figure, value in figures.items())]
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join([*words, digest]))

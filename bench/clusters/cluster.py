@@ -6,7 +6,7 @@ only what differs from that packaged cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,13 +20,16 @@ from spbench.bench.clusters.rates import AttentionRates, OperatorTimes, ProductR
 from spbench.bench.clusters.sourced import Sourced
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import InferredSetting
-from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, read_file, validate
+from spbench.bench.user_files import read_file
+from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, validate
 
 PACKAGE = "spbench.scenarios.clusters"
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
-Rates = Literal["datasheet", "sourced", "fitted"]
+#: how wrong a rate may be that stands for another; see :mod:`spbench.bench.simulator.substitutes`
+Grade = Literal["extrapolated", "transferred", "substituted"]
+Rates = Literal["datasheet", "sourced", "fitted"] | Grade
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
@@ -284,7 +287,25 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     base = own.pop("extends", None)
     if base is None:
         return own
-    return merge(_packaged_below(path, base, "extends"), own)
+    below = _packaged_below(path, base, "extends")
+    _drop_words_on_other_values(below, own)
+    return merge(below, own)
+
+
+#: what a figure's file says of its value, which a file that gives another value does not take over
+_OF_THE_VALUE = ("note", "substitute", "fitted_on", "inferred_from")
+
+
+def _drop_words_on_other_values(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Take out of ``below`` what it says of figures of which ``above`` gives another value."""
+    for key, value in above.items():
+        own = below.get(key)
+        if isinstance(value, dict) and isinstance(own, dict):
+            if "value" in value:
+                below[key] = {name: each for name, each in own.items() if name not in _OF_THE_VALUE}
+            else:
+                below[key] = own = dict(own)
+                _drop_words_on_other_values(own, value)
 
 
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:

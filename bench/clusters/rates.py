@@ -57,7 +57,7 @@ class AttentionRate(StrictModel):
         mask: "causal" or "whole".
         limit_flops_per_s: that very long sequences come near to.
         half_length: the length that reaches half of it; null: one rate for all lengths.
-        measured: FLOPs a second by length, where a source has several; for figures alone.
+        measured: FLOPs a second by the lengths that were measured; the rate of others is extrapolated.
     """
 
     head_size: PositiveInt

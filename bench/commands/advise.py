@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("--gpus", type=Counts(), metavar="N[,N...]", help="How many, as 64, or 8,64 or 8..512.")
 @click.option("--seq-len", type=Counts(), metavar="L[,L...]", help="Positions of a sequence, as 128K.")
 @click.option("--batch-tokens", type=Length(), help="Of the whole batch, as 4M; 4M if left out.")
-@click.option("--batch", type=click.IntRange(min=1), help="Samples of the whole batch instead.")
+@click.option("--batch", type=Length(), help="Samples of the whole batch instead.")
 @many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
 @many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
 @files_of("strategy", "A file of yours whose strategies are searched too; give it once for each.")

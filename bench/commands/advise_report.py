@@ -63,6 +63,7 @@ def report(
             "layouts": answer.records(),
             "why": answer.why(),
             "prices": [asdict(each) for each in answer.found.prices],
+            "attention_kernels": answer.found.by_kernel,
             "strategies": [_brief(seen) for seen in answer.found.of_strategies],
             "nearest": answer.found.nearest and _brief(answer.found.nearest),
             "impossible": answer.found.impossible,
@@ -143,6 +144,10 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
             below=("beside",),
         )
         yield _told_apart(answer)
+        if attention := answer.attention():
+            yield attention
+        if priced_by := answer.priced_by():
+            yield f"times rest on substitutes: {priced_by}"
         yield f"{_named(winner.cell)}: {answer.why()}"
         yield _simplified(answer)
         if program:

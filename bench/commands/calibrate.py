@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.commands.options import WORDS, many, numbers, path_option, printed
+from spbench.bench.commands.options import WORDS, many, numbers, path_option, printed, refuse_given
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.errors import UserError, suggestion
@@ -17,6 +17,17 @@ from spbench.bench.errors import UserError, suggestion
 if TYPE_CHECKING:
     from spbench.bench.calibration.fit import Residual
     from spbench.bench.clusters.cluster import Calibration
+
+
+#: the parameters that go with one way of making a cluster's figures alone
+_OF_WAYS = {
+    "--scenario": ("quantity",),
+    "--engine": (
+        *("device", "world_size", "precision"),
+        *("message_bytes", "sides", "lengths"),
+    ),
+    "--from": ("extends",),
+}
 
 
 @click.command("calibrate")
@@ -96,11 +107,16 @@ def command(
     Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
     --fit), measure this machine (--engine), or read what benchmarks wrote (--from FILE...). The latter two
     write a cluster file for --cluster."""
-    ways = [bool(scenario or table or fits), engine is not None, bool(logs)]
-    if sum(ways) != 1:
+    ways = {"--scenario": bool(scenario or table or fits), "--engine": bool(engine), "--from": bool(logs)}
+    if sum(ways.values()) != 1:
         raise UserError("give either --scenario, --table and --fit, or --engine, or --from")
-    if (more_logs or extends) and not logs:
-        raise UserError(f"{more_logs[0] if more_logs else '--extends'}: it goes with --from FILE...")
+    if more_logs and not logs:
+        raise UserError(f"{more_logs[0]}: it goes with --from FILE...")
+    for way, names in _OF_WAYS.items():
+        if not ways[way]:
+            refuse_given(names, f"goes with {way}")
+    if ways["--scenario"]:
+        refuse_given(["output"], "goes with --engine or --from")
     if check and (engine != "distributed" or device == "cuda"):
         raise UserError("--check: it goes with --engine distributed, on CPUs")
     if logs:

@@ -11,6 +11,7 @@ of the others is read from their files.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -21,8 +22,9 @@ from typing import Any, TextIO
 import click
 
 from spbench.bench.commands.wrapping import for_stream
-from spbench.bench.errors import UserError
+from spbench.bench.errors import UserError, described, one_line, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules
+from spbench.impls.outside_code import exits_refused, place
 
 COMMANDS = FunctionModules("spbench.bench.commands", "", "command", "spbench.commands", "commands")
 
@@ -72,6 +74,11 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"unknown command {shown(args[0])}{suggestion(args[0], COMMANDS.names())}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         helps = [click.Command(name, help=text) for name, text in COMMANDS.docstrings().items()]
         width = formatter.width - 6 - max(len(str(each.name)) for each in helps)
@@ -120,11 +127,14 @@ def launched_exit_code(arguments: Sequence[str] | None) -> int:
     ranks of all of them, and the others are what runs these."""
     from spbench.bench.ranks.torchrun import Launched, coordinating, serve
 
-    launched = Launched.here()
-    if launched.rank:
-        return serve(launched)
-    with coordinating(launched):
-        return exit_code(arguments)
+    try:
+        launched = Launched.here()
+        if launched.rank:
+            return serve(launched)
+        with coordinating(launched):
+            return exit_code(arguments)
+    except UserError as error:  # before there are ranks
+        return _complain(str(error), 2, traced=True)
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:
@@ -133,12 +143,14 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     output = sys.stdout
     if output is None:
         return _complain("standard output is closed; send it to a file, or to /dev/null", 2)
+    if isinstance(output, io.TextIOWrapper):  # a character that its encoding lacks is written as its number
+        output.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
     except OSError:
         return _complain("the working directory is gone; change to one that is there", 2)
     try:
-        with redirect_stdout(_CheckedStream(output)):
+        with redirect_stdout(_CheckedStream(output)), exits_refused():
             code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
             sys.stdout.flush()
         return code or 0
@@ -155,6 +167,9 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain(error.format_message(), 2)
     except (UserError, DiscoveryError) as error:
         return _complain(str(error), 2, traced=True)
+    except UnicodeEncodeError as error:
+        around = shown(error.object[max(0, error.start - 60) : error.end + 60])
+        return _complain(f"{around} is no UTF-8; rename what has such a name", 2, traced=True)
     except MemoryError as error:
         return _complain(f"{_NO_MEMORY}: {error}".removesuffix(": "), 2, traced=True)
     except Exception as error:
@@ -162,8 +177,13 @@ def exit_code(arguments: Sequence[str] | None) -> int:
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
             return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
-        text = f"internal error: {type(error).__name__}: {error} (SPBENCH_DEBUG=1 shows where)"
-        return _complain(text, 70, traced=True)
+        if at := place(error):
+            return _complain(f"{at}: {described(error)}", 2, traced=True)
+        return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
+    except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        at = place(error) or f"{frame.f_code.co_filename}:{line}"
+        return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
 
 
 def _fill_closed_streams() -> None:
@@ -173,13 +193,13 @@ def _fill_closed_streams() -> None:
         pass
     os.close(number)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _complain(text: str, code: int, *, traced: bool = False) -> int:
     if traced and os.environ.get("SPBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
-    print(for_stream(f"spbench: {' '.join(text.split())}", sys.stderr), file=sys.stderr)
+    print(for_stream(f"spbench: {one_line(text)}", sys.stderr), file=sys.stderr)
     return code
 
 

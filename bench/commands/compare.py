@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spbench.bench.commands.judgement_report import judgement_report
-from spbench.bench.commands.options import path_option, printed
+from spbench.bench.commands.options import path_option, printed, refuse_given
 from spbench.bench.commands.output import Output
 from spbench.bench.commands.progress import message
 
@@ -90,8 +90,7 @@ def command(
         if scenario is None:
             raise click.UsageError("--run needs a --scenario")
         return _compared_in_turns(base, new, scenario, rounds, output, arguments, subset=subset)
-    if given := [flag for flag, value in (("--scenario", scenario), ("--output", output)) if value]:
-        raise click.UsageError(f"{given[0]} needs --run")
+    refuse_given(("scenario", "output", "rounds"), "needs --run")
     if arguments:
         raise click.UsageError(f"{arguments[0]} needs --run")
     if new is None:

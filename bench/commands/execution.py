@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spbench.bench.commands.progress import SweepProgress, message, remark
-from spbench.bench.errors import suggestion
-from spbench.plots import FIGURES
+from spbench.impls.outside_code import told
+from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -112,8 +112,8 @@ def run_cells(
         files = [results.path]
         if comparisons:
             files.append(write_comparisons(comparisons, folder))
-    if unpriced := _unpriced(rows):
-        message(f"{scenario.name}: {unpriced}")
+    for said in filter(None, (_unpriced(rows), _substituted(rows))):
+        message(f"{scenario.name}: {said}")
     return Ran(rows, list(current.values()), comparisons, files)
 
 
@@ -188,6 +188,16 @@ def _unpriced(rows: Sequence[Row]) -> str:
     return f"timed by the bytes that they move alone, as their cost is not known: {named}" if calls else ""
 
 
+def _substituted(rows: Sequence[Row]) -> str:
+    """A line on the times of which work has no rate at all; "" if there are none."""
+    from spbench.bench.trust.priced_by import priced_by_in_words
+
+    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") == "substituted"]
+    if not missing:
+        return ""
+    return f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+
+
 def opened_executor(address: str | None) -> AbstractContextManager[Executor | None]:
     """The executor of an address, connected until the context is left; None for None.
 
@@ -229,9 +239,6 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
-    if figure not in FIGURES:
-        hint = suggestion(figure, FIGURES.names())
-        message(f"spbench: warning: no figure drawn: unknown figure {figure!r}{hint}")
     return _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
 
 
@@ -251,14 +258,11 @@ def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path
     """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
         return [], False
-    from spbench.plots.grid import NothingToDraw
-
     try:
         return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
     except NothingToDraw as error:
         message(f"spbench: the figure {figure} was not drawn: {error}; the results are kept")
         return [], True
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        message(f"spbench: the figure {figure} could not be drawn: {text}; the results are kept")
+    except (Exception, SystemExit) as error:
+        message(f"spbench: the figure {figure} could not be drawn: {told(error)}; the results are kept")
         return [], True

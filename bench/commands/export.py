@@ -67,7 +67,10 @@ def command(
 
     suites = read_suites(results, base, previous_base, commit)
     goals = read_targets(targets) if targets else ()
-    exported = EXPORTS.load(system)(ExportRequest(suites, output, goals, not_run(results, base)))
+    request = ExportRequest(suites, output, goals, not_run(results, base))
+    exported = EXPORTS.load(system)(request)
+    if targets is not None and "targets" not in request.heeded:
+        raise UserError(f"--targets: {system} has no values to be met; leave it out")
     if output is not None:
         files = _written(exported.content, output)
         names = [str(path) for path in files]

@@ -16,6 +16,7 @@ from spbench.bench.fit.verdict import Verdict, gib, moment_text
 from spbench.bench.jobs.flag_changes import FlagChanges, flag_changes
 from spbench.bench.trust.bands import shown_band, with_band
 from spbench.bench.trust.memory_errors import PEAK, RESERVED, past_errors
+from spbench.bench.trust.priced_by import priced_by_in_words
 from spbench.bench.trust.shown import shown_price
 
 #: a part of the peak below which a kind is not worth a word
@@ -75,6 +76,9 @@ def report(
     sections += [*_help(fullest, helping), *_holding(fullest)]
     # where it does not fit, what would help takes the place of what is there
     (sections if fullest.fits else details).append(_parts(fullest))
+    timed = [proof.measurement for proof in helping.proofs.found] if helping.proofs else []
+    if priced_by := priced_by_in_words([fullest.measurement, *timed] if timed else []):
+        sections.append(f"times rest on substitutes: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(NOT_MODELLED)}")
@@ -88,6 +92,7 @@ def report(
         "detail": {
             "cell": fullest.cell.key,
             **{name: value for name, value in fullest.anatomy.items() if name != "curve"},
+            "priced_by": fullest.measurement.get("priced_by") or [],
             "by_class": fullest.measurement["by_class"],
         },
         "suggestions": helping.proofs and _as_data(fullest, helping, helping.proofs),

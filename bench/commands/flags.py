@@ -28,7 +28,7 @@ def command(
 ) -> Output:
     """Write a cell as the flags of a training program.
 
-    The KIND is the program's: megatron or torchtitan.
+    The KIND is the program's: megatron or torchtitan. The cell is one of SCENARIO, chosen by the options.
 
     It is the command or the configuration that `spbench import KIND` reads as that cell again. What the
     program has no argument for is refused by name; how it makes the same in its own way is said.

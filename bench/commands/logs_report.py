@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from spbench.bench.atomic_write import write_whole
 from spbench.bench.calibration.cluster_of_logs import cluster_of_logs
 from spbench.bench.calibration.findings import findings_of
@@ -14,7 +12,8 @@ from spbench.bench.calibration.log_cluster import LogCluster, heading
 from spbench.bench.clusters.cluster import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.yaml_text import comment
+from spbench.bench.user_files import resolved
+from spbench.bench.yaml_text import comment, dump
 
 
 def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -> Output:
@@ -27,7 +26,7 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
         output = output.with_name(f"{output.name}.yaml")
     if extends is not None and extends not in cluster_names():
         raise UserError(f"--extends: no packaged cluster {extends!r}{suggestion(extends, cluster_names())}")
-    if output.resolve() in [path.resolve() for path in logs]:
+    if resolved(output) in [resolved(path) for path in logs]:
         raise UserError(f"--output {output} is one of the logs")
     base = load_cluster(extends) if extends else None
     found = {str(path): findings_of(path) for path in dict.fromkeys(logs)}
@@ -56,4 +55,4 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
 
 def _text(made: LogCluster, command: str) -> str:
     said = "".join(f"{comment(line)}\n" for line in [command, *heading(made)])
-    return said + yaml.safe_dump(made.content, sort_keys=False, width=110, allow_unicode=True)
+    return said + dump(made.content, width=110)

@@ -17,8 +17,10 @@ import click
 from spbench.bench.commands.forms import FORMS
 from spbench.bench.commands.output import Output, View
 from spbench.bench.commands.progress import silence
+from spbench.bench.errors import shown
 
 DEFAULT_FORM = "table"
+_GIVEN = click.core.ParameterSource.COMMANDLINE
 Function = Callable[..., Any]
 Command = TypeVar("Command", bound=Function)
 
@@ -40,9 +42,12 @@ def numbers(least: int = 1) -> Several:
     """Whole numbers of at least ``least``."""
 
     def number(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise ValueError(f"{word!r} is not a whole number of at least {least}")
-        return int(word)
+        from spbench.bench.counts import size
+
+        found = size(word)
+        if found is None or found < least:
+            raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
+        return found
 
     return Several("n[,n...]", number)
 
@@ -50,7 +55,7 @@ def numbers(least: int = 1) -> Several:
 def _setting(word: str) -> tuple[str, str]:
     name, _, wanted = map(str.strip, word.partition("="))
     if not (name and wanted):
-        raise ValueError(f"{word!r} is not SETTING=VALUE, such as training.backend=zero1")
+        raise ValueError(f"{shown(word)} is not SETTING=VALUE, such as training.backend=zero1")
     return name, wanted
 
 
@@ -59,19 +64,37 @@ WORDS = Several("name[,name...]")
 SETTINGS = Several("setting=value[,...]", _setting)
 
 
-class Length(click.IntRange):
-    """A whole number of at least 1, which may end in K, M or G: powers of 1024."""
+class Length(click.ParamType[int]):
+    """A size: a whole number of at least 1, which may end in K, M or G: powers of 1024."""
 
     name = "n"
 
-    def __init__(self) -> None:
-        super().__init__(min=1)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from spbench.bench.counts import with_suffix
+        from spbench.bench.counts import MOST_POSITIONS, no_size, size
 
-        number: int = super().convert(with_suffix(value), param, ctx)
+        number = value if isinstance(value, int) else size(value)
+        if number is None:
+            self.fail(no_size(str(value)), param, ctx)
+        if not 1 <= number <= MOST_POSITIONS:
+            self.fail(f"{number} is not in the range 1 to {MOST_POSITIONS}", param, ctx)
         return number
+
+
+class Limit(click.ParamType[float]):
+    """A time in seconds after which something is given up."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from spbench.bench.counts import MOST_SECONDS
+
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{shown(value)} is not a number of seconds", param, ctx)
+        if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
+            self.fail(f"{value} is no time to wait: give seconds above 0, up to {MOST_SECONDS}", param, ctx)
+        return seconds
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -92,6 +115,15 @@ class Counts(click.ParamType[tuple[int, ...]]):
             while last and found[-1] * 2 <= last[0]:
                 found.append(found[-1] * 2)
         return tuple(dict.fromkeys(found))
+
+
+def refuse_given(names: Iterable[str], why: str) -> None:
+    """UsageError where one of the options of the running command, by the names of its parameters, is given on
+    the command line, where it would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and context.get_parameter_source(parameter.name) is _GIVEN:
+            raise click.UsageError(f"{parameter.opts[0]} {why}")
 
 
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -137,9 +169,23 @@ changes = click.option(
 quiet = click.option(
     "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."
 )
-scenario = click.option(
-    "--scenario", required=True, help="Name (see spbench list), or path of a YAML file of your own."
-)
+
+
+def scenario(command: Command) -> Function:
+    """Add SCENARIO and --scenario, which are two ways to say one thing; the command gets ``scenario``."""
+
+    @functools.wraps(command)
+    def named(placed: str | None, scenario: str | None, **arguments: Any) -> Any:
+        if (placed is None) == (scenario is None):
+            context = click.get_current_context()
+            wrong = "name a scenario" if placed is None else "name one scenario, once"
+            raise click.UsageError(f"{wrong}: {context.command_path} SCENARIO (see spbench list scenarios)")
+        return command(scenario=scenario if placed is None else placed, **arguments)
+
+    text = "Name (see spbench list), or path of a YAML file of your own; SCENARIO is the same."
+    return click.argument("placed", metavar="[SCENARIO]", required=False)(
+        click.option("--scenario", help=text)(named)
+    )
 
 
 def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command], Command]:
@@ -204,9 +250,7 @@ def shape(command: Command) -> Function:
     def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
         return command(shape={"batch": batch, "seq_len": seq_len}, **arguments)
 
-    of_batch = click.option(
-        "--batch", type=click.IntRange(min=1), help="Only this batch; where one is searched for, it."
-    )
+    of_batch = click.option("--batch", type=Length(), help="Only this batch; where one is searched for, it.")
     length = "Likewise for the sequence length, as 131072 or 128K."
     return of_batch(click.option("--seq-len", type=Length(), help=length)(shaped))
 

@@ -52,7 +52,8 @@ def _check_installed() -> None:
     from spbench.bench.errors import UserError
 
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise UserError(f"spbench report needs {missing[0]}: pip install 'spbench[report]'")
+        how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"
+        raise UserError(f"spbench report needs {missing[0]}: {how}")
 
 
 def _report(site: Site, seconds: float) -> Output:

@@ -21,7 +21,7 @@ from spbench.bench.commands.options import executor, fresh, jobs, path_option, p
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import message
 from spbench.bench.commands.reproduce_cases import run_cases
-from spbench.bench.commands.reproduce_times import fit_bands, run_datasheets
+from spbench.bench.commands.reproduce_times import fit_bands, run_without_rates
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked as asked_git
 
@@ -110,9 +110,9 @@ def command(output: Path | None, **asked: Any) -> Iterator[Output]:
 
     Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all); PAPER/SCENARIO runs that one alone,
     and keeps what the files have of the others. `strategies` makes the rows and traces of the strategies'
-    pages, `datasheets` times of datasheets alone, `bands` fits the intervals of simulated times to these
-    results, and `megatron_cases` predicts what each of Megatron-LM's functional tests needs, as it is
-    imported.
+    pages, `datasheets` times of datasheets alone, `substitutes` times without a rate that is known, `bands`
+    fits the intervals of simulated times to these results, and `megatron_cases` predicts what each of
+    Megatron-LM's functional tests needs, as it is imported.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
@@ -137,11 +137,13 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
     from spbench.bench.reproduction.document import check_documents
     from spbench.bench.reproduction.megatron_cases import CASES
     from spbench.bench.reproduction.papers import scenarios_of
-    from spbench.bench.reproduction.step_errors import BANDS, DATASHEETS
+    from spbench.bench.reproduction.step_errors import BANDS, WITHOUT_RATES
     from spbench.bench.reproduction.strategy_traces import STRATEGIES
     from spbench.bench.workers.worker import Crew
 
-    papers = [] if request.paper in (STRATEGIES, DATASHEETS, BANDS, CASES) else scenarios_of(request.asked[0])
+    papers = (
+        [] if request.paper in (STRATEGIES, *WITHOUT_RATES, BANDS, CASES) else scenarios_of(request.asked[0])
+    )
     for paper, scenarios in papers if request.write else ():
         check_documents(paper.name, [s.name for s in scenarios])
     with Crew(run_cell) as crew, opened_executor(request.executor) as executor:
@@ -149,8 +151,9 @@ def reproduce(request: Reproduction) -> Iterator[Output]:
             yield _run(request, paper, scenarios, crew, executor)
         if request.paper in (STRATEGIES, "all"):
             yield _run_strategies(request, crew, executor)
-        if request.paper in (DATASHEETS, "all"):
-            yield run_datasheets(request, crew, executor)
+        for name in WITHOUT_RATES:
+            if request.paper in (name, "all"):
+                yield run_without_rates(name, request, crew, executor)
         if request.paper in (CASES, "all"):
             yield run_cases(request, crew, executor)
     if request.paper in (BANDS, "all"):

@@ -1,5 +1,5 @@
-"""`spbench reproduce datasheets` and `bands`: how far simulated times are from measured ones, and the
-intervals of other times that follow."""
+"""`spbench reproduce datasheets`, `substitutes` and `bands`: how far simulated times are from measured ones,
+also without rates that are known, and the intervals of other times that follow."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ if TYPE_CHECKING:
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "trust")
-#: of each scenario that is run by datasheets the cluster, SCENARIO.yaml
-CLUSTERS = Path("results", "reproduction", "datasheets")
+#: below, in a folder of the argument's name, of each scenario that is run so the cluster, SCENARIO.yaml
+CLUSTERS = Path("results", "reproduction")
 
 
-def run_datasheets(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:
-    """Run scenarios on the clusters of :data:`CLUSTERS`, and keep the times beside the published ones in
-    datasheets.csv."""
+def run_without_rates(name: str, request: Reproduction, crew: Crew, executor: Executor | None) -> Output:
+    """Run scenarios on clusters that lack rates, and keep the times beside the published ones in NAME.csv.
+
+    Args:
+        name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
+            a rate was taken away, so that something else prices what it is of.
+    """
     from pandas import DataFrame
 
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.config.select import Narrowing
     from spbench.bench.published.comparison import write_csv
     from spbench.bench.reproduction.findings import RECORDS, is_time, record_of
-    from spbench.bench.reproduction.step_errors import DATASHEETS
+    from spbench.bench.reproduction.step_errors import WITHOUT_RATES
 
-    clusters = sorted(CLUSTERS.glob("*.yaml"))
+    clusters = sorted((CLUSTERS / name).glob("*.yaml"))
     if not clusters:
-        raise UserError(f"no clusters in {CLUSTERS}: run it in a checkout")
+        raise UserError(f"no clusters in {CLUSTERS / name}: run it in a checkout")
     records, failed = [], False
     for cluster in clusters:
         scenario = load_scenario(cluster.stem)
-        folder = request.runs(scenario).parent / DATASHEETS / scenario.name
+        folder = request.runs(scenario).parent / name / scenario.name
         on = Narrowing(clusters=(cluster.as_posix(),))
         ran = run_cells(scenario, on, folder, request.jobs, request.fresh, crew, executor)
         measured = {row["key"]: row["measurement"] for row in ran.known}
@@ -51,9 +55,9 @@ def run_datasheets(request: Reproduction, crew: Crew, executor: Executor | None)
             if is_time(entry.quantity)
         ]
         failed = ran.failed() or failed
-    path = write_csv(DataFrame(records, columns=list(RECORDS)), request.output / f"{DATASHEETS}.csv")
+    path = write_csv(DataFrame(records, columns=list(RECORDS)), request.output / f"{name}.csv")
     lines = [{"scenario": each.stem, "cluster": str(each)} for each in clusters]
-    title, content = "Published step times by datasheets alone", {"records": records}
+    title, content = f"Published step times {WITHOUT_RATES[name]}", {"records": records}
     return Output([Table(title, lines)], content, records, RECORDS, files=[path], code=int(failed))
 
 
@@ -70,22 +74,24 @@ def fit_bands(request: Reproduction) -> Output:
     from spbench.bench.reproduction.papers import papers
     from spbench.bench.reproduction.step_errors import (
         BANDS,
-        DATASHEETS,
         TIMES,
+        WITHOUT_RATES,
         counted_times,
         observations,
         time_lines,
+        told_observations,
     )
     from spbench.bench.trust.bands import BANDS_FILE, packaged_model
     from spbench.bench.trust.error_model import ErrorModel
     from spbench.bench.trust.memory_errors import MEMORY_ERRORS_FILE
 
-    files = [path for name in (*papers(), DATASHEETS) if (path := request.earlier(f"{name}.csv")).exists()]
+    names = (*papers(), *WITHOUT_RATES)
+    files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _cells()
     seen = observations(records, cells)
     if not seen:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = ErrorModel.fit(seen)
+    model = ErrorModel.fit([*seen, *told_observations()])
     lines = time_lines(records, cells)
     intervals = [
         {"rates": rates, "bound": bound, "interval": f"{low - 1:+.0%} {high - 1:+.0%}", "rests on": words}
@@ -113,7 +119,7 @@ def fit_bands(request: Reproduction) -> Output:
 
 
 def _cells() -> Mapping[str, Cell]:
-    """The declared cells of the packaged scenarios by key, and those on :data:`CLUSTERS`."""
+    """The declared cells of the packaged scenarios by key, and those on clusters of :data:`CLUSTERS`."""
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.config.select import ALL, Narrowing, declared_cells
     from spbench.bench.yaml_files import packaged
@@ -121,7 +127,7 @@ def _cells() -> Mapping[str, Cell]:
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
     named = [each for each in scenarios if each.document.paper]
     cells = [cell for each in named for cell in declared_cells(each, Narrowing(variant=ALL))]
-    for cluster in CLUSTERS.glob("*.yaml"):
+    for cluster in CLUSTERS.glob("*/*.yaml"):
         on = Narrowing(clusters=(cluster.as_posix(),))
         cells += declared_cells(load_scenario(cluster.stem), on)
     return {cell.key: cell for cell in cells}

@@ -12,6 +12,7 @@ import click
 from spbench.bench.commands.execution import Ran, draw_figure, opened_executor, run_cells
 from spbench.bench.commands.options import (
     WORDS,
+    Limit,
     choosing_cells,
     device,
     executor,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 @fresh
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Limit(),
     metavar="SECONDS",
     help="Give a cell up after this time, whatever the scenario says.",
 )
@@ -83,16 +84,19 @@ def command(
     require: str | None,
     dry_run: bool,
 ) -> Output:
-    """Run a scenario's cells, beside what was published.
+    """Run the cells of SCENARIO, beside what was published.
 
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
     model, strategy, code or torch has changed since is run again.
     """
     from spbench.bench.config.scenario import load_scenario
     from spbench.bench.ranks.answers import answers_of_server
+    from spbench.bench.reproduction.papers import unknown_paper
 
     click.get_current_context().with_resource(answers_of_server())
     loaded = load_scenario(scenario)
+    if remark := unknown_paper(loaded.document.paper):
+        message(f"spbench: warning: {loaded.path}: {remark}")
     narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
@@ -162,11 +166,14 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     from spbench.bench.commands.run_verdict import verdict
     from spbench.bench.sweep.results import finite, flat_rows
     from spbench.bench.trust.bands import TIE_LEGEND, tied, with_band
+    from spbench.bench.trust.priced_by import priced_by_in_words
 
     ties = tied(ran.rows)
     sections: list[Table | str] = [result_table(scenario.document.title, ran.rows)]
     if any(ties):
         sections.append(TIE_LEGEND)
+    if priced_by := priced_by_in_words(row["measurement"] for row in ran.rows):
+        sections.append(f"times rest on substitutes: {priced_by}")
     if memory:
         sections.append(memory_table({row["key"]: row["measurement"] for row in ran.rows}))
     if ran.comparisons:

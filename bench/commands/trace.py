@@ -39,8 +39,8 @@ def command(
 ) -> Output:
     """Write the simulated step of a cell as a trace for Perfetto.
 
-    The trace has the step event by event. The command also says the memory of each class of ranks that run
-    the same program.
+    The cell is one of SCENARIO, chosen by the options; the trace has its step event by event. The command
+    also says the memory of each class of ranks that run the same program.
     """
     from spbench.bench.config.scenario import load_scenario
 
@@ -94,9 +94,11 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 def _report(cell: Cell, found: Measurement, output: Path) -> Output:
     from spbench.bench.commands.memory_table import memory_table
     from spbench.bench.trust.bands import shown_band, with_band
+    from spbench.bench.trust.priced_by import priced_by_in_words
 
     measured = with_band({"cell": cell.model_dump(), "measurement": found.as_dict()})["measurement"]
     parts, whole = _spoken(found.parts), _spoken(found.breakdown)
+    priced_by = priced_by_in_words([measured])
     record = {
         "cell": cell.key,
         "step_time_s": found.step_time_s,
@@ -104,14 +106,15 @@ def _report(cell: Cell, found: Measurement, output: Path) -> Output:
         **found.parts,
         "bound": found.bound,
         "mfu": found.mfu,
-        **{name: measured[name] for name in ("step_time_low_s", "step_time_high_s", "band")},
+        **{name: measured[name] for name in ("step_time_low_s", "step_time_high_s", "band", "priced_by")},
         "file": str(output),
     }
     return Output(
         [
             f"step time {shown_band(measured)}, most of it {found.bound}; mean over ranks: {whole}\n"
             f"of computing and exposed communication: {parts}\n"
-            f"{output}: open it in https://ui.perfetto.dev",
+            + (f"it rests on substitutes: {priced_by}\n" if priced_by else "")
+            + f"{output}: open it in https://ui.perfetto.dev",
             memory_table({cell.key: found.as_dict()}),
         ],
         {**record, "by_class": found.by_class},

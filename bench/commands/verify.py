@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import shorten
@@ -23,6 +23,7 @@ from spbench.bench.commands.options import (
 )
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.commands.progress import Progress
+from spbench.bench.config.changes import option_values
 from spbench.bench.config.choices import cell_names, check_known, names, option_mistakes, strategy_problem
 from spbench.bench.errors import UserError
 
@@ -96,18 +97,25 @@ def command(
             backend_options=backend_options,
             device=ranks_on,
             expect=progress.expect,
+            explain=1,
         ):
             lines.append(finite(dataclasses.asdict(row)))
             progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
             progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
     counts = Counter(line["status"] for line in lines)
+    judged = {line["strategy"] for line in lines if line["status"] != "unsupported"}
+    unproven = [name for name in dict.fromkeys(strategy) if lines and name not in judged]
+    notes = [f"{name}: all cases are unsupported, so nothing is proven of it" for name in unproven]
     return Output(
         _sections(lines),
         lines,
         lines,
-        notes=[", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"],
+        notes=[
+            *notes,
+            ", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify",
+        ],
         files=[output / VERDICTS_FILE] if output is not None else [],
-        code=0 if lines and set(counts) <= _NO_FAULTS and set(counts) != {"unsupported"} else 1,
+        code=0 if judged and not unproven and set(counts) <= _NO_FAULTS else 1,
         details=_each([line for line in lines if line["status"] in ("green", "unsupported")]),
     )
 
@@ -168,9 +176,7 @@ def _options(
     Raises:
         UserError: one of the owners has no such option, or not with that value.
     """
-    import yaml
-
-    found = {name: yaml.safe_load(value) for name, value in given}
+    found = option_values(flag, given)
     for owner in owners:
         for path, problem in option_mistakes(section, owner, found):
             raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
@@ -180,14 +186,35 @@ def _options(
 #: what no case is wrong for
 _NO_FAULTS = {"green", "unsupported", "as published"}
 
+#: as :attr:`VerifyRow.bytes` has it, and what is said where no case has anything to compare
+EQUAL = "equal"
+NOT_COMPARED = "not compared, as closed forms are of whole models"
 #: characters of a variant in the table; JSON and CSV have all
 _VARIANT = 36
 
 
 def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
     """The verdicts by strategy, and each of those that are not green or unsupported."""
-    wrong = [row for row in rows if row["status"] not in ("green", "unsupported")]
-    return [_by_strategy(rows), *_each(wrong)] if rows else []
+    if not rows:
+        return []
+    told = [row for row in rows if row["status"] not in ("green", "unsupported")]
+    red = [row for row in told if row["status"] == "RED"]
+    return [_by_strategy(rows), *_each(told), *_explanations(red)]
+
+
+def _explanations(wrong: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
+    the bytes of all its cases beside the closed forms."""
+    for strategy in dict.fromkeys(row["strategy"] for row in wrong):
+        mine = [row for row in wrong if row["strategy"] == strategy]
+        row = next((row for row in mine if row["explanation"]), mine[0])
+        names = ("strategy", "model", "variant", "part", "mesh", "dtype")
+        case = " ".join(str(row[name]) for name in names if row[name])
+        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", EQUAL))]
+        compared = EQUAL if any(each["bytes"] == EQUAL for each in mine) else NOT_COMPARED
+        where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
+        said = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
+        yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in said)])
 
 
 def _by_strategy(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -206,10 +233,20 @@ def _by_strategy(rows: Sequence[Mapping[str, Any]]) -> Table:
                 **{status: counts[status] or None for status in dict.fromkeys(("green", *counts))},
                 "worst green error": None if worst is None else f"{worst:.1e}",
                 "limit": f"{min(limits):.1e}" if limits else None,
+                "bytes sent": _bytes_of(mine),
             }
         )
     names = dict.fromkeys(name for line in lines for name in line)
     return Table("Verdicts by strategy", [{name: line.get(name) for name in names} for line in lines])
+
+
+def _bytes_of(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """In how many cases bytes are those of the closed forms; None: no case was compared."""
+    compared = [row["bytes"] for row in rows if row["bytes"]]
+    unequal = sum(each != EQUAL for each in compared)
+    if not compared:
+        return None
+    return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
 def _each(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
@@ -237,4 +274,5 @@ def _each(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
 
 
 def _why(row: Mapping[str, Any]) -> str:
+    """What is wrong, by the verdict or by what was raised."""
     return row["verdict"] or row["reason"]

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.expand import impossible
 from spbench.bench.counts import with_suffix
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.yaml_files import dotted, first_problem
+from spbench.bench.yaml_text import YAMLProblem, load
+
+T = TypeVar("T")
 
 #: the flag, for messages
 FLAG = "--set"
 #: what a cell has that is not set
-_NOT_SET = ("variant", "model_config_json", "meters", "learning", "search", "timing")
+_NOT_SET = ("variant", "model_config_json", "meters", "learning", "search", "timing", "device")
 
 
 def given(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Settings by dotted name, such as ``training.backend``, their values read as YAML; lengths and batches
     may end in K, M or G, and ``mesh`` is axes with spaces between. UserError for a setting given twice."""
-    found: dict[str, Any] = {}
-    for name, text in pairs:
+    texts = given_once(FLAG, pairs)
+    return {
+        name: text.split() if name == "mesh" else with_suffix(_value(f"{FLAG} {name}", text))
+        for name, text in texts.items()
+    }
+
+
+def option_values(flag: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Values by name that a flag gives, read as YAML; UserError for a name given twice, or no value."""
+    return {name: _value(f"{flag} {name}", text) for name, text in given_once(flag, pairs).items()}
+
+
+def given_once(flag: str, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """What a flag gives, by name; UserError for a name given twice, of which the last would win unsaid."""
+    found: dict[str, T] = {}
+    for name, value in pairs:
         if name in found:
-            raise UserError(f"{FLAG} {name} is given twice; leave one out")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        found[name] = text.split() if name == "mesh" else with_suffix(value)
+            raise UserError(f"{flag} {name} is given twice; leave one out")
+        found[name] = value
     return found
+
+
+def _value(where: str, text: str) -> Any:
+    try:
+        return load(text)
+    except YAMLProblem as error:
+        raise UserError(f"{where}: {shown(text)} is no value: {error.message}") from error
 
 
 def changed(cell: Cell, settings: Mapping[str, Any]) -> Cell:

@@ -4,7 +4,6 @@ disk (:mod:`spbench.bench.declarations`)."""
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,25 +11,25 @@ from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.declarations import declared
-from spbench.bench.engines.engine import engines
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.engines.engine import engine_class, engines
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.meters.meter import meters
 from spbench.bench.search.quantities import Candidates, quantities
+from spbench.bench.user_files import resolved
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
-from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
+from spbench.impls.outside_code import place, raised
+from spbench.impls.registries import INSTALL, absent, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, peers, code as published, engines, meters, quantities or
-    backends, sorted."""
+    """The names of all models, strategies, peers, engines, meters, quantities or backends, sorted."""
     known: Mapping[str, Any] = {
         "strategy": strategies,
         "peer": peers,
-        "as-published": as_published,
         "backend": backends,
         "engine": engines,
         "meter": meters,
@@ -41,22 +40,36 @@ def names(kind: str) -> list[str]:
 
         return sorted(models())
     every: Iterable[str] = known[kind]()
-    return sorted(every) if kind in ("strategy", "peer", "as-published", "backend") else list(every)
+    return sorted(every) if kind in ("strategy", "peer", "backend") else list(every)
 
 
 #: by kind: names that others have for what has an unlike one here
 ELSEWHERE = {
     "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
-    "backend": {"fsdp": "zero3 (fully sharded), or fsdp_flat (one flat buffer a layer)", "ddp": "legacy_ddp"},
+    "backend": {
+        **dict.fromkeys(("fsdp", "fsdp2"), "zero3 (fully_shard), or fsdp_flat (one flat buffer a layer)"),
+        "ddp": "legacy_ddp",
+    },
+}
+
+
+#: by kind of name, the files of a user's that may stand in its place
+FILES = {"strategy": ".py file", "model": "config.json or .py file"}
+#: by kind of name, what spbench list calls it
+LISTED = {
+    **{kind: f"{kind}s" for kind in ("model", "backend", "engine", "meter", "figure", "cluster", "scenario")},
+    "strategy": "strategies",
+    "quantity": "quantities",
 }
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """What is wrong with a name that nothing of a kind has, and what to write instead."""
     here = ELSEWHERE.get(kind, {}).get(name.lower())
-    mend = f"; here that is {here}" if here else suggestion(name, known)
-    file = "; or give the path of a .py file" if kind in ("strategy", "model") else ""
-    return f"unknown {kind} {name!r}{mend}{file}"
+    listed = LISTED.get(kind)
+    mend = f"; here that is {here}" if here else suggestion(name, known, f"spbench list {listed}")
+    file = f"; or give the path of a {FILES[kind]}" if kind in FILES else ""
+    return f"unknown {kind} {shown(name)}{mend}{file}"
 
 
 def check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -81,18 +94,17 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
         return [PLUS.join(each) for each in itertools.product(*parts)]
     file, _, name = text.partition(f"{loose_files.SUFFIX}:")
-    path = (folder / Path(file + loose_files.SUFFIX if name else file).expanduser()).resolve()
+    path = resolved(folder / Path(file + loose_files.SUFFIX if name else file).expanduser())
     if path.suffix != loose_files.SUFFIX:
         return [text]
     if not path.is_file():
-        raise UserError(f"unknown {kind} {text!r}: there is no file {path}")
+        raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
     try:
         module = loose_files.add(path)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)][-1:]
-        what = f"cannot be imported: {type(error).__name__}: {error}"
-        raise UserError(f"{path}{''.join(line)}: {what}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
     if kind == "model":
         found, base = list(getattr(module, "PRESETS", {})), "mapping PRESETS of models"
     else:
@@ -118,7 +130,7 @@ def strategy_problem(name: str) -> str:
 def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
-        if part not in known and part not in names("as-published"):
+        if part not in known:
             return unknown("strategy", part, known)
     try:
         nesting(name)
@@ -140,6 +152,7 @@ def _refusal(content: Mapping[str, Any]) -> str:
     cell = Cell.model_validate(content)
     reason = ""
     try:
+        engine_class(cell.engine)().check(cell)
         search = Candidates(cell) if cell.search is not None else None
         for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
             try:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.choices import cell_names, names, option_mistakes, strategy_problem, unknown
+from spbench.bench.config.heeded import ignored
 from spbench.bench.document_files import OPTION, with_documents
 from spbench.bench.errors import UserError
 from spbench.bench.model_files import names_a_file, read_model_file
@@ -28,6 +29,7 @@ MOST_CELLS = 100_000
 _GIVEN_OTHERWISE = {
     "variant": "variants have a section of their own",
     "model_config_json": "give the path of the config.json as the model",
+    "device": "where real tensors are is said by --device",
 }
 
 
@@ -76,6 +78,12 @@ def expand(
                 raise Problem(["groups", number], f"the cell {cell.key} is declared {where}; leave one out")
             group_of[cell.key] = number
             cells.append(cell)
+        of_group = [cell for cell in cells if group_of[cell.key] == number]
+        for path, message in ignored(of_group):
+            if (origin := _origin(path, layers))[0] == "groups":  # what all groups have may be for others
+                raise Problem(origin, message)
+    for path, message in ignored(cells):
+        raise Problem(_origin(path, layers), message)
     return cells
 
 
@@ -133,10 +141,20 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
         path, message = first_problem(Cell, error)
-        raise Problem(_origin(path, layers), message) from error
+        raise Problem(_origin(path, layers), message + _sweep(content, path)) from error
     for path, message in impossible(cell):
-        raise Problem(_origin(path, layers), message)
+        raise Problem(_origin(path, layers), message + _sweep(content, path))
     return cell
+
+
+def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
+    """How a sweep over a setting is written whose value is a list, where lists do not multiply."""
+    at: Any = content
+    for step in path:
+        at = at[step] if isinstance(at, Mapping) and step in at else None
+    if not isinstance(at, list) or not path or path[0] in (*MULTIPLYING, "mesh", "meters"):
+        return ""
+    return "; a list here is no sweep: write a group, or a variant, for each value"
 
 
 def _with_file(

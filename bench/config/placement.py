@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.engine import engine_property
+from spbench.bench.engines.engine import engine_property, heeded
 from spbench.bench.errors import UserError
 
 #: "available": CUDA where this machine has it, else the CPU
@@ -57,7 +57,7 @@ def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:
     if rank is None:
         return list(cells)
     for cell in cells:
-        if not engine_property(cell.engine, "plays_one_rank"):
+        if "rank" not in heeded(cell.engine):
             raise UserError(f"--rank {rank}: the engine {cell.engine} does not play one alone; leave it out")
         if rank >= cell.sizes.world:
             raise UserError(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from spbench.bench.cell import Cell
+from spbench.bench.config.choices import unknown
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
 from spbench.bench.published.answer import Answer, Mistake, answer_kinds, wrong_inference
@@ -24,6 +25,7 @@ from spbench.bench.published.comparison import Comparison
 from spbench.bench.published.results import ScenarioResults
 from spbench.bench.published_number import InferredSetting
 from spbench.bench.yaml_files import find_file, read_yaml, validate
+from spbench.plots import FIGURES
 
 PACKAGE = "spbench.scenarios"
 
@@ -81,6 +83,8 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
     file, key and mend, if there is none or something in it cannot be."""
     path = find_file(name, PACKAGE, "scenario")
     document = validate(document_model(), read_yaml(path), str(path))
+    if document.figure is not None and document.figure not in FIGURES:
+        raise UserError(f"{path}: figure: {unknown('figure', document.figure, FIGURES.names())}")
     if "all" in document.variants:
         raise UserError(f"{path}: variants.all: 'all' stands for every variant; choose another name")
     try:

@@ -15,10 +15,12 @@ from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed, given
 from spbench.bench.config.choices import cell_names, check_known, names, strategy_problem
+from spbench.bench.config.heeded import ignored
 from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
-from spbench.bench.counts import with_suffix
+from spbench.bench.counts import size
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.yaml_files import dotted
 
 ALL = "all"
 
@@ -109,6 +111,9 @@ def narrowed_cells(
     if narrowing.changes:
         changes = given(narrowing.changes)
         cells = [changed(cell, changes) for cell in cells]
+        for path, message in ignored(cells):
+            if (name := dotted(path)) in changes:
+                raise UserError(f"--set {name}: {message}")
     return _distinct(playing_rank(cells, narrowing.rank))
 
 
@@ -147,7 +152,7 @@ def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[
     wanted: dict[str, list[str]] = {}
     for name, value in where:
         count = name in ("batch", "seq_len")
-        wanted.setdefault(name, []).append(str(with_suffix(value)) if count else value)
+        wanted.setdefault(name, []).append(str(size(value) or value) if count else value)
     for name, values in wanted.items():
         settings = [settings_of(cell) for cell in cells]
         known = list(dict.fromkeys(known for has in settings for known in has))

@@ -55,6 +55,11 @@ class DistributedEngine(Engine):
     runs_alone = True
     ends_in_time = True
     on_devices = True
+    heeds = frozenset({"timing", "meters", "training.moments", "training.steps", "training.batch_on_device"})
+
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
+        refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
         """Step time, communication and peak memory; the peaks are those of torch's caching allocator on GPUs,
@@ -64,7 +69,7 @@ class DistributedEngine(Engine):
             Unsupported: the strategy cannot run these sizes; Unavailable: there are too few ranks or GPUs.
             RankError: a rank failed, ran out of memory or did not answer in time.
         """
-        refuse_variables(cell)
+        self.check(cell)
         plan(cell)
         by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
         result = merged(cell, by_rank)

@@ -105,7 +105,21 @@ class EmulatedEngine(Engine):
     runs_alone = True
     ends_in_time = True
     on_devices = True
-    plays_one_rank = True
+    heeds = frozenset(
+        {
+            "rank",
+            "timing",
+            "meters",
+            "training.moments",
+            "training.steps",
+            "training.batch_on_device",
+            "training.alloc_retries",
+        }
+    )
+
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
+        refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
         """Memory, communication and the time of a step, of one rank.
@@ -115,7 +129,7 @@ class EmulatedEngine(Engine):
                 the cluster's.
             RankError: the process failed or did not answer in time.
         """
-        refuse_variables(cell)
+        self.check(cell)
         plan(cell)
         traces = virtual.trace_classes(cell, events=can_time(cell))
         rank = traces.worst().rank if cell.rank is None else cell.rank

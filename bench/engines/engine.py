@@ -35,10 +35,23 @@ class Engine(ABC):
     #: whether its tensors are on a device of this machine, of the type that a cell says (``--device``); else
     #: they are on the CPU, whatever they stand for
     on_devices: ClassVar[bool] = False
-    #: whether it plays one rank of a cell alone, which a cell may name (``--rank``)
-    plays_one_rank: ClassVar[bool] = False
+    #: of the settings of a cell that not every engine can heed, those that it does, of ``rank`` (the one that
+    #: it plays alone), ``timing``, ``meters`` and ``training.`` moments, steps, batch_on_device and
+    #: alloc_retries; a scenario that gives others is refused
+    heeds: ClassVar[frozenset[str]] = frozenset()
     #: whether it ends a cell at :attr:`Cell.timeout_s` itself, since it knows what its processes do by then
     ends_in_time: ClassVar[bool] = False
+
+    def check(self, cell: Cell) -> None:
+        """Refuse what the engine cannot be asked, as far as that is known before a cell is planned.
+
+        Raises:
+            Unsupported: it does not search, does not train, or has no such setting.
+        """
+        if cell.search is not None and type(self).probes is Engine.probes:
+            self.probes(cell)
+        if cell.learning is not None and type(self).learn is Engine.learn:
+            self.learn(cell)
 
     @abstractmethod
     def measure(self, cell: Cell) -> Measurement:
@@ -84,6 +97,12 @@ def engine_class(name: str) -> type[Engine]:
     if name not in known:
         raise KeyError(f"unknown engine {name!r}; known: {', '.join(known)}")
     return known[name]
+
+
+@declared
+def heeded(engine: str) -> list[str]:
+    """The settings that an engine heeds and others do not; see :attr:`Engine.heeds`."""
+    return sorted(engine_class(engine).heeds)
 
 
 @declared

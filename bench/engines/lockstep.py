@@ -27,7 +27,7 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.engines.distributed import SEED, learned, losses_of_rank
 from spbench.bench.engines.engine import Engine
 from spbench.bench.engines.plan import plan
-from spbench.bench.engines.setup import build_module, build_training, rank_inputs
+from spbench.bench.engines.setup import build_module, build_training, rank_inputs, refuse_variables
 from spbench.bench.measurement import Measurement
 from spbench.bench.ranks.lockstep import LockstepRanks
 from spbench.impls.collectives import all_reduce
@@ -51,14 +51,20 @@ class LockstepEngine(Engine):
     name = "lockstep"
     summary = "every rank in turn in one process: errors of outputs and gradients against float64"
 
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
+        refuse_variables(cell)
+        if cell.learning is None:
+            _refuse(cell)
+
     def measure(self, cell: Cell) -> Measurement:
         """:attr:`Measurement.errors`; status numerics where one is not finite.
 
         Raises:
             Unsupported: the strategy cannot run these sizes.
         """
+        self.check(cell)
         plan(cell)
-        _refuse(cell)
         ranks, values = LockstepRanks(), drawn(cell)
         (reference,) = ranks.run({}, on_one_device, cell, values)
         by_rank = ranks.run(cell.mesh_sizes, squares_of_rank, cell, replace(values, reference=reference))

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.clusters.attention_kernels import cannot_run
+from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.unlike_ranks import loads_along, marked_axis, roles_by_load
 from spbench.bench.meters.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
@@ -164,9 +166,12 @@ def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes, or the batch or the layers cannot be divided so.
+        Unsupported: the strategy cannot run these sizes, the card not the attention kernel, or the batch or
+            the layers cannot be divided so.
     """
     strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
+    if why := cannot_run(load_cluster(cell.cluster).device, model.attention_kernel):
+        raise Unsupported(*why)
     precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
     parts = _batch_parts(cell)
 

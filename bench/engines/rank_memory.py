@@ -59,24 +59,6 @@ class Failure:
         )
 
 
-def needs(memory: RankMemory) -> str:
-    """What a rank that does not fit would need, and what would need less."""
-    peak = memory.peak
-    if memory.failure is not None and memory.failure.steps_fit:
-        steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
-        return (
-            f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB; initialise on the meta "
-            "device, as the backends zero2 and zero3 do (initialize: meta)"
-        )
-    words = f"the step needs {peak.nbytes / 2**30:.1f} GiB at its peak"
-    states = sum(peak.held.get(name, 0) for name in ("parameters", "gradients", "optimizer_state"))
-    if states > peak.nbytes / 2:
-        return f"{words}, most of it for model states, which the backend zero3 shards over replicas"
-    if peak.held.get("activations", 0) > peak.nbytes / 2:
-        return f"{words}, most of it for activations, of which recomputation keeps fewer"
-    return words
-
-
 @dataclass(frozen=True)
 class RankMemory:
     """A rank's memory in set-up and at each traced step; of one that does not fit, as on a card without a

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.engines.model_flops import checked_flops, model_flops
@@ -13,7 +15,14 @@ from spbench.impls.models.model import model_preset
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
+    from spbench.bench.simulator.substitutes import Substitute
     from spbench.bench.simulator.timeline import Timeline
+
+#: the least share of a step for which it is named what some work is priced by
+NAMED = 0.01
+#: the grades of such prices, the worst first, and the least share of a step with which each makes the class
+#: of its time. Of work without any rate a small share is little only by its price, which may be much too low
+COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
 
 #: what can bound a step, by the names of :attr:`Measurement.parts` and :attr:`Measurement.breakdown`
 BOUNDS = {
@@ -28,10 +37,18 @@ BOUNDS = {
 
 
 def add_step_time(
-    measurement: Measurement, cell: Cell, step_time_s: float, breakdown: Mapping[str, float] | None = None
+    measurement: Measurement,
+    cell: Cell,
+    step_time_s: float,
+    breakdown: Mapping[str, float] | None = None,
+    priced_by: Mapping[Substitute, float] = MappingProxyType({}),
 ) -> None:
     """Set the step time, and throughput in tokens of the model and in samples of the whole batch; of a
-    simulated time also what it is made of, and what its cluster's rates are."""
+    simulated time also what it is made of, and what its cluster's rates are.
+
+    Args:
+        priced_by: of a simulated time, seconds of what is priced by something else than a rate of its own.
+    """
     measurement.step_time_s = step_time_s
     measurement.tokens_per_s = model_preset(*cell.model_arguments).tokens(*cell.shape) / step_time_s
     measurement.samples_per_s = cell.shape[0] / step_time_s
@@ -40,11 +57,38 @@ def add_step_time(
         measurement.breakdown = dict(breakdown)
         measurement.calibration = cluster.calibration_of(cell.precision).label
         measurement.rates = cluster.rates_of(cell.precision)
+        if measurement.rates != "datasheet":  # of which all is priced by the datasheet
+            measurement.priced_by = _by_share(priced_by, step_time_s)
+            measurement.rates = rates_of_step(measurement.rates, measurement.priced_by)
+
+
+def _by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[dict[str, Any]]:
+    """As :attr:`Measurement.priced_by`, without what takes too little to be named."""
+    shares = {each: min(1.0, s / step_time_s) for each, s in seconds.items() if s >= NAMED * step_time_s}
+    ordered = sorted(shares, key=lambda each: (-shares[each], each))
+    return [{**each._asdict(), "share": shares[each]} for each in ordered]
+
+
+def rates_of_step(of_cluster: str, priced_by: Sequence[Mapping[str, Any]]) -> str:
+    """What the rates of a step are: the worst grade of what is priced by something else, as far as that takes
+    a part of the step that counts, or what those of the cluster are where there is none. A scalar that was
+    fitted to steps has taken up what their kernels were priced by: "fitted" stays.
+
+    Args:
+        of_cluster: see :meth:`Cluster.rates_of`.
+        priced_by: as :attr:`Measurement.priced_by`.
+    """
+    if of_cluster != "sourced":
+        return of_cluster
+    shares: Counter[str] = Counter()
+    for each in priced_by:
+        shares[each["grade"]] += each["share"]
+    return next((grade for grade, least in COUNTS.items() if shares[grade] >= least), of_cluster)
 
 
 def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline) -> None:
     """Set the step time of a simulation, what it is made of, and what bounds it."""
-    add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown)
+    add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown, timeline.priced_by)
     measurement.parts = timeline.parts
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
     measurement.mfu = utilization(cell, timeline.step_time_s)

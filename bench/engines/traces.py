@@ -11,8 +11,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import Cluster, load_cluster
 from spbench.bench.engines.garbage import no_cyclic_collection
 from spbench.bench.engines.host_memory import host_peaks, limit_by_host
+from spbench.bench.engines.memory_hints import needs
 from spbench.bench.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
-from spbench.bench.engines.rank_memory import RankMemory, allocator_of, needs
+from spbench.bench.engines.rank_memory import RankMemory, allocator_of
 from spbench.bench.engines.step_times import add_simulated_time
 from spbench.bench.engines.unlike_ranks import imbalance, marked_axis
 from spbench.bench.engines.usable_memory import usable_memory_bytes
@@ -87,7 +88,7 @@ class Trace:
         )
         if memory.failure is not None:
             measurement.status = "oom"
-            measurement.reason = f"{memory.failure.reason(ranks)}; {needs(memory)}"
+            measurement.reason = f"{memory.failure.reason(ranks)}; {needs(memory, self.cell)}"
         return measurement
 
 

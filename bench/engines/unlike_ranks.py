@@ -39,23 +39,32 @@ class Load(NamedTuple):
     parts: tuple[int, ...] = ()
 
 
-def attended_of(cell: Cell) -> Attended:
-    """What positions of the cell's sequences attend to."""
-    return model_preset(*cell.model_arguments).attended(cell.shape[1])
+#: layers where positions meet under a causal mask: (kind of their sites, window, how many)
+_Layers = tuple[tuple[str, int | None, int], ...]
+
+
+def _attention_of(cell: Cell) -> tuple[Attended, _Layers]:
+    """What positions of the cell's sequences attend to in all layers, and in each."""
+    return _attention_in(json.dumps(cell.model_arguments), cell.shape[1])
+
+
+@lru_cache(maxsize=256)
+def _attention_in(model: str, length: int) -> tuple[Attended, _Layers]:
+    preset = model_preset(*json.loads(model))
+    layers = tuple(
+        (site.kind, site.dims.get("window"), site.count)
+        for site in preset.sites(1, length)
+        if site.kind in ("causal_attention", "linear_attention")
+    )
+    return preset.attended(length), layers
 
 
 def loads_along(cell: Cell, axis: str) -> Sequence[Load]:
     """What each of the ranks along an axis of the strategy has to do."""
     options = json.dumps(cell.strategy_options, sort_keys=True)
-    attended, length = attended_of(cell), cell.shape[1]
-    sites = model_preset(*cell.model_arguments).sites(1, length)
-    layers = [
-        (site.kind, site.dims.get("window"), site.count)
-        for site in sites
-        if site.kind in ("causal_attention", "linear_attention")
-    ]
+    attended, layers = _attention_of(cell)
     mesh = tuple(cell.mesh_sizes.items())
-    return _loads(cell.strategy, mesh, axis, options, attended, length, tuple(layers))
+    return _loads(cell.strategy, mesh, axis, options, attended, cell.shape[1], layers)
 
 
 @lru_cache(maxsize=64)
@@ -66,7 +75,7 @@ def _loads(
     options: str,
     attended: Attended,
     length: int,
-    layers: tuple[tuple[str, int | None, int], ...],
+    layers: _Layers,
 ) -> Sequence[Load]:
     found, sizes = nesting(strategy), dict(mesh)
     chosen: Mapping[str, Any] = json.loads(options)
@@ -81,16 +90,31 @@ def _loads(
                 pairs += count * each.attended_pairs(attended.in_layer(window, length), length)
         return Load(pairs, len(parts), tuple(parts))
 
-    return [load(found.configured(Place(sizes, {axis: rank}), chosen)) for rank in range(sizes[axis])]
+    def of_rank(rank: int) -> Load:
+        return load(found.configured(Place(sizes, {axis: rank}), chosen))
+
+    first, last = of_rank(0), of_rank(sizes[axis] - 1)
+    # of one text the work grows with the rank, or is even
+    if sizes[axis] == 1 or (not attended.documents and first == last):
+        return [first] * sizes[axis]
+    return [first, *map(of_rank, range(1, sizes[axis] - 1)), last]
+
+
+def _is_plain_text(cell: Cell) -> bool:
+    """Whether no layer attends to anything but all earlier positions of one text."""
+    attended, layers = _attention_of(cell)
+    return attended.plain and all(window is None for _, window, _ in layers)
+
+
+def is_uneven_text(cell: Cell) -> bool:
+    """Whether ranks have unlike work of one text, which a balanced placement would even out."""
+    return _is_plain_text(cell) and bool(_unlike(cell))
 
 
 def marked_axis(cell: Cell) -> str | None:
     """The axis along which ranks have unlike work of which the last one's step says all (``marks_work``), so
     that they are of one class; None: there is none."""
-    if not attended_of(cell).plain:
-        return None
-    sites = model_preset(*cell.model_arguments).sites(1, cell.shape[1])
-    if any("window" in site.dims for site in sites):
+    if not _is_plain_text(cell):
         return None
     strategy = nesting(cell.strategy)
     for axis in strategy.axes:
@@ -113,7 +137,7 @@ def imbalance(cell: Cell) -> float | None:
     """The pairs of the rank that has most over their mean; None where all ranks have the same of one
     unpacked text."""
     unlike = _unlike(cell)
-    if not unlike and attended_of(cell).plain:
+    if not unlike and _attention_of(cell)[0].plain:
         return None
     most = 1.0
     for loads in unlike:

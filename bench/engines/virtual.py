@@ -59,6 +59,14 @@ class VirtualEngine(Engine):
     name = "virtual"
     summary = "fake tensors on fake ranks: exact bytes and memory, simulated time; no GPU, no data"
     is_exact = True
+    heeds = frozenset(
+        {"meters", "training.moments", "training.steps", "training.batch_on_device", "training.alloc_retries"}
+    )
+
+    def check(self, cell: Cell) -> None:
+        """As of other engines; searches on virtual ranks are those of :mod:`spbench.bench.search`."""
+        if cell.search is None:
+            super().check(cell)
 
     def measure(self, cell: Cell) -> Measurement:
         """Peak and reserved memory, whether it fits the card, communication, and the step time where the

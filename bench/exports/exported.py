@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,12 +42,14 @@ class ExportRequest:
         output: the file or folder that will be written; None for standard output.
         targets: values that metrics have to meet.
         not_run: names of what there are bases of, but no results.
+        heeded: "targets", once an export has asked for one.
     """
 
     suites: Sequence[Suite]
     output: Path | None = None
     targets: Sequence[Target] = ()
     not_run: Sequence[str] = ()
+    heeded: set[str] = field(default_factory=set)
 
     def values(self, *metrics: str) -> list[ExportedValue]:
         """The numbers of these metrics, or of all, by suite and row.
@@ -62,6 +64,7 @@ class ExportRequest:
 
     def target(self, value: ExportedValue) -> float | None:
         """What the number has to meet: the first target that names it; None if none does."""
+        self.heeded.add("targets")
         suite, row, reading = value
         machine = "" if reading.exact else suite.origin(row).host
         place = (suite.name, row["key"], reading.metric.name, machine)

@@ -180,7 +180,7 @@ def _earlier(path: Path) -> Benchmarks:
     if not path.exists():
         return {}
     try:
-        benchmarks = json.loads(path.read_text())
+        benchmarks = json.loads(path.read_text(encoding="utf-8"))
         if benchmarks.pop("version", None) != RESULTS_VERSION:
             raise ValueError(f"not of version {RESULTS_VERSION}")
     except (OSError, ValueError, TypeError, AttributeError) as error:

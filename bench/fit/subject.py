@@ -16,10 +16,13 @@ from spbench.bench.config.choices import names
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.fit.suggestions import usual_strategies
-from spbench.bench.jobs.job_files import read_job
-from spbench.bench.model_files import CONFIG, names_a_file
+from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
+from spbench.bench.jobs.job_files import path_and_part, read_job
+from spbench.bench.jobs.torchtitan_files import has_configurations
+from spbench.bench.model_files import CONFIG, names_a_file, remote_name
+from spbench.bench.user_files import read_file
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.axes import MESH_AXES, unused_axes
 from spbench.impls.loose_files import SUFFIX as PYTHON
@@ -87,7 +90,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         cells, remarks, settings = _of_model(first, asked)
     else:
         _refuse_narrowing(first, asked)
-        job = read_job(None, [Path(word) for word in words], gpus=asked.gpus, cluster=asked.cluster)
+        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster)
         cells, remarks, program = [job.cell()], job.remarks, job.kind
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
@@ -104,12 +107,13 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     (first, *others) = words
     if not others and _is_scenario(first):
         return "scenario"
-    if not others and _is_model(first):
+    if not others and _is_model(first) and not has_configurations(first):
         return "model"
-    if missing := [word for word in words if not Path(word).is_file()]:
+    if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         known = [*packaged(PACKAGE), *names("model")]
-        hint = "" if Path(missing[0]).suffix or others else suggestion(missing[0], known)
-        raise UserError(f"{missing[0]!r} is no scenario, model or file{hint}")
+        hint = suggestion(missing[0], known, "spbench list scenarios, spbench list models")
+        hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
+        raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
     return "job"
 
 
@@ -133,7 +137,7 @@ def _is_model(word: str) -> bool:
         return True
     if not names_a_file(word) or not path.is_file():
         return False
-    text = path.read_text(errors="replace")
+    text = read_file(path).decode(errors="replace")
     return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
 
 
@@ -227,16 +231,41 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         (cell,) = expand({}, [group], {}, "", Path())
     except Problem as problem:
         raise UserError(f"{model}: {str(problem).removeprefix('groups[0].')}") from problem
+    cell, placed = _placed(cell, settings)
     taken = {
         "precision": cell.precision,
         "batch": cell.batch,
         "strategy": cell.strategy,
         "training.backend": cell.training.backend,
+        **placed,
     }
     said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
     remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    if ATTENTION not in asked.settings:
+        cell, said = with_usual_attention(cell)
+        remarks += [said] if said else []
     return [cell], remarks, settings
+
+
+def _placed(cell: Cell, settings: Mapping[str, Any]) -> tuple[Cell, dict[str, str]]:
+    """A cell whose placement is the usual one where nothing says which, and the setting: programs place text
+    zigzag where contiguous chunks would give ranks unlike work under its causal mask."""
+    name = "strategy_options.placement"
+    if cell.strategy == "single" or name in settings:
+        return cell, {}
+    from spbench.bench.engines.plan import plan
+    from spbench.bench.engines.unlike_ranks import is_uneven_text
+    from spbench.impls.layout import Unsupported
+
+    try:
+        if not is_uneven_text(cell):
+            return cell, {}
+        zigzag = changed(cell, {name: "zigzag"})
+        plan(zigzag)
+    except (Unsupported, ValueError):  # what cannot be run is said where it is traced
+        return cell, {}
+    return zigzag, {name: "zigzag"}
 
 
 def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:

@@ -23,7 +23,7 @@ from spbench.bench.git import SHORT_HASH
 from spbench.bench.json_values import problem
 from spbench.bench.measurement import Status
 from spbench.bench.regressions.metrics import METRICS, Metric, Reading
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import read_file
 
 FORMAT = 1
 SUFFIX = ".jsonl"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.jobs.job import Argument, Job, Setting, ordered
+from spbench.bench.jobs.job import MOST_NAMED, Argument, Job, Setting, ordered, short
 from spbench.bench.jobs.job_files import JobFiles
 
 
@@ -17,6 +17,7 @@ class Account:
     Attributes:
         made_of: what was made of each.
         idle: arguments that could have had an effect, and why they have none here.
+        unmodelled: arguments that have an effect which is not modelled, and what they may move.
         missing: arguments that are refused here, and what is missing.
         problems, remarks: as of :class:`Job`.
     """
@@ -24,6 +25,7 @@ class Account:
     settings: list[Setting] = field(default_factory=list)
     made_of: dict[str, list[str]] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
+    unmodelled: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -32,6 +34,11 @@ class Account:
         """Say why arguments have no effect here."""
         for name in names:
             self.idle.setdefault(name, reason)
+
+    def leave(self, what: str, because: str, *names: str) -> None:
+        """Say that arguments may move "time", "memory" or both, which is not modelled."""
+        for name in names:
+            self.unmodelled.setdefault(name, may_move(what, because))
 
     def took(self, detail: str, *names: str) -> None:
         """Say what was made of arguments."""
@@ -53,12 +60,29 @@ class Account:
         """The job, on the cluster that was asked for; ``problems`` are of the files, and stand last."""
         if files.cluster is not None:
             self.add("cluster", files.cluster, "", "--cluster")
+        told = [*arguments]
         return Job(
             kind=kind,
             program=program,
             title=files.title,
-            arguments=[*arguments],
+            arguments=told,
             settings=ordered(self.settings),
             problems=[*self.problems, *problems],
-            remarks=self.remarks,
+            remarks=[*self.remarks, *_unmodelled(told)],
         )
+
+
+def may_move(what: str, because: str) -> str:
+    """What is said of an argument that is not modelled."""
+    return f"may move {what}: {because}"
+
+
+def _unmodelled(arguments: Iterable[Argument]) -> Iterator[str]:
+    """A remark on the arguments that may move one thing or another and are not modelled."""
+    by_what: dict[str, list[str]] = {}
+    for each in arguments:
+        if each.outcome == "not modelled":
+            by_what.setdefault(each.detail.partition(":")[0], []).append(short(str(each)))
+    for what, names in by_what.items():
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield f"not modelled, and {what}: {', '.join(names[:MOST_NAMED])}{more} (--explain says how)"

@@ -6,7 +6,7 @@ Every key says what an argument of Megatron-LM says, and is translated as that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from spbench.bench.jobs.deepspeed_files import content_of
 from spbench.bench.jobs.job import Argument, Job, Outcome
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys, shown
-from spbench.bench.jobs.megatron_arguments import parse
+from spbench.bench.jobs.megatron_arguments import known_arguments, parse
 from spbench.bench.jobs.megatron_model import model_name, set_model
 from spbench.bench.jobs.megatron_stages import set_schedule
 from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
 from spbench.bench.jobs.megatron_translation import Translation
+from spbench.bench.jobs.variables import variables
 from spbench.bench.yaml_files import read_yaml
 
 #: of which a configuration has some, and that no other kind has
@@ -63,7 +64,21 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
 def _tables() -> tuple[str, Mapping[str, Key], Mapping[str, str], Mapping[str, str]]:
     """The program, its keys, and the arguments of Megatron-LM that they are, or are where they are false."""
     content = read_yaml(Path(__file__).with_name("bridge_keys.yaml"))
-    return str(content["program"]), known_keys(content), content["arguments"], content["switched_off_by"]
+    known = known_keys(content) | _as_megatron(content["as_megatron"])
+    return str(content["program"]), known, content["arguments"], content["switched_off_by"]
+
+
+def _as_megatron(words: str) -> dict[str, Key]:
+    """Keys of which becomes what becomes of Megatron-LM's argument of their name."""
+    found = known_keys({"mapped": words, "no_effect": (), "not_modelled": (), "refused": ()})
+    for name, key in found.items():
+        word = name.rpartition(".")[2].replace("_", "-")
+        argument = next(a for p in ("", "no-", "disable-") if (a := known_arguments().get(f"--{p}{word}")))
+        outcome, detail = argument.outcome, argument.detail
+        if argument.beside:  # without effect where none of the others is given, which are refused
+            outcome, detail = "no effect", f"of {detail}, whose own key is refused"
+        found[name] = replace(key, outcome=outcome, detail=detail)
+    return found
 
 
 @dataclass
@@ -114,7 +129,8 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
     t.problems[:0] = [*k.problems, *t.given.problems]
     # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
     t.remarks = [remark for remark in t.remarks if "this one refuses" not in remark]
-    return t.job("bridge", program, files, _arguments(k, t), problems)
+    arguments = [*_arguments(k, t), *variables(t, t.environment)]
+    return t.job("bridge", program, files, arguments, problems)
 
 
 def _of_config(k: Keys, config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -140,6 +156,7 @@ def _translation(k: Keys, values: Mapping[str, Any], of_config: Mapping[str, Any
         default = f"config.json ({key})" if key in of_config else f"default of {key}"
         spellings[argument] = k.spelled(key) if key in k.given else default
 
+    values = _with_overlaps(k, values)
     for key, argument in arguments.items():
         value = values[key]
         if key in k.given and value == known[key].default and value in (None, False):
@@ -166,7 +183,43 @@ def _translation(k: Keys, values: Mapping[str, Any], of_config: Mapping[str, Any
         add("--seq-length", "dataset.seq_length", *lengths)
     if values["model.max_position_embeddings"] is None and lengths:
         add("--max-position-embeddings", "model.max_position_embeddings", min(lengths))
-    return BridgeTranslation(parse(words), {}, problems=[], spellings=spellings)
+    return BridgeTranslation(parse(words), _environment(k), problems=[], spellings=spellings)
+
+
+def _with_overlaps(k: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a section comm_overlap leaves, which sets overlaps of several replicas' gradients and
+    weights, and of interleaved stages (setup of CommOverlapConfig in its training/comm_overlap.py)."""
+    own = {name for name in k.given if name.startswith("comm_overlap.")}
+    if not own:
+        return dict(values)
+    if k.value("comm_overlap.tp_comm_overlap") and values["model.tensor_model_parallel_size"] > 1:
+        k.refuse("messages of tensor parallelism that are hidden in products", "comm_overlap.tp_comm_overlap")
+    chunks = values["model.virtual_pipeline_model_parallel_size"] or 1
+    interleaved = values["model.pipeline_model_parallel_size"] > 1 and chunks > 1
+    set_there = {
+        "ddp.overlap_grad_reduce": True,
+        "ddp.overlap_param_gather": True,
+        "ddp.bucket_size": 128 * 2**20,
+        "ddp.align_param_gather": interleaved,
+        "model.overlap_p2p_comm": interleaved,
+    }
+    for key in set_there:
+        chosen = f"comm_overlap.{key.partition('.')[2]}"
+        if k.value(chosen) is not None:
+            set_there[key] = k.value(chosen)
+        k.took(f"{key}: {shown(set_there[key])}", chosen)
+        k.took(f"comm_overlap has {shown(set_there[key])}", key)
+    k.took("overlaps of gradients and weights", "comm_overlap.tp_comm_overlap")
+    return {**values, **set_there}
+
+
+def _environment(k: Keys) -> dict[str, str]:
+    """The variables that Megatron-Bridge sets before it starts."""
+    found: dict[str, str] = {}
+    for key in ("env_vars", "model.env_vars"):
+        found |= {str(name): str(value) for name, value in (k.value(key) or {}).items()}
+        k.took("variables of the environment", key)
+    return found
 
 
 def _add_activation(k: Keys, values: Mapping[str, Any], add: Any) -> None:

@@ -12,9 +12,11 @@ from spbench.bench.jobs.deepspeed_sharding import set_sharding
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
+from spbench.bench.jobs.torchtitan import ROTATIONS
 from spbench.bench.yaml_files import read_yaml
 
 _TRAINER, _ACCELERATE = "TrainingArguments", "accelerate"
+_CONTEXT = "accelerate.parallelism_config.parallelism_config_cp"
 #: families of config.json whose models have a layer for each projection
 _SEPARATE = {"llama", "mistral", "qwen2", "qwen3"}
 #: the arguments of scripts that say how long a sequence is
@@ -25,6 +27,18 @@ _ATTENTION = {
     "flash_attention_2": "flash_attention_2",
     "flash_attention_3": "flash_attention_3",
     "eager": "unfused",
+}
+#: other spellings that DeepSpeed takes: names of fields without their alias, and an old section
+_ALIASES = {
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+            *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+            *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+        )
+    },
+    "bfloat16.enabled": "bf16.enabled",
 }
 _ADAM = {"adam", "adamw", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"}
 
@@ -49,7 +63,8 @@ def read(files: JobFiles) -> Job | None:
 def _named(found: DeepSpeedFiles) -> Iterator[tuple[str, Any]]:
     """The values of all files but the model's, by the names of their keys."""
     _, known = _program()
-    yield from flat(found.given.get("deepspeed", {}), known)
+    for name, value in flat(found.given.get("deepspeed", {}), known):
+        yield _ALIASES.get(name, name), value
     for kind, name in (("trainer", _TRAINER), ("accelerate", _ACCELERATE)):
         yield from flat(found.given.get(kind, {}), known, f"{name}.")
 
@@ -71,6 +86,7 @@ class DeepSpeedJob:
         self._precision()
         set_sharding(k, self.found)
         self._optimizer()
+        self._beside()
         return k.job("deepspeed", k.program, self.files, k.arguments())
 
     def _model(self) -> None:
@@ -120,15 +136,15 @@ class DeepSpeedJob:
             k.problems.append(f"{own} {k.value(own)} and {beside} {k.value(beside)} differ")
         k.ignore("it is DeepSpeed's", "accelerate.parallelism_config.parallelism_config_sp_backend")
         names = [name for name in (own, beside) if name in k.given]
-        k.set(
-            "strategy",
-            "ulysses" if sp > 1 else "single",
-            *(names if sp > 1 else ()),
-            note="" if sp > 1 else "data parallel alone",
-        )
-        if sp > 1:
+        if (cp := self._context_parallel()) > 1 and sp > 1:
+            k.problems.append(f"{_CONTEXT}_size is {cp} and {' and '.join(names)} {sp}; leave one")
+        elif cp > 1:
+            sp = cp
+        elif sp > 1:
+            k.set("strategy", "ulysses", *names)
             k.set("sizes.sp", sp, *names)
-        k.ignore("sequences are whole", own, beside)
+        else:
+            k.set("strategy", "single", note="data parallel alone")
         if gpus is None:
             return None
         if gpus % sp:
@@ -140,6 +156,26 @@ class DeepSpeedJob:
         given = [name for name in (processes, shards) if name in k.given]
         k.set("sizes.dp", gpus // sp, *given, note=f"{gpus} GPUs / {sp}" if sp > 1 else f"{gpus} GPUs")
         return gpus // sp
+
+    def _context_parallel(self) -> int:
+        """Set torch's context parallelism of accelerate, if there is any; returns the ranks of a sequence."""
+        k, size, how = self.keys, f"{_CONTEXT}_size", f"{_CONTEXT}_comm_strategy"
+        ranks = k.count(size)
+        k.ignore("it is torch's", f"{_CONTEXT}_backend")
+        if ranks == 1:
+            k.ignore("sequences are whole", how)
+            return 1
+        strategy, options = ROTATIONS[k.value(how)]
+        k.set("strategy", strategy, size, how, note="torch's context parallelism")
+        for option, value in options.items():
+            k.set(f"strategy_options.{option}", value, how)
+        k.set("strategy_options.placement", "zigzag", note="torch's load balancing, which is on")
+        k.set("sizes.sp", ranks, size)
+        if k.value("accelerate.fsdp_config.fsdp_version") != 2:
+            k.problems.append(f"{k.spelled(size)} needs accelerate.fsdp_config.fsdp_version 2")
+        if k.value(name := f"{_TRAINER}.attn_implementation") != "sdpa":
+            k.problems.append(f"{k.spelled(size)} needs {name} sdpa")
+        return ranks
 
     def _batch(self, replicas: int) -> None:
         """DeepSpeed's rule: batch = micro-batch x accumulation x replicas; one that is not given follows."""
@@ -223,6 +259,27 @@ class DeepSpeedJob:
         precision, names = next(iter(chosen.items()), ("fp32", []))
         k.set("precision", precision, *names, note="" if names else "neither bf16 nor fp16")
         k.ignore("none is asked for", "accelerate.mixed_precision")
+
+    def _beside(self) -> None:
+        """What has an effect on steps, or more memory than they, in some jobs alone."""
+        k = self.keys
+        for name in ("flops_profiler", "comms_logger"):
+            if not (k.value(name) or {}).get("enabled"):
+                k.ignore("it is off", name)
+        whole, names = f"{_TRAINER}.per_device_eval_batch_size", ["per_device_eval_batch_size"]
+        names = [f"{_TRAINER}.{name}" for name in (*names, "eval_accumulation_steps")]
+        evaluates = {k.value(f"{_TRAINER}.{name}") for name in ("eval_strategy", "evaluation_strategy")}
+        if evaluates <= {None, "no"}:
+            k.ignore("nothing is evaluated", *names)
+        micro, _ = self._given("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
+        if (k.value(whole) or 0) <= (micro or 1):
+            k.ignore("evaluation holds no more than a step of training", whole)
+        if k.value("accelerate.distributed_type") != "FSDP" or k.value("accelerate.mixed_precision") != "no":
+            k.ignore(
+                "weights are loaded in it; those that are trained are float32 and half precision as the rest "
+                "of the job says",
+                *(f"{_TRAINER}.{name}" for name in ("torch_dtype", "dtype")),
+            )
 
     def _optimizer(self) -> None:
         k = self.keys

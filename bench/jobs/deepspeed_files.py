@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.errors import UserError
+from spbench.bench.errors import shown
 from spbench.bench.jobs.job_files import JobFile, JobFiles
+from spbench.bench.user_files import parse_json
 from spbench.bench.yaml_files import parse_yaml
 
 #: of what a file is, by keys of which it has some: the Trainer's are the last, as they have most names
@@ -81,12 +81,7 @@ def content_of(file: JobFile) -> Mapping[str, Any] | None:
 
 
 def _json(file: JobFile) -> Mapping[str, Any] | None:
-    try:
-        content = json.loads(file.text, object_pairs_hook=_once)
-    except UserError as error:
-        raise file.wrong(str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise file.wrong(f"no JSON: {' '.join(str(error).split())[:150]}") from error
+    content = parse_json(file.path, file.content, object_pairs_hook=_once)
     return content if isinstance(content, dict) else None
 
 
@@ -94,6 +89,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise UserError(f"{key!r} is given twice; leave one")
+            raise ValueError(f"{shown(key)} is given twice; leave one")
         content[key] = value
     return content

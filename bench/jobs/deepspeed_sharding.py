@@ -64,6 +64,7 @@ def _set_zero(k: Keys) -> None:
             "weights are gathered in forward, not after the optimizer's step; the sums of bytes differ"
         )
     _set_offloading(k, stage)
+    _set_messages(k, stage)
     size = k.value(buckets[0])
     if stage < 3 and size != "auto":
         overlapped = k.value(buckets[2]) is True
@@ -77,6 +78,25 @@ def _set_zero(k: Keys) -> None:
             "a layer's weights are gathered at once, not those of the next prefetch bucket", *fetched
         )
     k.ignore(f"of another stage of ZeRO than {stage}, or as large as the job makes them", *buckets, *fetched)
+
+
+def _set_messages(k: Keys, stage: int) -> None:
+    """Set the type in which gradients are summed over ranks: that of the weights, but for parts of sequences,
+    whose gradients DeepSpeed sums in float32 unless another is asked for."""
+    of_parts, of_wholes = "seq_parallel_communication_data_type", "communication_data_type"
+    parts = any(each.path == "sizes.sp" for each in k.settings)
+    name, other = (of_parts, of_wholes) if parts else (of_wholes, of_parts)
+    k.ignore(f"{name} holds where sequences are {'cut' if parts else 'whole'}", other)
+    precision = next(each.value for each in k.settings if each.path == "precision")
+    asked = str(k.value(name)).lower() if k.value(name) is not None else precision
+    if asked == precision:
+        k.took(f"gradients are sent in {precision}", name)
+    elif asked != "fp32":
+        k.refuse(f"gradients of {precision} that are sent in {asked}", name)
+    elif stage == 1:
+        k.approximate("gradients are sent in the type of the weights, not in float32, twice the bytes", name)
+    else:
+        k.set("training.reduce_dtype", "fp32", name)
 
 
 def _places(kind: str) -> tuple[str, str]:

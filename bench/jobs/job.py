@@ -12,12 +12,13 @@ from spbench.bench.config.expand import Problem, expand
 from spbench.bench.errors import UserError
 from spbench.bench.yaml_text import comment, scalar
 
-Outcome = Literal["mapped", "no effect", "refused", "unknown"]
+#: "not modelled": it may move time or memory, and what a scenario says is without it
+Outcome = Literal["mapped", "no effect", "not modelled", "refused", "unknown"]
 
 #: column of the scenario's comments, where a line leaves room for them
 _COMMENT_COLUMN = 44
-#: unknown arguments that a refusal names, and characters of a word of the job that it repeats
-_MOST_NAMED, _LONGEST = 5, 80
+#: arguments of one kind that a line names, and characters of a word of the job that it repeats
+MOST_NAMED, _LONGEST = 5, 80
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Argument:
     Attributes:
         name: as its program calls it: ``--hidden-size``, ``optimizer.name``.
         value: as the job gives it; "" for a switch.
-        detail: the settings that it sets, why it has no effect, or what is missing for it.
+        detail: the settings that it sets, why it has no effect, what it may move, or what is missing for it.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Job:
                 missing.setdefault(argument.detail, []).append(short(str(argument)))
             reasons += [f"{', '.join(names)}: {detail}" for detail, names in missing.items()]
         if (unknown := self.of("unknown")) and not self.allow_unknown:
-            names = [f"{short(argument.name)}{argument.detail}" for argument in unknown[:_MOST_NAMED]]
+            names = [f"{short(argument.name)}{argument.detail}" for argument in unknown[:MOST_NAMED]]
             if more := len(unknown) - len(names):
                 names.append(f"nor {more} others (--explain)")
             reasons.append(

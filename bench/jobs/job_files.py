@@ -10,7 +10,8 @@ from pathlib import Path
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.jobs import JOBS
 from spbench.bench.jobs.job import Job
-from spbench.bench.yaml_files import read_file
+from spbench.bench.jobs.other_programs import keyed_program, started_program
+from spbench.bench.user_files import decoded, read_file
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
@@ -18,18 +19,24 @@ MOST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class JobFile:
-    """A file of a job, and its content."""
+    """A file of a job, and its content.
+
+    Attributes:
+        part: the name of one of several configurations that a file has; "": it has one.
+    """
 
     path: Path
     content: bytes
+    part: str = ""
 
     @property
     def text(self) -> str:
         """The content; UserError where it is not UTF-8."""
-        try:
-            return self.content.decode()
-        except UnicodeDecodeError as error:
-            raise self.wrong(f"not a text file in UTF-8 (byte {error.start})") from error
+        return decoded(self.path, self.content)
+
+    def __str__(self) -> str:
+        """Its name, as messages and titles have it."""
+        return ":".join(filter(None, [self.path.name, self.part]))
 
     def wrong(self, problem: str) -> UserError:
         """The error that says what is wrong with the file."""
@@ -58,7 +65,7 @@ class JobFiles:
     @property
     def title(self) -> str:
         """The files' names."""
-        return " ".join(file.path.name for file in self.files)
+        return " ".join(str(file) for file in self.files)
 
     def the_file(self) -> JobFile:
         """The only file; :class:`OneFileRead` if there are several."""
@@ -78,7 +85,7 @@ class JobFiles:
 
 def read_job(
     kind: str | None,
-    files: Sequence[Path | JobFile],
+    files: Sequence[Path | str | JobFile],
     *,
     gpus: int | None = None,
     cluster: str | None = None,
@@ -89,6 +96,7 @@ def read_job(
 
     Args:
         kind: a name of :data:`JOBS`; None: the only kind that takes the files for its own.
+        files: their paths; ``FILE.py:NAME`` is one of several configurations in a file.
         gpus: how many it runs on; None: what the files say.
         environment: variables that are set beside those of the files.
 
@@ -104,17 +112,14 @@ def read_job(
     if not files:
         raise UserError("no file of a job is given")
     given = JobFiles([_read(file) for file in files], gpus, cluster, environment or {})
-    kinds = JOBS.names() if kind is None else [kind]
-    found: dict[str, Job] = {}
-    for name in kinds:
-        try:
-            job = JOBS.load(name)(given)
-        except OneFileRead:
-            if kind is not None:
-                raise
-            continue  # so the files are of another kind
-        if job is not None:
-            found[name] = job
+    for file in given.files:
+        if other := keyed_program(file) or started_program(file, unread=False):
+            raise file.wrong(other)
+    found = _jobs(given, JOBS.names() if kind is None else [kind], kind)
+    if not found and kind is None:
+        for file in given.files:
+            if other := started_program(file, unread=True):
+                raise file.wrong(other)
     if len(found) != 1:
         known = f"known kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(found)}: say which" if found else f"no job of {kind or 'any kind'}"
@@ -122,8 +127,35 @@ def read_job(
     return dataclasses.replace(next(iter(found.values())), allow_unknown=allow_unknown)
 
 
-def _read(file: Path | JobFile) -> JobFile:
-    read = file if isinstance(file, JobFile) else JobFile(file, read_file(file))
+def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
+    """What the files are as jobs of those kinds that take them for their own."""
+    found: dict[str, Job] = {}
+    for name in kinds:
+        try:
+            job = JOBS.load(name)(given)
+        except OneFileRead:
+            if asked is not None:
+                raise
+            continue  # so the files are of another kind
+        if job is not None:
+            found[name] = job
+    return found
+
+
+def path_and_part(word: Path | str) -> tuple[Path, str]:
+    """The path of a file, and of FILE.py:NAME, unless that is a file, the name of a configuration in it."""
+    path, colon, part = str(word).rpartition(":")
+    if not colon or not path.endswith(".py") or Path(word).is_file():
+        return Path(word), ""
+    return Path(path), part
+
+
+def _read(file: Path | str | JobFile) -> JobFile:
+    if isinstance(file, JobFile):
+        read = file
+    else:
+        path, part = path_and_part(file)
+        read = JobFile(path, read_file(path), part)
     if not read.content.strip():
         raise read.wrong("is empty")
     if len(read.content) > MOST_BYTES:

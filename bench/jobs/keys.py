@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.jobs.account import Account
+from spbench.bench.jobs.account import Account, may_move
 from spbench.bench.jobs.job import Argument, Outcome
 
 #: NAME:TYPE[?][=DEFAULT][@VERSIONS]
@@ -32,9 +32,9 @@ class Key:
     """A key that a program has.
 
     Attributes:
-        takes: a key of _TYPES, or choices with ``|`` between them, and after ``or`` another such.
+        takes: "any", a key of _TYPES, or choices with ``|`` between them, and after ``or`` another such.
         outcome: "mapped" where a setting may come from it.
-        detail: why it has no effect, or what is missing for other values than the default.
+        detail: why it has no effect, what it may move, or what is missing, for other values than the default.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Key:
         if value is None and self.optional:
             return ""
         kinds = self.takes.split("/")
-        if any(self._is(kind, value) for kind in kinds):
+        if "any" in kinds or any(self._is(kind, value) for kind in kinds):
             return ""
         needed = " or ".join(_NAMES.get(kind, f"one of {kind.replace('|', ', ')}") for kind in kinds)
         return f"{shown(value)} is not {needed}"
@@ -63,9 +63,14 @@ class Key:
 
 
 def known_keys(content: Mapping[str, Any], version: str = "") -> dict[str, Key]:
-    """The keys of a program, from a file of them (``mapped``, ``no_effect``, ``refused``), in a version."""
+    """The keys of a program, from a file of them (``mapped``, ``no_effect``, ``not_modelled``,
+    ``refused``), in a version."""
     groups: list[tuple[str, Outcome, str]] = [(content["mapped"], "mapped", "")]
     groups += [(group["keys"], "no effect", group["reason"]) for group in content["no_effect"]]
+    groups += [
+        (group["keys"], "not modelled", may_move(group["may_move"], group["because"]))
+        for group in content["not_modelled"]
+    ]
     groups += [(group["keys"], "refused", group["missing"]) for group in content["refused"]]
     found = {}
     for words, outcome, detail in groups:
@@ -89,7 +94,7 @@ def flat(content: Mapping[str, Any], known: Mapping[str, Key], above: str = "") 
     """The values of nested mappings by the names of their keys, with dots between."""
     for key, value in content.items():
         name = f"{above}{key}"
-        whole = name in known and "map" in known[name].takes.split("/")
+        whole = name in known and {"map", "any"} & {*known[name].takes.split("/")}
         if isinstance(value, Mapping) and not whole:
             yield from flat(value, known, f"{name}.")
         else:
@@ -101,6 +106,11 @@ def shown(value: Any) -> str:
     plain = isinstance(value, str) and value.isprintable()
     text = str(value) if plain else json.dumps(value, default=str)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether a value is the default: 1e9 is 1000000000, but 1 is not true."""
+    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
 
 
 @dataclass
@@ -190,8 +200,10 @@ class Keys(Account):
             return "mapped", "; ".join(dict.fromkeys(self.made_of[name]))
         if name in self.idle:
             return "no effect", self.idle[name]
-        if value == key.default and type(value) is type(key.default):
+        if _same(value, key.default):
             return "no effect", "is so by default"
+        if name in self.unmodelled or key.outcome == "not modelled":
+            return "not modelled", self.unmodelled.get(name, key.detail)
         if key.outcome == "refused":
             return "refused", f"{key.detail}: not modelled"
         if self.problems:

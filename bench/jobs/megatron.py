@@ -4,10 +4,10 @@ one of its functional tests."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spbench.bench.jobs.job import Argument, Job
+from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFile, JobFiles
 from spbench.bench.jobs.launch import Launch, launched
 from spbench.bench.jobs.megatron_arguments import parse, program
@@ -16,32 +16,15 @@ from spbench.bench.jobs.megatron_model import model_name, set_model
 from spbench.bench.jobs.megatron_stages import set_schedule
 from spbench.bench.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
 from spbench.bench.jobs.megatron_translation import Translation
-from spbench.bench.jobs.shell import Shell, shown
+from spbench.bench.jobs.shell import Shell
 from spbench.bench.jobs.shell_words import ShellError
+from spbench.bench.jobs.variables import variables
 from spbench.bench.yaml_files import parse_yaml
 
 _PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")
 _TRAINS = {"pretrain_gpt.py": False, "pretrain_bert.py": True}
 #: of a functional test
 _ARGUMENTS, _VARIABLES = "MODEL_ARGS", "ENV_VARS"
-
-#: variables of the environment that change nothing that is counted, by pattern, and why
-_IDLE_VARIABLES = {
-    r"NCCL_.*|TORCH_NCCL_.*|UCX_.*|GLOO_.*": "how collectives run, whose rates are the cluster's",
-    r"CUDA_DEVICE_MAX_CONNECTIONS": "the order in which kernels start",
-    r"NVTE_(FWD|BWD)_LAYERNORM_SM_MARGIN|NVTE_NORM_(FWD|BWD)_USE_CUDNN": "which kernel of norms runs",
-    r"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "which algorithm an attention kernel has, which keeps the same",
-    r"NVTE_(FLASH|FUSED|UNFUSED)_ATTN": "as TransformerEngine chooses anyway",
-    r"PYTORCH_(CUDA_)?ALLOC_CONF": "how torch reserves memory, not what is allocated",
-    r"OMP_.*|MKL_.*|PYTHON.*|TOKENIZERS_.*|HF_.*|WANDB_.*|LOGLEVEL|TORCHINDUCTOR_.*|TRITON_.*": "the host",
-    r"MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|LOCAL_WORLD_SIZE|CUDA_VISIBLE_DEVICES": "where processes are",
-    CONTAINER: "what the job needs of it is the same in all releases",
-    r"WORLD_SIZE": "how many processes there are",
-}
-#: variables that settings come from
-_MAPPED_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG",)
-#: variables of libraries, of which one that is not above may have an effect
-_OF_LIBRARIES = re.compile(r"(NVTE|CUBLAS|CUDNN|CUDA|TORCH|PYTORCH|MEGATRON|TE)_.*")
 
 
 def read(files: JobFiles) -> Job | None:
@@ -71,25 +54,12 @@ def read(files: JobFiles) -> Job | None:
         set_schedule(t)
         set_optimizer(t, files.cluster)
         t.problems += container_problems(t)
-    arguments = [*t.arguments(model_name(bert)), *_variables(t)]
+    t.ignore("what the job needs of it is the same in all releases", CONTAINER)
+    if (workspace := "CUBLAS_WORKSPACE_CONFIG") not in t.made_of:
+        t.took("not before the arguments are right", workspace)
+    arguments = [*t.arguments(model_name(bert)), *variables(t, t.environment)]
     t.problems[:0] = given.problems
     return t.job("megatron", program(), files, arguments, problems)
-
-
-def _variables(t: Translation) -> Iterator[Argument]:
-    """What became of the variables of the environment."""
-    for name, value in t.environment.items():
-        if name in t.made_of:
-            yield Argument(name, shown(value), "mapped", "; ".join(t.made_of[name]))
-            continue
-        if name in _MAPPED_VARIABLES:
-            yield Argument(name, shown(value), "mapped", "not before the arguments are right")
-            continue
-        reason = next((why for pattern, why in _IDLE_VARIABLES.items() if re.fullmatch(pattern, name)), None)
-        if reason is None and _OF_LIBRARIES.fullmatch(name):
-            yield Argument(name, shown(value), "unknown", " in the environment")
-        else:
-            yield Argument(name, shown(value), "no effect", reason or "a variable of the script's own")
 
 
 def _is_yaml(file: JobFile) -> bool:

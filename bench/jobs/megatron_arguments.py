@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from spbench.bench.jobs.account import may_move
 from spbench.bench.jobs.shell import shown, unknown_in
 from spbench.bench.yaml_files import read_yaml
 
@@ -17,7 +18,9 @@ _FILE = Path(__file__).with_suffix(".yaml")
 #: NAME[,SPELLING...][:TYPE[+|*|COUNT]][=DEFAULT]
 _SPECIFICATION = re.compile(r"(--[\w-]+(?:,--[\w-]+)*)(?::([^=+*]*?)([+*3])?)?(?:=(.*))?")
 
-Class = Literal["mapped", "no effect", "refused"]
+Class = Literal["mapped", "no effect", "not modelled", "refused"]
+#: outcomes of arguments whose value need not be known
+_WITHOUT_SETTING = ("no effect", "not modelled")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Known:
         takes: "int", "float", "str" or choices with ``|`` between them; "": it is a switch.
         count: "", "+" (one value or more), "*" (any number) or "3".
         outcome: "mapped" where a setting may come from it.
-        detail: why it has no effect, or what is missing.
+        detail: why it has no effect, what it may move, or what is missing.
         beside: arguments without one of which it has no effect.
     """
 
@@ -79,6 +82,9 @@ def known_arguments() -> Mapping[str, Known]:
     found = [*_known(content["mapped"], "mapped")]
     for group in content["no_effect"]:
         found += _known(group["arguments"], "no effect", group["reason"])
+    for group in content["not_modelled"]:
+        detail = may_move(group["may_move"], group["because"])
+        found += _known(group["arguments"], "not modelled", detail)
     for group in content["refused"]:
         main = [*_known(group["arguments"], "refused", group["missing"])]
         names = tuple(known.name for known in main)
@@ -111,7 +117,12 @@ class Given:
     @property
     def is_default(self) -> bool:
         """Whether it says what is so without it."""
-        return self.known is not None and bool(self.known.takes) and self.text == (self.known.default or "")
+        known = self.known
+        if known is None or not known.takes:
+            return False
+        if known.takes in ("int", "float") and known.default and not known.wrong(self.text):
+            return float(self.text) == float(known.default)
+        return self.text == (known.default or "")
 
 
 @dataclass
@@ -171,7 +182,7 @@ def parse(words: Sequence[str]) -> GivenArguments:
         arguments.problems += _problems(given, equals)
         key = known.name if known else given.name
         before = arguments.by_name.pop(key, None)
-        counts = known is not None and known.outcome != "no effect"
+        counts = known is not None and known.outcome not in _WITHOUT_SETTING
         if before and counts and str(before) != str(given):
             arguments.problems.append(f"{before} and {given} are both given; leave one")
         arguments.by_name[key] = given
@@ -202,7 +213,7 @@ def _problems(given: Given, equals: str) -> Iterator[str]:
         yield f"{given.name} takes 3 values, but has {len(given.values)}"
     for value in given.values:
         if unknown := unknown_in(value):
-            if known.outcome != "no effect":
+            if known.outcome not in _WITHOUT_SETTING:
                 yield f"{given.name} {shown(value)}: {unknown[0]} is not set in the script; set it there"
         elif problem := known.takes and known.wrong(value):
             yield f"{given.name}: {problem}"

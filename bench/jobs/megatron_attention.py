@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spbench.bench.clusters.attention_kernels import engines_choice
 from spbench.bench.jobs.megatron_container import (
     CONTAINER,
     DETERMINISTIC_FLASH_ATTENTION,
@@ -15,6 +16,8 @@ _FUSIONS = (
     *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     *("--no-bias-dropout-fusion", "--no-rope-fusion"),
 )
+#: variables of TransformerEngine that allow a kernel, and its --attention-backend
+_ALLOWING = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
 
 def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
@@ -49,27 +52,24 @@ def set_attention(t: Translation, local: bool, cluster: str | None) -> None:
     else:
         _choose_attention(t, cluster)
     t.ignore("attention is not FlashAttention", "--flash-attention-version")
+    _check_switches(t, local, asked or "auto")
     mask = "--no-create-attention-mask-in-dataloader"
     t.set("model_options.loader_mask", not g.on(mask), mask)
     _set_fusions(t, local)
 
 
 def _choose_attention(t: Translation, cluster: str) -> None:
-    """The kernel that TransformerEngine takes where it may (get_attention_backend of its
-    pytorch/attention/dot_product_attention/utils.py, and nvte_get_fused_attn_backend)."""
+    """The kernel that TransformerEngine takes where it may (:func:`engines_choice`, and
+    nvte_get_fused_attn_backend)."""
     card, generation = card_of(cluster)
     fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if t.environment.get(name) == "0"}
     deterministic = t.given.on("--deterministic-mode") or t.environment.get(fixed) == "0"
     dropout = t.given.share("--attention-dropout") > 0
-    fused = (
-        "NVTE_FUSED_ATTN" not in off
-        and generation >= 9
-        and not (generation >= 10 and deterministic and dropout)
-    )
+    fused = "NVTE_FUSED_ATTN" not in off and not (generation >= 10 and deterministic and dropout)
     undetermined = deterministic and runs_before(t, DETERMINISTIC_FLASH_ATTENTION)
-    flash = "NVTE_FLASH_ATTN" not in off and generation >= 8 and not undetermined
-    kernel = "cudnn" if fused else "flash" if flash else "unfused"
+    flash = "NVTE_FLASH_ATTN" not in off and not undetermined
+    kernel = engines_choice(generation, fused=fused, flash=flash)
     names = ["--attention-backend", *sorted(off)]
     if deterministic and (generation >= 10 or undetermined):
         names.append(fixed)
@@ -78,6 +78,25 @@ def _choose_attention(t: Translation, cluster: str) -> None:
     t.set(
         "model_options.attention", kernel, *names, note=f"TransformerEngine's choice on {card or 'this card'}"
     )
+
+
+def _check_switches(t: Translation, local: bool, asked: str) -> None:
+    """Account for TransformerEngine's variables that allow kernels. Megatron-LM sets them by
+    --attention-backend, and refuses to start where they are set otherwise (_set_attention_backend of its
+    language_module.py); older versions took them as they were."""
+    for name, kernel in _ALLOWING.items():
+        value = t.environment.get(name)
+        if value is None:
+            continue
+        if local:
+            t.ignore("--transformer-impl local has unfused attention alone", name)
+        elif value == str(int(asked in (kernel, "auto"))):
+            t.ignore(f"is so with --attention-backend {asked}", name)
+        elif asked == "auto":
+            t.took("TransformerEngine's choice among the kernels that are left", name)
+            t.remarks.append(f"{name}={value} beside --attention-backend auto runs in older versions alone")
+        else:
+            t.problems.append(f"{name}={value} and --attention-backend {asked} are both given; leave one")
 
 
 def ignore_absent_fusions(t: Translation, local: bool) -> list[str]:

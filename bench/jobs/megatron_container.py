@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from spbench.bench.clusters.attention_kernels import generation_of
 from spbench.bench.clusters.cluster import Device, load_cluster
 from spbench.bench.errors import UserError
 from spbench.bench.jobs.megatron_translation import Translation
@@ -23,13 +24,6 @@ LARGE_WORKSPACE_ON_BLACKWELL = (26, 4)
 #: times kernels (:class:`Autotuning`): how many tensors that the last kernel overwrites are copied, where
 #: copies are made, and how large the buffer is. The first is known of 24.01 (two) and 24.10 (one) alone
 ONE_COPY, COPIES_ON_HOST, FLUSHES_L2 = (24, 3), (24, 11), (25, 3)
-#: generations of cards by what is in their names, as NVIDIA numbers what they can do
-_CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
-    "H100": 9,
-    "H200": 9,
-    "H800": 9,
-    "B200": 10,
-}
 
 
 def runs_before(t: Translation, release: tuple[int, int]) -> bool:
@@ -66,8 +60,7 @@ def _device(cluster: str | None) -> Device | None:
 def card_of(cluster: str | None) -> tuple[str, int]:
     """The name of a cluster's card and its generation; ("", 0) where it is not known."""
     device = _device(cluster)
-    card = "" if device is None else device.name
-    return card, next((number for part, number in _CAPABILITY.items() if part in card), 0)
+    return ("", 0) if device is None else (device.name, generation_of(device))
 
 
 def set_workspace(t: Translation, cluster: str | None) -> None:

@@ -75,8 +75,8 @@ def _set_interleaving(t: Translation, stages: int, chunks: int, name: str) -> No
             )
         if (size := g.number(group)) is not None:
             t.set("training.microbatch_group_size", size, group)
-        moved = "transfers of the warm-up and of the flush, below the peak; their time is not modelled"
-        t.ignore(moved, "--overlap-p2p-communication-warmup-flush")
+        moved = "transfers of the warm-up and of the flush run beside computation, below the peak"
+        t.leave("time", moved, "--overlap-p2p-communication-warmup-flush")
         return
     t.ignore("a rank has one run of layers", *_CHUNKS, *_INTERLEAVED)
 

@@ -153,6 +153,8 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
         needs = {untied: g.on(untied), fusion: g.on(fusion), "no --fp16": not g.on("--fp16")}
         needs["--pipeline-model-parallel-size 1"] = (g.number("--pipeline-model-parallel-size") or 1) == 1
         needs["no --use-distributed-optimizer"] = not g.on("--use-distributed-optimizer")
+        queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+        needs[f"no {queues}=1"] = t.environment.get(queues) != "1"
         t.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
         t.ignore(f"{sharded} reduces and gathers by itself", *flags.values(), "--ddp-bucket-size")
         t.ignore(f"{sharded} has no main gradients", "--no-gradient-accumulation-fusion")
@@ -164,6 +166,7 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     for option, name in flags.items():
         if g.on(name):
             t.set(f"training.{option}", True, name)
+    _set_alignment(t)
     early = "--overlap-param-gather-with-optimizer-step"
     pairs = [("--overlap-param-gather", "--use-distributed-optimizer")]
     pairs += [("--overlap-param-gather", "--overlap-grad-reduce"), (early, "--overlap-param-gather")]
@@ -172,7 +175,7 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
             t.problems.append(f"{name} needs {needed}")
     if g.on(early):
         t.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
-        t.ignore("an all-gather of the same buffers starts earlier; its time is not modelled", early)
+        t.leave("time", "an all-gather of the same buffers starts earlier", early)
     _set_offloading(t)
     fusion = "--no-gradient-accumulation-fusion"
     t.set("training.gradient_accumulation_fusion", not g.on(fusion), fusion)
@@ -190,13 +193,26 @@ def set_optimizer(t: Translation, cluster: str | None) -> None:
     _set_moments(t, cluster)
 
 
+def _set_alignment(t: Translation) -> None:
+    """Set when the stages of a pipeline begin to gather weights, which one run of layers a rank does not say:
+    there each stage begins as it needs them, aligned or not."""
+    g, apart = t.given, "--no-align-param-gather"
+    chunks = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
+    if not g.on("--overlap-param-gather"):
+        t.ignore("weights are gathered at once, after the optimizer's step", apart)
+    elif not any(map(g.on, (*chunks, "--pipeline-model-parallel-layout"))):
+        t.ignore("so it is where a rank has one run of layers", apart)
+    elif g.on(apart):
+        t.set("training.align_param_gather", False, apart)
+
+
 def _set_offloading(t: Translation) -> None:
     """Set the optimizer's place, for which Megatron-LM has the path of its precision-aware optimizer."""
-    g, aware = t.given, "--use-precision-aware-optimizer"
+    g, aware, torchs = t.given, "--use-precision-aware-optimizer", "--use-torch-optimizer-for-cpu-offload"
     offloaded, overlapped = "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"
     t.ignore("main weights, gradients and moments are float32 as without it", aware)
     if not g.on(offloaded):
-        t.ignore(f"of {offloaded}", overlapped)
+        t.ignore(f"of {offloaded}", overlapped, torchs)
         return
     t.problems += [
         f"{offloaded} needs {name}" for name in (aware, "--use-distributed-optimizer") if not g.on(name)
@@ -220,8 +236,16 @@ def _set_main_gradients(t: Translation) -> None:
 
 
 def _set_moments(t: Translation, cluster: str | None) -> None:
+    g = t.given
     set_workspace(t, cluster)
-    t.ignore("slower kernels, whose times are not modelled", "--deterministic-mode")
+    if g.on("--fp16"):
+        t.ignore("gradients are checked for overflow with a fixed scale too", "--loss-scale")
+    micro, of_evaluation = g.number("--micro-batch-size") or 1, "--eval-micro-batch-size"
+    if (g.number(of_evaluation) or 0) <= micro:
+        t.ignore("evaluation holds no more than a step of training", of_evaluation)
+    if g.on("--deterministic-mode"):
+        t.remarks.append("kernels of --deterministic-mode are slower, which is not modelled")
+        t.took("see what is approximate", "--deterministic-mode")
     t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-    one = t.given.text("--train-iters") == "1"
+    one = g.text("--train-iters") == "1"
     t.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")

@@ -64,6 +64,8 @@ class Translation(Account):
             return Argument(given.name, given.text, "no effect", self.idle[name])
         if given.is_default:
             return Argument(given.name, given.text, "no effect", "is so by default")
+        if name in self.unmodelled or known.outcome == "not modelled":
+            return Argument(given.name, given.text, "not modelled", self.unmodelled.get(name, known.detail))
         if known.beside and not any(main in self.given.by_name for main in known.beside):
             return Argument(given.name, given.text, "no effect", f"of {known.detail}, which the job has not")
         if known.outcome == "refused":

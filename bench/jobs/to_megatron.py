@@ -126,6 +126,9 @@ def _backend(cell: Cell) -> Iterator[_Row]:
             yield argument, getattr(options, option), f"training.{option}"
         for argument in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer"):
             yield argument, options.optimizer == "host", "training.optimizer"
+        if cell.training.schedule == "interleaved" and options.overlap_param_gather:
+            apart, setting = "--no-align-param-gather", "training.align_param_gather"
+            yield apart, not options.align_param_gather, setting
         yield fusion, not options.gradient_accumulation_fusion, "training.gradient_accumulation_fusion"
         whole, option = options.accumulate_allreduce_grads_in_fp32, "accumulate_allreduce_grads_in_fp32"
         yield "--grad-reduce-in-bf16", cell.precision == "bf16" and not whole, f"training.{option}"

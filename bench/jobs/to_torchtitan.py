@@ -1,28 +1,30 @@
-"""A cell as a TOML of torchtitan, of Llama 3."""
+"""A cell as a TOML of torchtitan, of Llama 3 or Qwen3."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.jobs.flags import Flag, Flags, several_ranks
-from spbench.bench.jobs.torchtitan import PRESETS, ROTATIONS, versions
+from spbench.bench.jobs.torchtitan import ROTATIONS, versions
+from spbench.bench.jobs.torchtitan_models import PRESETS, QWEN3, qwen3_options
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
+from spbench.impls.models.model import Model, model_preset
 
 #: what a flavor fixes
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary")
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "qk_norm")
 
 
 def flags(cell: Cell) -> Flags:
     """The file, to be read back; of a model that has not the sizes of a flavor there is none."""
     program, _ = next(iter(versions().values()))
     model = model_preset(*cell.model_arguments)
-    flavor = next((flavor for flavor, name in PRESETS.items() if _alike(model, model_preset(name))), None)
-    if not isinstance(model, CausalTransformerModel) or flavor is None:
-        known = ", ".join(PRESETS.values())
+    name, flavor = next((which for which, other in _models() if _alike(model, other)), ("", ""))
+    if not isinstance(model, CausalTransformerModel) or not flavor:
+        known = ", ".join(f"{name} {flavor}" for (name, flavor), _ in _models())
         return Flags(program, "train.toml", (), "", (f"model {cell.model} of these sizes (it has {known})",))
     strategy, mesh = several_ranks(cell)
     options, training, (batch, length) = cell.strategy_options, cell.training, cell.shape
@@ -32,7 +34,7 @@ def flags(cell: Cell) -> Flags:
     mode, every = _recomputation(model)
     parts = training.micro_batches
     values: list[tuple[str, Any, str]] = [
-        ("model.name", "llama3", "model"),
+        ("model.name", name, "model"),
         ("model.flavor", flavor, "model"),
         ("training.local_batch_size", batch // (parts * cell.sizes.dp), "batch"),
         ("training.global_batch_size", batch if parts > 1 else None, "training.micro_batches"),
@@ -64,6 +66,14 @@ def flags(cell: Cell) -> Flags:
         text += f"\n[{section}]\n"
         text += "".join(f"{line.argument.partition('.')[2]} = {line.value}\n" for line in keys)
     return Flags(program, "train.toml", tuple(lines), text)
+
+
+def _models() -> Iterator[tuple[tuple[str, str], Model]]:
+    """The models that torchtitan has here, by name and flavor."""
+    for flavor, preset in PRESETS.items():
+        yield ("llama3", flavor), model_preset(preset)
+    for flavor in QWEN3:
+        yield ("qwen3", flavor), model_preset("llama3-8b", qwen3_options(flavor))
 
 
 def _alike(model: Any, preset: Any) -> bool:

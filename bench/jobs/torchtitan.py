@@ -1,21 +1,22 @@
-"""Jobs of torchtitan, of Llama 3: its TOML, and its configurations in Python where they are plain values."""
+"""Jobs of torchtitan, of Llama 3 and Qwen3: its TOML, and its configurations in Python where they are plain
+values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS
 from spbench.bench.jobs.job import Job
 from spbench.bench.jobs.job_files import JobFiles
 from spbench.bench.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.jobs.torchtitan_files import content_of
+from spbench.bench.jobs.torchtitan_models import set_model
+from spbench.bench.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
-#: by model.flavor of llama3
-PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
 #: by context_parallel_rotate_method; with the strategy's own options
 ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
@@ -64,7 +65,7 @@ class TorchtitanJob:
 
     def job(self) -> Job:
         k = self.keys
-        self._model()
+        set_model(k, self.version)
         replicas = self._parallelism()
         if replicas is not None:
             self._batch(replicas)
@@ -72,27 +73,6 @@ class TorchtitanJob:
         self._optimizer()
         self._compile()
         return k.job("torchtitan", k.program, self.files, k.arguments())
-
-    def _model(self) -> None:
-        k = self.keys
-        name, flavor = k.value("model.name"), k.value("model.flavor")
-        if name != "llama3":
-            k.refuse("another model than llama3", "model.name")
-        elif flavor not in PRESETS:
-            k.refuse(f"another flavor of llama3 than {', '.join(PRESETS)}", "model.flavor")
-        k.set("model", PRESETS.get(flavor, "llama3-8b"), "model.name", "model.flavor")
-        k.set(
-            "model_options.separate_projections", True, note="wq, wk, wv and w1, w3 are layers of their own"
-        )
-        k.set("model_options.attention", "flash_attention_2", note="torch's scaled_dot_product_attention")
-        if self.version == "c":
-            return
-        norm = k.value("model.norm_type") if self.version == "a" else "rmsnorm"
-        names = ["model.norm_type"] if self.version == "a" else []
-        if norm not in ("rmsnorm", "fused_rmsnorm"):
-            k.refuse("layer norms without a bias", *names)
-        way = "fused" if norm == "fused_rmsnorm" else "plain"
-        k.set("model_options.rms_norm", way, *names, note="" if names else "operator by operator")
 
     def _parallelism(self) -> int | None:
         """Set strategy, sizes and backend; returns how many replicas there are."""
@@ -161,6 +141,11 @@ class TorchtitanJob:
             if balanced == "ptrr":
                 k.refuse("sequences balanced by blocks of a mask", balancer)
             options["placement"] = "zigzag" if balanced else "contiguous", [balancer]
+            if self.version != "c":
+                k.approximate(
+                    "a sequence's keys and values are sent once; torchtitan repeats them first for the "
+                    "queries that share them"
+                )
         k.ignore("of context parallelism, which the job has not", rotation, balancer)
         at = ([tp_name] if tp > 1 else []) + ([cp_name, rotation] if cp > 1 else [])
         note = "" if at else "no rank has a part of a layer or a sequence"
@@ -187,15 +172,17 @@ class TorchtitanJob:
         name = self.named("batch_size") if self.version == "a" else "training.local_batch_size"
         local, whole_name = k.count(name), "training.global_batch_size"
         whole = k.value(whole_name) if whole_name in k.known else -1
-        if whole == 0 or (whole > 0 and whole % (local * replicas)):
+        at_once = local * replicas
+        if whole < 0:
+            k.set("batch", at_once, name, note=f"{local} x {replicas} replicas")
+        elif whole == 0 or whole % at_once:
             k.problems.append(f"{whole_name} {whole} is no multiple of {name} {local} x {replicas} replicas")
             return
-        parts = prod([local, replicas]) if whole < 0 else whole
-        note = f"{local} x {replicas} replicas" if whole < 0 else ""
-        k.set("batch", parts, *([name] if whole < 0 else [whole_name]), note=note)
-        k.took(f"batch: {parts}", name)
-        if parts > local * replicas:
-            k.set("training.micro_batches", parts // (local * replicas), whole_name, name)
+        else:
+            k.set("batch", whole, whole_name)
+            k.took(f"batch: {whole}", name)
+            if whole > at_once:
+                k.set("training.micro_batches", whole // at_once, whole_name, name)
         length = k.count("training.seq_len")
         k.set("seq_len", length, "training.seq_len")
         half = k.value("training.mixed_precision_param") == "bfloat16"
@@ -250,6 +237,11 @@ class TorchtitanJob:
             k.took("a fused Adam, the one that there is", way)
         else:
             k.approximate("Adam's step is fused, and makes no tensors of its own", way)
+        launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
+        k.approximate(
+            f"torch's allocator is as by default; {launcher} (not multinode_trainer.slurm) has "
+            f"{ALLOCATOR[0]} {EXPANDABLE_SEGMENTS}, which is training.cuda_alloc_conf"
+        )
         k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
         k.set("training.steps", 2, note="and one after it")
 

@@ -7,12 +7,16 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.jobs.job_files import JobFile
+from spbench.bench.errors import suggestion
+from spbench.bench.jobs.job import MOST_NAMED
+from spbench.bench.jobs.job_files import JobFile, path_and_part
 
 #: of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 #: sections of the configurations in Python, and those of TOML that they were
 _RENAMED = {"profiler": "profiling", "validator": "validation", "dataloader": "training.dataloader"}
+#: what a function returns that makes a configuration
+_CONFIGURATION = "Trainer.Config"
 #: classes that say a mode of activation_checkpoint
 _MODES: Mapping[str, Mapping[str, str]] = {
     "SelectiveAC": {"mode": "selective", "selective_ac_option": "op"},
@@ -36,6 +40,12 @@ def content_of(file: JobFile) -> Mapping[str, Any] | None:
     return content if len(_SECTIONS & sections) >= 2 else None
 
 
+def has_configurations(word: str) -> bool:
+    """Whether a word is FILE.py or FILE.py:NAME of a file that makes configurations, and so no model."""
+    path, _ = path_and_part(word)
+    return path.suffix == ".py" and path.is_file() and _CONFIGURATION in path.read_text(errors="replace")
+
+
 def _of_python(file: JobFile) -> Mapping[str, Any] | None:
     """What the only function that returns ``Trainer.Config(...)`` has in it; nothing is run."""
     try:
@@ -46,13 +56,20 @@ def _of_python(file: JobFile) -> Mapping[str, Any] | None:
     for function in module.body:
         if isinstance(function, ast.FunctionDef) and isinstance(function.body[-1], ast.Return):
             call = function.body[-1].value
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "Trainer.Config":
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == _CONFIGURATION:
                 found[function.name] = call
     if not found:
         return None
-    if len(found) > 1:
-        raise file.wrong(f"several functions make a configuration ({', '.join(found)}); leave one of them")
-    return _sections(file, next(iter(found.values())))
+    if file.part and file.part not in found:
+        raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, found)}")
+    if len(found) > 1 and not file.part:
+        names = [*found]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        raise file.wrong(
+            f"{len(names)} functions make a configuration ({', '.join(names[:MOST_NAMED])}{more}); name one, "
+            f"as {file.path}:{names[0]}"
+        )
+    return _sections(file, found[file.part or next(iter(found))])
 
 
 def _sections(file: JobFile, call: ast.Call) -> dict[str, Any]:

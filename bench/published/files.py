@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.published_number import PublishedNumber, finite
+from spbench.bench.user_files import read_text
 from spbench.bench.yaml_files import StrictModel
 
 #: where published files of the package are: those of papers, of measurements on real machines, and of step
@@ -72,17 +74,17 @@ def published_rows(file: str, beside: Path) -> tuple[Path, list[str], list[dict[
 def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The columns and rows of a CSV file with a header; what is left out at the end of a row is "". UserError
     if it cannot be read, two columns have one name, or a row has more cells than the header."""
+    text = read_text(path)
     try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream, strict=True)
-            columns = list(reader.fieldnames or ())
-            if len(set(columns)) < len(columns):
-                raise ValueError("two columns have one name")
-            rows = []
-            for row in reader:
-                if None in row:
-                    raise ValueError(f"line {reader.line_num} has more cells than the header")
-                rows.append({name: row[name] or "" for name in columns})
-    except (OSError, ValueError, csv.Error) as error:  # a UnicodeDecodeError is a ValueError
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        reader = csv.DictReader(StringIO(text, newline=""), strict=True)
+        columns = list(reader.fieldnames or ())
+        if len(set(columns)) < len(columns):
+            raise ValueError("two columns have one name")
+        rows = []
+        for row in reader:
+            if None in row:
+                raise ValueError(f"line {reader.line_num} has more cells than the header")
+            rows.append({name: row[name] or "" for name in columns})
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
     return columns, rows

@@ -77,6 +77,6 @@ def _answer(surroundings: Surroundings, connection: Connection) -> None:
             function, args, kwargs = connection.recv()
             try:
                 answer = True, function(*args, **kwargs)
-            except Exception:
+            except BaseException:  # also what would end the process: asked again where it is told
                 answer = False, None
             connection.send(answer)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from torch.utils._mode_utils import no_dispatch
 from spbench.bench.ranks.rank_job import Answer, Job, collect
 from spbench.bench.ranks.rank_pool import Ranks
 from spbench.impls.axes import device_mesh
+from spbench.impls.outside_code import printed, told
 
 #: how torch.distributed names it
 LOCKSTEP = "spbench_lockstep"
@@ -258,8 +258,8 @@ class LockstepRanks(Ranks):
                     dist.init_process_group(LOCKSTEP, rank=rank, world_size=job.ranks, store=store)
                     answers.append(Answer(rank, function(device_mesh(job.sizes), *args)))
                 except BaseException as error:
-                    text, raised = traceback.format_exc(), f"{type(error).__name__}: {error}"
-                    answers.append(Answer(rank, None, "failed", len(answers) + 1, text, raised))
+                    text = printed(error)
+                    answers.append(Answer(rank, None, "failed", len(answers) + 1, text, told(error)))
                     board.end(f"rank {rank} failed")
                 finally:
                     if dist.is_initialized():

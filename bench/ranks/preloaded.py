@@ -24,7 +24,7 @@ gc.disable()  # all stays, and a quarter of the time would go to looking for gar
 try:
     for _room in _ROOMS:
         for _module in pkgutil.iter_modules(importlib.import_module(f"spbench.{_room}").__path__):
-            with suppress(Exception):  # the process that needs it meets its error, and says so
+            with suppress(Exception, SystemExit):  # the process that needs it meets its error, and says so
                 importlib.import_module(f"spbench.{_room}.{_module.name}")
     with suppress(Exception):
         # its first construction imports torch._dynamo and sympy, for more than a second

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from spbench.bench.errors import UserError
+from spbench.bench.ranks.start_failures import limits_of_process, no_process
 
 #: of the environment: the folder into which a worker and its ranks write their stacks
 STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
@@ -81,10 +82,9 @@ def starting_context() -> BaseContext:
             with main_module_hidden():
                 first.start()
         except (OSError, EOFError, MemoryError) as error:
-            raise UserError(
-                f"cannot start processes ({type(error).__name__}: {error}); look at the limits of memory and "
-                "processes (ulimit -a) and at TMPDIR"
-            ) from error
+            server: Any = forkserver._forkserver
+            pid = None if _server_is_shared else server._forkserver_pid
+            raise UserError(no_process(error, pid)) from error
         first.join()
     return context
 
@@ -161,7 +161,7 @@ class Surroundings:
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: frozenset[int] = field(default_factory=_cores)
-    limits: dict[int, tuple[int, int]] = field(default_factory=lambda: _limits())
+    limits: dict[int, tuple[int, int]] = field(default_factory=limits_of_process)
     server: str = field(default_factory=_server_address)
 
     def take_on(self) -> None:
@@ -180,15 +180,6 @@ class Surroundings:
             for limit, values in self.limits.items():
                 with suppress(ValueError, OSError):  # above the server's own
                     resource.setrlimit(limit, values)
-
-
-def _limits() -> dict[int, tuple[int, int]]:
-    if START_METHOD != "forkserver":
-        return {}
-    import resource
-
-    every = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-    return {limit: resource.getrlimit(limit) for limit in every}
 
 
 @contextmanager
@@ -280,7 +271,7 @@ def written_stacks(folder: Path, files: int | None = None) -> str:
             break
         time.sleep(STACKS_S / 20)
         before, sizes = sizes, [file.stat().st_size for file in _files(folder)]
-    texts = {file.name: file.read_text(errors="replace") for file in _files(folder)}
+    texts = {file.name: file.read_text(errors="replace", encoding="utf-8") for file in _files(folder)}
     return "".join(f"-- {name} --\n{text.rstrip()}\n" for name, text in texts.items() if text)
 
 

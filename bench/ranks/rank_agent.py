@@ -31,6 +31,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of, starting_context, when_parent_is_gone
 from spbench.bench.ranks.rank_job import Answer, Job
 from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
@@ -61,12 +62,30 @@ class Launched:
 
         Raises:
             KeyError: no launcher has started it.
+            UserError: a variable is none that a launcher sets.
         """
         env = os.environ
+        number = {name: _number(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+        if not number["RANK"] < number["WORLD_SIZE"]:
+            raise UserError(_NO_LAUNCHER.format(f"RANK={env['RANK']} of WORLD_SIZE={env['WORLD_SIZE']}"))
         # processes that torchrun starts again must not see what the first ones have left in its store
         run = f"spbench/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        place = Rendezvous(env["MASTER_ADDR"], int(env["MASTER_PORT"]), run)
-        return cls(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]), place)
+        place = Rendezvous(env["MASTER_ADDR"], number["MASTER_PORT"], run)
+        return cls(number["RANK"], number["LOCAL_RANK"], number["WORLD_SIZE"], place)
+
+
+_NO_LAUNCHER = (
+    "the environment is that of a process of a launcher, but for {}; start the command with torchrun, or "
+    "unset RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+)
+
+
+def _number(name: str) -> int:
+    """A variable of the environment that a launcher sets to a number of at least 0."""
+    text = os.environ[name]
+    if not (text.isascii() and text.isdigit()) or (name == "MASTER_PORT" and not 0 < int(text) < 2**16):
+        raise UserError(_NO_LAUNCHER.format(f"{name}={text[:40]!r}"))
+    return int(text)
 
 
 def serve(launched: Launched) -> int:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from spbench.impls import loose_files
 
 #: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
 AGENTS = "SPBENCH_AGENTS"
 
 #: after one rank failed, seconds that the others have to notice it before they are killed
 GRACE_S = 5.0
+
+#: how the reason begins where ranks have not answered in time
+NO_END = "no end within its limit of"
 
 #: of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
 Fate = Literal["failed", "oom", "timeout"]
@@ -59,6 +64,7 @@ class Job:
         timeout_s: after so many seconds the job has failed.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
         fresh: whether processes are started for this job alone.
+        files: those of users that the work may need (:func:`loose_files.digests`).
     """
 
     number: int
@@ -68,6 +74,7 @@ class Job:
     timeout_s: float
     work: bytes
     fresh: bool = False
+    files: Mapping[str, str] = field(default_factory=loose_files.digests)
 
     @property
     def ranks(self) -> int:
@@ -131,6 +138,6 @@ def collect(
         raise error
     if waiting:
         ranks_named = f"rank{'s' if len(waiting) > 1 else ''} {', '.join(map(str, sorted(waiting)))}"
-        what = f"no end within its limit of {timeout_s:g} s, no answer from {ranks_named}"
+        what = f"{NO_END} {timeout_s:g} s, no answer from {ranks_named}"
         raise RankError(min(waiting), what, "timeout", sorted(waiting))
     return values

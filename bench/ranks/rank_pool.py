@@ -21,9 +21,11 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import STACKS_FOLDER, stacks_of
 from spbench.bench.ranks.rank_job import Answer, Job, RankError, collect
 from spbench.bench.ranks.rank_process import RankProcess, Rendezvous
+from spbench.bench.ranks.start_failures import FILES_OF_GROUP, FILES_OF_RANK, check_open_files
 from spbench.impls.axes import whole_mesh
 
 __all__ = ["RankError", "RankPool", "Ranks"]
@@ -32,6 +34,8 @@ __all__ = ["RankError", "RankPool", "Ranks"]
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 _LOOPBACK = "127.0.0.1"
+#: seconds that a connection on this machine may take
+_REACHED_S = 10.0
 
 
 class Ranks(ABC):
@@ -99,11 +103,15 @@ class RankPool(Ranks):
     Args:
         size: the largest number of ranks that a job can have.
         timeout_s: the limit of jobs that are given none.
+
+    Raises:
+        UserError: this process may open too few files, or the loopback interface is down.
     """
 
     def __init__(self, size: int, timeout_s: float = Ranks.timeout_s):
         if size < 1:
             raise ValueError(f"a pool needs at least 1 rank, not {size}")
+        check_open_files(FILES_OF_GROUP + FILES_OF_RANK * size, f"to start {size} ranks")
         self.size, self.timeout_s = size, timeout_s
         self._numbers = itertools.count()
         self._processes: list[RankProcess] = []
@@ -153,9 +161,20 @@ def loopback_store(port: int = 0) -> tuple[dist.TCPStore, int]:
     """A store that listens on the loopback interface alone, and its port; 0: one that the system chooses.
 
     A store that opens its socket itself listens on all interfaces.
+
+    Raises:
+        UserError: processes of this machine cannot reach each other there; ranks would wait for minutes.
     """
-    listening = socket.create_server((_LOOPBACK, port))
-    port = listening.getsockname()[1]
+    try:
+        listening = socket.create_server((_LOOPBACK, port))
+        port = listening.getsockname()[1]
+        with socket.create_connection((_LOOPBACK, port), _REACHED_S), listening.accept()[0]:
+            pass
+    except OSError as error:
+        raise UserError(
+            f"ranks cannot meet at {_LOOPBACK}:{port} ({error.strerror or error}); check that the loopback "
+            "interface is up (ip link set lo up) and that the process may open files (ulimit -n)"
+        ) from error
     store = dist.TCPStore(
         _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )

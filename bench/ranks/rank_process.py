@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import (
     STACKS_FOLDER,
     Surroundings,
@@ -31,7 +31,10 @@ from spbench.bench.ranks.processes import (
 )
 from spbench.bench.ranks.rank_job import GRACE_S, Answer, Job, fate
 from spbench.bench.ranks.staged_group import STAGED, register
+from spbench.bench.ranks.start_failures import FILES_OF_GROUP, check_open_files
+from spbench.impls import loose_files
 from spbench.impls.axes import device_mesh
+from spbench.impls.outside_code import exits_refused, printed, told
 
 #: a collective that waits for a rank fails so many seconds after its job, whose end says which rank it was
 _LATER_S = 60.0
@@ -144,12 +147,14 @@ def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
         rank,
         status="oom" if is_out_of_memory(error) else "failed",
         place=place,
-        text="".join(traceback.format_exception(error)),
-        raised=f"{type(error).__name__}: {error}",
+        text=printed(error),
+        raised=str(error) if isinstance(error, UserError) else told(error),
     )
 
 
 def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
+    loose_files.share(job.files)
+    check_open_files(FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks")
     if job.backend == STAGED:
         register()
         local_rank %= max(1, torch.cuda.device_count())
@@ -164,8 +169,9 @@ def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
         device_id=torch.device("cuda", local_rank) if job.backend == "nccl" else None,
     )
     mesh = device_mesh(job.sizes, job.device)
-    function, args = pickle.loads(job.work)
-    return function(mesh, *args)
+    with exits_refused():
+        function, args = pickle.loads(job.work)  # may import files of users
+        return function(mesh, *args)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -189,7 +195,7 @@ def _write_operations_on_signal(name: str) -> None:
     def wait() -> None:
         while True:
             signal.sigwait([signal.SIGUSR2])
-            file.write_text(last_operations() or "none\n")
+            file.write_text(last_operations() or "none\n", encoding="utf-8")
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spbench.bench.errors import UserError
 from spbench.bench.ranks.processes import (
     STACKS_S,
     Surroundings,
@@ -48,11 +49,16 @@ def coordinating(launched: Launched) -> Iterator[None]:
 
     Raises:
         KeyboardInterrupt: the launcher is gone.
+        UserError: nobody can meet where the launcher says.
     """
     holder = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        holder = _listening(launched.rendezvous)
-    store = launched.rendezvous.store()
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            holder = _listening(launched.rendezvous)
+        store = launched.rendezvous.store()
+    except (OSError, dist.DistError) as error:
+        place = f"MASTER_ADDR={launched.rendezvous.host} MASTER_PORT={launched.rendezvous.port}"
+        raise UserError(f"ranks cannot meet at {place}: {str(error).splitlines()[0]}") from error
     context = starting_context()
     agent = context.Process(target=_agent, args=(Surroundings(), launched))  # type: ignore[attr-defined]
     with interrupts_blocked(), main_module_hidden():

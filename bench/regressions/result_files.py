@@ -6,7 +6,6 @@ Each benchmark of pytest-benchmark is a row: its full name is the key, its time 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from spbench.bench.provenance import commit_of
 from spbench.bench.published.comparison import COMPARISON_FILE, NUMBERS, read_records
 from spbench.bench.regressions.metrics import merged_rounds
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
-from spbench.bench.yaml_files import read_file
+from spbench.bench.user_files import parse_json, read_file, resolved
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
 
@@ -82,7 +81,7 @@ def _machine(row: Row) -> tuple[str, str, str]:
 
 def suite_of(path: Path) -> str:
     """The name of the results at a path: that of their folder, or of their file without its ending."""
-    place = path.resolve()
+    place = resolved(path)
     if place.is_dir():
         return place.name
     return place.parent.name if place.name == RESULTS_FILE else place.stem
@@ -176,8 +175,8 @@ def _benchmarks(path: Path) -> dict[Path, _BenchmarksFile]:
     read = {}
     for file in files:
         try:
-            content = json.loads(read_file(file))
-        except (ValueError, RecursionError):
+            content = parse_json(file, read_file(file))
+        except UserError:
             continue
         if isinstance(content, dict) and "benchmarks" in content:
             try:

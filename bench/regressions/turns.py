@@ -25,6 +25,7 @@ from spbench.bench.provenance import commit_of
 from spbench.bench.published.comparison import COMPARISON_FILE
 from spbench.bench.regressions.metrics import merged_rounds
 from spbench.bench.sweep.results import RESULTS_FILE, Row, read_rows
+from spbench.bench.user_files import resolved
 
 #: seconds that a run which is interrupted has to end its own processes
 GRACE_S = 20.0
@@ -89,7 +90,7 @@ def run_in_turns(
 def _counterpart(path: Path, repository: Path, version: CodeVersion) -> Path | None:
     """What has the place of a file or folder of the repository in a version; None: nothing, or the path lies
     elsewhere."""
-    path, repository = path.resolve(), repository.resolve()
+    path, repository = resolved(path), resolved(repository)
     if not path.is_relative_to(repository):
         return None
     other = version.root / path.relative_to(repository)
@@ -100,7 +101,7 @@ def _of_version(scenario: str, repository: Path, version: CodeVersion) -> str:
     """The scenario as a version is asked for it: its own file, else the same for both."""
     if not (file := Path(scenario)).is_file():
         return scenario
-    return str(_counterpart(file, repository, version) or file.resolve())
+    return str(_counterpart(file, repository, version) or resolved(file))
 
 
 def _working_folder(repository: Path, version: CodeVersion) -> Path:

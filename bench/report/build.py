@@ -18,6 +18,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.report.gathered import Gathered
 from spbench.bench.report.pages import all_pages
 from spbench.bench.report.rendering import Rendering, environment, navigation
+from spbench.bench.user_files import resolved
 
 STATIC = Path(__file__).with_name("static")
 #: a file of every site, by which a folder is known to be one
@@ -62,7 +63,7 @@ def build(gathered: Gathered, folder: Path) -> Site:
         UserError: the folder holds something else, or cannot be written.
     """
     check_place(folder)
-    target = folder.resolve()
+    target = resolved(folder)
     contents = dict(sorted(files(gathered).items()))
     sizes = {path: len(content) for path, content in contents.items()}
     contents[MARKER] = (json.dumps({"files": sizes}, indent=1) + "\n").encode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spbench.bench.config.scenario import Scenario, load_scenario
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.published.files import published_rows
 from spbench.bench.yaml_files import packaged
 
@@ -70,6 +70,13 @@ def papers() -> dict[str, Paper]:
         MEASURED: Paper(MEASURED, sources, "What real machines measured"),
         FIELD: Paper(FIELD, field, "Step times that others published"),
     }
+
+
+def unknown_paper(name: str) -> str:
+    """What to say of a scenario's paper that is none of those that are reproduced; "" of others."""
+    of_papers = [text for paper in papers().values() for text in (paper.name, paper.source)]
+    known = [text for text in of_papers if ", " not in text]  # the sources of measurements are many
+    return "" if name in ("", *known) else f"paper: unknown paper {shown(name)}{suggestion(name, known)}"
 
 
 def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:

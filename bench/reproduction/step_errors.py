@@ -2,7 +2,8 @@
 on, and how many published times lie within them.
 
 All times and rates of committed results count that no scalar was fitted to, each published number once; those
-of :data:`DATASHEETS` are the same runs on clusters of which no more is known than datasheets say.
+of :data:`WITHOUT_RATES` are the same runs on clusters of which no more is known than datasheets say, or from
+which a rate was taken away, so that something else prices what it is of.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from spbench.bench.reproduction.papers import FIELD_SOURCES_FILE, SOURCES_FILE
 from spbench.bench.trust.error_model import Covered, Observation, coverage, grouped, overall
 from spbench.bench.trust.shown import three_digits
 
-#: the argument of `spbench reproduce`, the file of its records, and the folder of its clusters
-DATASHEETS = "datasheets"
+#: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
+DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"
+WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate that is known"}
+#: groups of measured times of which the errors alone are told, in results/field
+TOLD_FILE = "told_errors.csv"
 #: the argument of `spbench reproduce` that fits the bands, and the part of README.md that it writes
 BANDS = "bands"
 TIMES = "times"
@@ -86,6 +90,22 @@ def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[O
             **_compared(record, cells.get(record["cell"])),
         )
         for record in records
+    ]
+
+
+def told_observations() -> list[Observation]:
+    """The errors of groups of times whose rows are not open: each row of a group has the group's median."""
+    _, _, groups = published_rows(TOLD_FILE, Path())
+    return [
+        Observation(
+            group["measured by"],
+            group["rates"],
+            group["bound"],
+            group["strategy"],
+            math.log1p(float(group["median_error"])),
+        )
+        for group in groups
+        for _ in range(int(group["rows"]))
     ]
 
 

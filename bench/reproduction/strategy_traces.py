@@ -40,9 +40,10 @@ def _write_rows(rows: Sequence[Row], path: Path) -> Path:
     return write_whole(path, "".join(lines))
 
 
-def trace_path(folder: Path, strategy: str) -> Path:
-    """Where the trace of a strategy's layer is."""
-    return folder / LAYERS / f"{strategy}.json.gz"
+def trace_path(folder: Path, cell: Cell) -> Path:
+    """Where the trace of a cell's layer is: named by its strategy, and by the options of that."""
+    chosen = (str(value) for _, value in sorted(cell.strategy_options.items()))
+    return folder / LAYERS / f"{'-'.join([cell.strategy, *chosen])}.json.gz"
 
 
 def write_trace(cell: Cell, folder: Path) -> Path:
@@ -63,14 +64,15 @@ def write_trace(cell: Cell, folder: Path) -> Path:
     content = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*trace_events(timeline, ranks)]}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     # no time in the file's head: the same trace has the same bytes
-    path = trace_path(folder, cell.strategy)
+    path = trace_path(folder, cell)
     return write_whole(path, gzip.compress(text.encode(), mtime=0))
 
 
-def read_trace(folder: Path, strategy: str) -> Mapping[str, Any] | None:
-    """The trace of a strategy's layer; None: there is none that can be read."""
+def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
+    """The trace of a cell's layer; None: there is none of it that can be read."""
     try:
-        content = json.loads(gzip.decompress(trace_path(folder, strategy).read_bytes()))
-        return content if {"otherData", "traceEvents"} <= content.keys() else None
-    except (OSError, EOFError, ValueError, AttributeError):
+        content = json.loads(gzip.decompress(trace_path(folder, cell).read_bytes()))
+        known = {"otherData", "traceEvents"} <= content.keys() and content["otherData"]["cell"] == cell.key
+        return content if known else None
+    except (OSError, EOFError, ValueError, AttributeError, KeyError, TypeError):
         return None

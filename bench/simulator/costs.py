@@ -21,6 +21,7 @@ from spbench.bench.clusters.cluster import Calibration, Cluster
 from spbench.bench.clusters.links import CollectiveModel
 from spbench.bench.clusters.rates import AttentionRates, ProductRate, operator_seconds
 from spbench.bench.simulator import flash_attention_grid as grid
+from spbench.bench.simulator.attention_calls import attention_calls
 from spbench.bench.simulator.collective_costs import GroupLinks, LinkRate, measured_seconds, ring_seconds
 from spbench.bench.simulator.nccl import nccl_seconds
 from spbench.bench.simulator.program import (
@@ -40,8 +41,6 @@ _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] =
     "measured": measured_seconds,
     "nccl": nccl_seconds,
 }
-#: PRECISION_NAMES begin with so many half precisions, which attention kernels' rates are of
-_HALVES = 2
 
 
 class RatesUnknown(ValueError):
@@ -237,30 +236,17 @@ class Costs:
     def _set_attention_rates(self, program: Program, known: AttentionRates, reached: np.ndarray) -> None:
         """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
         one for the kernel."""
-        whole = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
-        calls = np.column_stack([program.name[whole], program.shape[whole], program.flops[whole]])
-        # the calls of a ring are the same one after another
-        first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
-        kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
-        places = places.ravel()[np.cumsum(first) - 1]
-        at = np.flatnonzero(whole)
-        for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
-            backward = program.names[int(name)].endswith("_backward")
-            pairs = flops / (2 * head_size * (5 if backward else 2))  # as forward_flops and backward_flops
-            rate = known.rate_of(
-                self.attention,
-                int(head_size),
-                "backward" if backward else "forward",
-                "causal" if pairs < heads * queries * keys else "whole",
-            )
+        share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
+        on_grid = (known.default if self.attention == "flash" else self.attention) == grid.KERNEL
+        for call, events in attention_calls(program):
+            rate = known.rate_of(self.attention, call.head_size, call.direction, call.mask)
             if rate is None:
                 continue
-            share = self.calibration.efficiency
-            if (known.default if self.attention == "flash" else self.attention) == grid.KERNEL:
-                share *= grid.head_share(int(head_size), rate.head_size)
-                if backward and (cores := self.cluster.device.multiprocessors.value):
-                    share *= grid.backward_share(int(heads), int(keys), int(head_size), cores)
-            reached[at[places == place]] = rate.at(min(int(queries), int(keys))) * share
+            reached[events] = rate.at(call.length) * share
+            if on_grid:
+                reached[events] *= grid.head_share(call.head_size, rate.head_size)
+                if call.direction == "backward" and cores:
+                    reached[events] *= grid.backward_share(call.heads, call.keys, call.head_size, cores)
 
     def _memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

@@ -24,8 +24,8 @@ from spbench.bench.simulator.program import COMPUTE_STREAM, KERNEL, WAIT
 from spbench.bench.simulator.waits import Times
 from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
 
-#: steps times ranks for which times are worked out one by one; of more, some ranks stand for others
-_MOST_TIMES = 2**21
+#: steps, times the sets of ranks for which they are worked out; of more ranks, some stand for others
+_MOST_TIMES = 2**19
 #: sets of ranks, at least
 _FEWEST_SETS = 3
 
@@ -111,7 +111,7 @@ class UnlikeWork:
         there = np.unique(self.coordinates)[::-1]
         if not len(self.marked) or len(there) == 1:
             return [Alike(self.steps.all_ranks)]
-        many = max(_FEWEST_SETS, _MOST_TIMES // max(1, len(self.steps)) // max(1, len(self.steps.ranks)))
+        many = max(_FEWEST_SETS, _MOST_TIMES // max(1, len(self.steps)))
         return [
             Alike(self.steps.all_ranks[np.isin(self.coordinates, there[each])], int(there[each[0]]))
             for each in odd_sets(len(there), many)

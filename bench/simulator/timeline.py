@@ -24,6 +24,7 @@ from spbench.bench.simulator.program import (
     shifted,
 )
 from spbench.bench.simulator.step_parts import Flops, flops_of, seconds_by_kind
+from spbench.bench.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.simulator.waits import Times, Waits, waits_of
 
 if TYPE_CHECKING:
@@ -217,6 +218,18 @@ class Timeline:
             exposed["within_nodes"][some.ranks] = (waits.exposed - waits.across)[some.at]
             exposed["across_nodes"][some.ranks] = waits.across[some.at]
         return {f"{name}_s": float(s.mean()) for name, s in {**kinds, **exposed}.items()}
+
+    @property
+    def priced_by(self) -> dict[Substitute, float]:
+        """Seconds of what is priced by something else than a rate of its own, the mean over ranks: of
+        kernels, and of communication that moves bytes, hidden or not, on the first rank of each program."""
+        moving = (end[:, 0] - start[:, 0] for start, end in zip(self._start, self._end, strict=True))
+        kernels = (
+            seconds if work is None else seconds * work.mean_weights
+            for seconds, work in zip(self._kernel_s, self._works, strict=True)
+        )
+        of_programs = zip(self._world.steps, kernels, moving, strict=True)
+        return seconds_by_substitute(self._costs, of_programs, self.breakdown.get("host_s", 0.0))
 
     @property
     def flops(self) -> Flops:

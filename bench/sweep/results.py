@@ -22,6 +22,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.measurement import Status
 from spbench.bench.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
 from spbench.bench.trust.bands import tied, with_band
+from spbench.bench.trust.priced_by import priced_by_in_words
+from spbench.bench.user_files import read_file
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:
@@ -96,11 +98,11 @@ def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """The lines of a file that are not blank, each with its place; none of a file that is not there."""
     try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"cannot read results file {path}: {error.strerror}") from error
+        lines = read_file(path).split(b"\n")
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return
+        raise
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield f"{path}:{number}", line
@@ -233,6 +235,7 @@ def flat(row: Row) -> dict[str, Any]:
         **(measured.get("breakdown") or {}),
         **(measured.get("parts") or {}),
         **{name: measured.get(name) or None for name in _WORDS},
+        "priced_by": priced_by_in_words([measured]) or None,
         **{f"last_{name}": loss for name, loss in _last(losses).items()},
         **{f"error_{name}": error for name, error in errors.items()},
         **_metered(measured.get("meters") or {}),

@@ -23,6 +23,13 @@ class _Sent(TypedDict):
     sent_bytes: Number
 
 
+class _PricedBy(TypedDict):
+    work: Text
+    by: Text
+    grade: Text
+    share: Number
+
+
 class _ClassMemory(TypedDict, total=False):
     peak_memory_bytes: Number | None
     reserved_memory_bytes: Number | None
@@ -70,6 +77,7 @@ class _Measured(_Timed, total=False):
     flops: dict[Text, Number]
     calibration: Text
     rates: Text
+    priced_by: list[_PricedBy]
     losses: list[dict[Text, Signed | None]]
     errors: dict[Text, Number]
     meters: dict[Text, dict[str, Any]]

@@ -24,13 +24,18 @@ TIE_LEGEND = (
     "two splits do"
 )
 
+#: what is said of a time on such rates
+_MARKED = {"datasheet": ", uncalibrated", "substituted": ", a rate is missing"}
+
 Row = Mapping[str, Any]
 
 
 @cache
 def packaged_model() -> ErrorModel:
     """The errors that this version comes with."""
-    return ErrorModel.from_dict(json.loads(files(__package__).joinpath(BANDS_FILE).read_text()))
+    return ErrorModel.from_dict(
+        json.loads(files(__package__).joinpath(BANDS_FILE).read_text(encoding="utf-8"))
+    )
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
@@ -57,7 +62,7 @@ def shown_band(measured: Mapping[str, Any]) -> str:
         return ""
     if low is None or high is None:
         return shown_time(step_time_s)
-    word = ", uncalibrated" if measured.get("rates") == "datasheet" else ""
+    word = _MARKED.get(measured.get("rates") or "", "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 

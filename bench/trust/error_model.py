@@ -6,7 +6,8 @@ by what they rest on (``rates``), and within a class by what bounds the step. An
 absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
 effects, arXiv 1809.07441). Of a bound, the class's other rows count too, with the weight of
 :data:`PRIOR_SOURCES` sources in all; and where the bound has few sources of its own, its interval is at least
-that of the class. :func:`coverage` leaves out each source in turn, and counts how many of its times lie
+that of the class. What rests on substitutes of rates has classes of its own (:data:`EVER_WORSE`).
+:func:`coverage` leaves out each source in turn, and counts how many of its times lie
 within the intervals that the others give.
 """
 
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, pairwise
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -30,6 +31,9 @@ FEW = 3
 #: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
 #: two come about too easily among eight sources, as where one of small calls errs far to one side
 PLAIN = 3.0
+#: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
+#: (:mod:`spbench.bench.simulator.substitutes`)
+EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
 #: in place of a class or of a bound: all of them
 ANY = "any"
 
@@ -124,6 +128,7 @@ class ErrorModel:
             raise ValueError("no measured step")
         classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
         by_rates = {name: _intervals(some) for name, some in classes.items() if name != ANY}
+        _widen(by_rates)
         ties = {name: _differences(some) for name, some in classes.items()}
         return cls(
             intervals={ANY: {ANY: _intervals(observations)[ANY]}, **by_rates},
@@ -224,6 +229,16 @@ def _intervals(of_class: Sequence[Observation]) -> dict[str, Interval]:
             width = max(width, found[ANY].half_width)
         found[bound] = Interval(centre, width, len(own), len(some))
     return found
+
+
+def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
+    """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
+    is not the surer for it, whatever the few that were measured so erred by."""
+    for better, worse in pairwise(name for name in EVER_WORSE if name in by_rates):
+        known = by_rates[better]
+        for bound, own in by_rates[worse].items():
+            least = known.get(bound, known[ANY]).half_width
+            by_rates[worse][bound] = replace(own, half_width=max(own.half_width, least))
 
 
 def _by_source(observations: Iterable[Observation]) -> dict[str, list[float]]:

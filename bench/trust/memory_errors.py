@@ -51,7 +51,7 @@ class PastErrors:
 @cache
 def packaged_errors() -> Errors:
     """Those that this version comes with."""
-    content: Errors = json.loads(files(__package__).joinpath(MEMORY_ERRORS_FILE).read_text())
+    content: Errors = json.loads(files(__package__).joinpath(MEMORY_ERRORS_FILE).read_text(encoding="utf-8"))
     return content
 
 

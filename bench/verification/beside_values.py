@@ -22,7 +22,7 @@ from spbench.impls.models.model import Model
 from spbench.impls.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from spbench.bench.verification.oracle import Case, VerifiedRun
+    from spbench.bench.verification.verified_run import Case, VerifiedRun
 
 
 def check_positions(whole: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:

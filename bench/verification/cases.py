@@ -20,20 +20,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import partial
 from typing import Any, Literal
 
-import torch
-
 from spbench.bench.model_files import names_a_file, read_model_file
-from spbench.bench.ranks.rank_job import RankError
+from spbench.bench.ranks.rank_job import NO_END, RankError
 from spbench.bench.ranks.rank_pool import Ranks
+from spbench.bench.ranks.staged_group import STAGED
 from spbench.bench.ranks.torchrun import ranks_for, shared_backend
-from spbench.bench.verification.oracle import Case, Finding, check_rank
-from spbench.impls.as_published.as_published import AsPublished
+from spbench.bench.verification.explanation import explain_failure, explain_values
+from spbench.bench.verification.judged import how_departs, how_wrong, judged, unequal_bytes, worst_of
+from spbench.bench.verification.oracle import Finding, check_rank
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models
@@ -44,11 +46,11 @@ from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting
 from spbench.impls.training.step import PRECISIONS
 
-FLOAT64_LIMIT = 1e-10
-NOISE_FACTOR = 4.0
+#: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
+HUNG_S = 15.0
 
-#: in the reason of a RED row, names of wrong tensors beside the worst
-OTHERS_NAMED = 4
+#: of :attr:`VerifyRow.bytes`
+EQUAL = "equal"
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,13 @@ class VerifyRow:
         tensor, rank: which tensor that is, and where.
         factor: the number that this tensor is the reference times, where a RED one is that
             (:class:`Discrepancy`).
-        verdict: in which way a RED tensor is wrong, and which others are wrong too; of a baseline as
-            published, in which way it departs from the model.
-        reason: why it is unsupported, or what a rank raised.
+        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
+            of a baseline as published, in which way it departs from the model.
+        reason: why it is unsupported, or what a rank raised, in a line.
+        bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
+            there is none to compare with, as of a part of a model.
+        explanation: of a RED row, where asked for: lines on where its step goes wrong first.
+        traceback: of what a rank raised.
     """
 
     strategy: str
@@ -92,6 +98,9 @@ class VerifyRow:
     factor: float | None = None
     verdict: str = ""
     reason: str = ""
+    bytes: str = ""
+    explanation: str = ""
+    traceback: str = ""
 
 
 def verify(
@@ -109,6 +118,7 @@ def verify(
     seq_len: int = 24,
     pool: Ranks | None = None,
     expect: Callable[[int], None] = lambda cases: None,
+    explain: int = 0,
 ) -> Iterator[VerifyRow]:
     """Verify strategies; a row comes as soon as its case is done.
 
@@ -131,6 +141,8 @@ def verify(
         seq_len: positions; 24 is divisible by 1 to 4.
         pool: ranks to use; None: made here, and closed when the iterator ends.
         expect: told how many cases there are, before the first is run.
+        explain: of how many RED rows of each strategy the :attr:`VerifyRow.explanation` is made, the first
+            ones.
 
     Raises:
         KeyError: an unknown strategy, model, dtype or backend.
@@ -148,6 +160,7 @@ def verify(
         "backend": backend,
         "backend_options": of_backend,
     }
+    found: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -162,8 +175,17 @@ def verify(
         for strategy, name, mesh, dtype, part, varying in cases:
             varied = set_options(presets[name], varying, f"model {name}")
             case = Case(strategy, varied, part, dtype, **everywhere)
-            variant = _spelled({**varying, **chosen, **of_backend})
-            yield verify_case(ranks, case, mesh, device=device, model_name=name, variant=variant)
+            reds = found[strategy.name]
+            row = verify_case(
+                *(ranks, case, mesh),
+                device=device,
+                model_name=name,
+                variant=_spelled({**varying, **chosen, **of_backend}),
+                explain=len(reds) < explain,
+                timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
+            )
+            reds += [row] if row.status == "RED" else []
+            yield row
 
 
 def _check_known(dtypes: Sequence[str], backend: str) -> None:
@@ -204,8 +226,15 @@ def verify_case(
     device: str = "cpu",
     model_name: str = "",
     variant: str = "",
+    explain: bool = False,
+    timeout_s: float | None = None,
 ) -> VerifyRow:
-    """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it."""
+    """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it.
+
+    Args:
+        explain: run one that is RED once more, to say where its step goes wrong first.
+        timeout_s: after it the case has failed; None: the pool's limit.
+    """
     try:
         sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
         reason = ""
@@ -232,89 +261,40 @@ def verify_case(
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
         backend = shared_backend(row.size, device)
-        findings = pool.run(sizes, check_rank, case, device=device, backend=backend)
+        if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
+            row = replace(row, bytes=EQUAL)
+        findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
-        return replace(row, status="RED", error=float("inf"), rank=failed.rank, reason=str(failed))
-    return _judged(row, case, findings)
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """A finding of a rank beside what its error may be."""
-
-    rank: int
-    finding: Finding
-    limit: float
-
-    @property
-    def excess(self) -> float:
-        return self.finding.found.error / self.limit
-
-    @property
-    def factor(self) -> float | None:
-        return self.finding.found.factor(self.limit)
-
-    def __str__(self) -> str:
-        return f"{self.finding.tensor} {self.finding.found.described(self.limit)}"
+        red = replace(row, status="RED", error=float("inf"), rank=failed.rank, bytes="")
+        red = replace(red, reason=failed.reason, traceback=str(failed))
+        why = partial(explain_failure, pool, case, sizes, device, backend)
+    else:
+        red = _judged(row, case, findings)
+        why = partial(explain_values, pool, case, sizes, device, backend)
+    return replace(red, explanation=why()) if explain and red.status == "RED" else red
 
 
 def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings of ranks 0, 1, ..."""
-    dtype = PRECISIONS[row.dtype].parameters
-    typical = median(f.noise for ranks in findings for f in ranks)
-
-    def limit(finding: Finding) -> float:
-        if dtype is torch.float64:
-            return FLOAT64_LIMIT
-        return NOISE_FACTOR * max(finding.noise, typical, torch.finfo(dtype).eps)
-
-    every = [_Judged(rank, f, limit(f)) for rank, found in enumerate(findings) for f in found]
-    judged = [each for each in every if not each.finding.departs]
-    wrong = [each for each in judged if each.excess > 1]
-    # wrong values tell more than the messages that go with them
-    worst = max(wrong or judged, key=lambda each: (each.finding.tells if wrong else 0, each.excess))
+    every = judged(PRECISIONS[row.dtype].parameters, findings)
+    own = [each for each in every if not each.finding.departs]
+    wrong = [each for each in own if each.excess > 1]
+    worst = worst_of(own, wrong)
     row = replace(
         row,
         error=worst.finding.found.error,
         limit=worst.limit,
         tensor=worst.finding.tensor,
         rank=worst.rank,
+        bytes="; ".join(unequal_bytes(wrong)) or row.bytes,
     )
     if not wrong:
         departing = [each for each in every if each.finding.departs and each.excess > 1]
-        return (
-            replace(row, status="as published", verdict=_how_departs(case, departing)) if departing else row
-        )
-    return replace(row, status="RED", factor=worst.factor, verdict=_how_wrong(worst, wrong))
-
-
-def _how_departs(case: Case, departing: list[_Judged]) -> str:
-    """How far a baseline's own function is from the model's: in the first tensor, and in how many."""
-    classes = case.strategy.classes if isinstance(case.strategy, Nesting) else (case.strategy,)
-    (cls,) = (cls for cls in classes if issubclass(cls, AsPublished))
-    first = departing[0].finding.tensor
-    ranks = [each for each in departing if each.finding.tensor == first]
-    error = max(each.finding.found.error for each in ranks)
-    tensors = len({each.finding.tensor for each in departing})
-    return (
-        f"computes what its authors' code does, and departs from the model: {cls.departs}. {first} differs "
-        f"by {error:.1e} on {len(ranks)} ranks, {tensors} tensors do in all"
-    )
-
-
-def _how_wrong(worst: _Judged, wrong: list[_Judged]) -> str:
-    """In which way the worst tensor is wrong, and, where that has no factor, the worst one that has."""
-    scaled = [each for each in wrong if each.factor is not None]
-    shown = (
-        [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]
-    )
-    named = [each.finding.tensor for each in shown]
-    others = list(dict.fromkeys(e.finding.tensor for e in wrong if e.finding.tensor not in named))
-    more = [f"and {len(others) - OTHERS_NAMED} more"] if len(others) > OTHERS_NAMED else []
-    listed = [f"wrong too: {', '.join([*others[:OTHERS_NAMED], *more])}"] if others else []
-    return "; ".join([*map(str, shown), *listed])
+        said = how_departs(case, departing) if departing else ""
+        return replace(row, status="as published", verdict=said) if said else row
+    return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from spbench.bench.verification.discrepancy import Discrepancy, discrepancies
 from spbench.impls.attended import Attended
 
 if TYPE_CHECKING:
-    from spbench.bench.verification.oracle import VerifiedRun
+    from spbench.bench.verification.verified_run import VerifiedRun
 
 
 def document_of_positions(attended: Attended, length: int) -> Tensor:

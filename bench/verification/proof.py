@@ -16,7 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import plan
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.strategies.nesting import nesting

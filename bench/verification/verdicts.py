@@ -35,9 +35,11 @@ CASE = (
     *("strategy", "model", "variant", "part", "size", "mesh", "dtype", "batch", "seq_len"),
     *("backend", "device"),
 )
+#: of later releases: an earlier file has none of these
+FURTHER = ("bytes", "explanation", "traceback")
 #: what a reader finds in every verdict
 _FIELDS: Verdict = {
-    **dict.fromkeys((*CASE, *RUN, "status", "tensor", "verdict", "reason"), ""),
+    **dict.fromkeys((*CASE, *RUN, "status", "tensor", "verdict", "reason", *FURTHER), ""),
     **dict.fromkeys(("error", "limit", "rank", "factor")),
 }
 
@@ -69,6 +71,9 @@ class _Case(TypedDict):
     tensor: NotRequired[Text]
     verdict: NotRequired[Text]
     reason: NotRequired[Text]
+    bytes: NotRequired[Text]
+    explanation: NotRequired[Text]
+    traceback: NotRequired[Text]
 
 
 _HEAD, _CASE = TypeAdapter(_Head), TypeAdapter(_Case)

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import yaml
-
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measurement import Outcome, Run
 from spbench.bench.measuring_code import code_digest
+from spbench.bench.yaml_text import dump
 from spbench.impls import loose_files
 from spbench.impls.discovery import installed_version, named_classes, plugin_entries
 
@@ -152,4 +151,4 @@ class Parcel:
     def of(cls, cell: Cell) -> Parcel:
         """A cell with its cluster, as the file is now."""
         cluster = load_cluster(cell.cluster)
-        return cls(cell, cluster.name, yaml.safe_dump(cluster.content))
+        return cls(cell, cluster.name, dump(cluster.content))

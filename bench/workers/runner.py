@@ -156,7 +156,7 @@ def run_parcel(parcel: Parcel, crew: Crew, folder: Path) -> Outcome:
     Returns the outcome, with the provenance of this machine.
     """
     path = folder / f"{parcel.cluster}.yaml"
-    path.write_text(parcel.content)
+    path.write_text(parcel.content, encoding="utf-8")
     worker = crew.idle(1)
     assert worker is not None, "a runner has one cell at a time"
     worker.give(parcel.cell.model_copy(update={"cluster": str(path)}))

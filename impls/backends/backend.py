@@ -231,6 +231,10 @@ class Backend(ABC):
         do otherwise in a trace, which runs a few of those that are alike; its bytes then differ from its
         closed form, which `spbench verify` shows."""
 
+    def begin_gathering(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
+        """In a step's forward, where all stages of a pipeline may begin to gather the weights of one of their
+        runs of layers."""
+
     @abstractmethod
     def synchronize(self) -> None:
         """After all backward passes, make the gradients that this rank holds sums over their groups."""

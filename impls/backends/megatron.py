@@ -12,6 +12,7 @@ place.
 Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``, --use-distributed-optimizer;
 ``num_distributed_optimizer_instances``, --num-distributed-optimizer-instances;
 ``overlap_grad_reduce``, --overlap-grad-reduce; ``overlap_param_gather``, --overlap-param-gather;
+``align_param_gather: false``, --no-align-param-gather;
 ``gradient_accumulation_fusion: false``, --no-gradient-accumulation-fusion; ``bucket_size``,
 --ddp-bucket-size; ``pad_buckets_for_high_nccl_busbw``, --ddp-pad-buckets-for-high-nccl-busbw;
 ``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
@@ -176,6 +177,10 @@ class Megatron(Backend):
         for main in self.mains:
             main.values.grad = None
         self.gradients.zero()
+
+    def begin_gathering(self, stage: nn.Module) -> None:
+        if self.options.overlap_param_gather and self.options.align_param_gather:
+            self.gathered.begin(stage.parameters())
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.gradients.expect_last(stage.parameters())

@@ -26,6 +26,9 @@ class MegatronOptions(OptimizerOptions):
             them. Gradients are reduce-scattered within a run, and then summed over the runs.
         overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
         overlap_param_gather: gather updated weights bucket by bucket in the next step's forward.
+        align_param_gather: in an interleaved schedule all stages of a pipeline begin to gather a run of
+            layers at once: the first two before the first micro-batch, a later one when the first stage
+            begins the one before (--no-align-param-gather: each where its first micro-batch needs it).
         gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
         bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
             Megatron-Core's.
@@ -39,6 +42,7 @@ class MegatronOptions(OptimizerOptions):
     num_distributed_optimizer_instances: int = 1
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    align_param_gather: bool = True
     gradient_accumulation_fusion: bool = True
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False

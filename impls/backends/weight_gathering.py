@@ -39,6 +39,11 @@ class GatheredInForward:
         """After an update: what was gathered is old."""
         self.begun.clear()
 
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin to make these whole, in the order of their buckets."""
+        for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):
+            self._begin(bucket)
+
     def gather(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make these whole."""
         for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):

@@ -38,6 +38,7 @@ class InterleavedPipeline:
     ) -> Tensor:
         """As :meth:`Pipeline.run`."""
         step = _Step(self, micro_batches, scaled, phase)
+        step.begin_gathering(*range(min(2, self.turns.chunks)))
         for action, number in self.turns.actions:
             getattr(step, action)(number)
         # of the micro-batches that a trace leaves out
@@ -71,9 +72,18 @@ class _Step:
         self.y: Tensor | None = None
         self.d_x: Tensor | None = None
 
+    def begin_gathering(self, *chunks: int) -> None:
+        """Let the backend begin to gather the weights of chunks."""
+        with self.phase("forward"):
+            for chunk in chunks:
+                run = self.pipeline.runs[chunk]
+                run.backend.begin_gathering(run.module)
+
     def forward(self, number: int) -> None:
         """Run the forward of that number."""
-        turn = self.turns.forwards[number]
+        turn, gathered = self.turns.forwards[number], self.turns.gathered(number)
+        if gathered is not None:
+            self.begin_gathering(gathered)
         stage, inputs = self._at(turn)
         with self.phase("forward"):
             _, posted = self.inputs.get(number, (None, None))

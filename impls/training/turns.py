@@ -93,6 +93,15 @@ class Turns:
         for i in range(count - ahead, count):
             yield from [("backward", i), ("pass_back", i)]
 
+    def gathered(self, number: int) -> int | None:
+        """The chunk whose weights all ranks begin to gather at one time (--align-param-gather), before the
+        forward of that number, while the first rank begins the chunk before it; None: no chunk."""
+        lead = number + self.rank
+        if lead >= len(self) or self.forwards[lead].micro_batch:
+            return None
+        chunk = self.forwards[lead].chunk + 1
+        return chunk if 1 < chunk < self.chunks else None
+
     def posted(self, action: str, number: int) -> bool:
         """Whether a "pass_on" or a "pass_back" goes on before what it receives is there."""
         alternating = number >= self.ahead if action == "pass_on" else number < len(self) - self.ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -173,11 +174,12 @@ def dying_later(cell: Cell) -> Measurement:
 
 
 def ending_with_words(cell: Cell) -> Measurement:
-    """The process ends itself, and says why only on standard error."""
+    """A library ends the process, and says why only on standard error."""
     print("many words\n" * 5000, file=sys.stderr)
     print("cannot open the heart of gold", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(1)
+    ctypes.CDLL(None)._exit(1)
+    raise AssertionError
 
 
 def gated(cell: Cell) -> Measurement:

@@ -77,7 +77,7 @@ def test_a_scenario_names_a_file_beside_it(tmp_path: Path) -> None:
         (b"1e30\n", ":1: '1e30' is no length"),
         (b"nan\n", ":1: 'nan' is no length"),
         (b"4\n-1\n", "document 2 has -1 positions, and a document has at least 1"),
-        (b"\xff\xfe", "not a text file in UTF-8"),
+        (b"\xff\xfe", "a text file in UTF-16; save it in UTF-8"),
     ],
 )
 def test_no_lengths(tmp_path: Path, content: bytes, message: str) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pandas import DataFrame
 
-from spbench.plots.grid import Drawing, NothingToDraw
+from spbench.plots import NothingToDraw
+from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_seqlen
 from spbench.plots.methods import draw
 from spbench.plots.series import Row

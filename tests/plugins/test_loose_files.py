@@ -8,12 +8,15 @@ import pytest
 
 import spbench
 from spbench.bench.cell import Cell
+from spbench.bench.commands.cli import exit_code
 from spbench.bench.config.choices import cell_names
 from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
 from spbench.bench.measuring_code import code_digest
 from spbench.bench.workers.executor import Installation
+from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES
+from spbench.impls.outside_code import exits_refused
 from tests.plugins.additions import EXAMPLES
 
 STRATEGY = (EXAMPLES / "gathered_attention.py").read_text()
@@ -78,12 +81,38 @@ def test_workers_elsewhere_without_the_file_are_refused(folder: Path) -> None:
     assert "lacks the plug-ins file:naive.py" in Installation.here().difference(elsewhere)
 
 
+#: raises what is no Exception, and has no message
+ODD = """class Odd(BaseException):
+    def __str__(self):
+        raise ValueError
+
+raise Odd
+"""
+
+
+def test_files_of_another_process_must_be_the_same_here(folder: Path) -> None:
+    cell_names("strategy", str(folder / "naive.py"))
+    there = loose_files.digests()
+    loose_files.share(there)
+    assert loose_files.paths() == (folder / "naive.py",)
+    (folder / "naive.py").write_text(STRATEGY + "\nCHANGED = 1\n")
+    with pytest.raises(ValueError, match=r"naive.py is another file on .*; put the same file there"):
+        loose_files.share(there)
+    (folder / "naive.py").unlink()
+    with pytest.raises(ValueError, match=r"naive.py is not on "):
+        loose_files.share(there)
+
+
 WRONG = [
     ("strategy", "absent.py", "unknown strategy 'absent.py': there is no file"),
     ("strategy", "lm.py", "lm.py: has no class derived from spbench.Strategy"),
     ("model", "naive.py", "naive.py: has no mapping PRESETS"),
     ("strategy", "naive.py:nave", "unknown strategy 'nave'; did you mean 'naive'?"),
     ("strategy", "broken.py", "broken.py:2: cannot be imported: NameError: name 'brokn'"),
+    ("strategy", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
+    ("model", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
+    ("strategy", "ends.py", "ends.py:2: cannot be imported: RuntimeError: os._exit(0) would end the command"),
+    ("strategy", "odd.py", "odd.py:5: cannot be imported: Odd: its message cannot be made: ValueError"),
     ("strategy", "../naive.py", "have one name; rename one"),
     ("strategy", "taken.py", "two of one name"),
 ]
@@ -92,13 +121,45 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "name", "message"), WRONG)
 def test_a_file_that_cannot_be_used(folder: Path, kind: str, name: str, message: str) -> None:
     (folder / "broken.py").write_text("import spbench\nbrokn\n")
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "ends.py").write_text("import os\nos._exit(0)\n")
+    (folder / "odd.py").write_text(ODD)
     (folder / "taken.py").write_text(STRATEGY.replace('"gathered_attention"', '"lasp"'))
     (folder.parent / "naive.py").write_text(STRATEGY)
     if name.startswith(".."):
         cell_names("strategy", "naive.py", folder)
-    with pytest.raises(Exception, match=r"\S") as error:
+    with pytest.raises(Exception, match=r"\S") as error, exits_refused():
         cell_names(kind, name, folder)  # type: ignore[arg-type]
     assert message in str(error.value)
+
+
+ENDS = ["sys.exit(0)", "os._exit(0)", "raise type('Odd', (BaseException,), {})('odd')"]
+
+
+@pytest.mark.parametrize(("number", "ends"), [*enumerate(ENDS)])
+def test_a_strategy_that_ends_the_process_never_succeeds(
+    folder: Path, number: int, ends: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the command itself, and in a cell."""
+    name = f"ending{number}"  # modules of one name would be one
+    with_end = f"    def check(self, sites):\n        import os, sys; {ends}\n\n    def communication("
+    text = STRATEGY.replace("gathered_attention", name).replace("    def communication(", with_end)
+    (folder / f"{name}.py").write_text(text)
+    line = 1 + text[: text.index("import os, sys;")].count("\n")
+    command = [
+        "verify",
+        "--strategy",
+        str(folder / f"{name}.py"),
+        "--model",
+        "bert-tiny",
+        "--world-size",
+        "2",
+    ]
+    assert exit_code(command) == 2
+    assert f"{name}.py:{line}: " in capsys.readouterr().err
+    (folder / "s.yaml").write_text(SCENARIO.replace("STRATEGIES", f"./{name}.py"))
+    (reason,) = spbench.run(folder / "s.yaml", jobs=0, where=[("strategy", name)]).reason
+    assert f"{name}.py:{line}: " in reason
 
 
 def test_an_unknown_name_says_that_files_can_be_given() -> None:

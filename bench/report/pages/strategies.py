@@ -118,7 +118,7 @@ def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -
             "wrong_cells": numbers.differing(cells),
             "scenarios": numbers.scenario_lines(cells),
             **_step(gathered, name),
-            **_layer(gathered, name),
+            "timelines": [*_timelines(gathered, name)],
         },
         GROUP,
         order=31,
@@ -158,27 +158,29 @@ def made(row: Row) -> str:
     return f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
 
 
-def _layer(gathered: Gathered, name: str) -> dict[str, Any]:
-    """The timeline of one layer, from the kept trace; ``trace`` is None where there is none."""
-    trace = read_trace(gathered.strategies, name)
-    rows, _ = read_rows(gathered.strategies / LAYERS / RESULTS_FILE)
-    row = next((row for row in rows if trace and row["key"] == trace["otherData"]["cell"]), None)
-    if trace is None or row is None:
-        return {"trace": None}
-    cell = Cell.model_validate(row["cell"])
-    ranks = cell.sizes.world
-    where = f"{_at(cell)}, on {ranks} {'ranks' if ranks > 1 else 'rank'}"
-    return {
-        "trace": trace,
-        "at": _at(cell),
-        "ranks": ranks,
-        "mesh": cell.mesh_text,
-        "cluster": cell.cluster,
-        "layer_made": made(row),
-        "layer_changed": changed_parts(cell, row),
-        "charts": [layer_chart(trace, phase, f"layer-{phase}", where) for phase in _PHASES],
-        "times": DataTable("times", "What each rank's time of the step goes to", numbers.time_lines(trace)),
-    }
+def _timelines(gathered: Gathered, name: str) -> Iterator[dict[str, Any]]:
+    """The timelines of one layer from the kept traces, one for each choice of the strategy's options."""
+    for row in read_rows(gathered.strategies / LAYERS / RESULTS_FILE)[0]:
+        cell = Cell.model_validate(row["cell"])
+        if cell.strategy != name or (trace := read_trace(gathered.strategies, cell)) is None:
+            continue
+        options = ", ".join(f"{option} {value}" for option, value in cell.strategy_options.items())
+        ranks, of = cell.sizes.world, "-".join(["", *map(str, cell.strategy_options.values())])
+        with_options = f", {options}" if options else ""
+        where = f"{_at(cell)}, on {ranks} {'ranks' if ranks > 1 else 'rank'}{with_options}"
+        spent = f"What each rank's time of the step goes to{with_options}"
+        yield {
+            "options": options,
+            "of": of,
+            "at": _at(cell),
+            "ranks": ranks,
+            "mesh": cell.mesh_text,
+            "cluster": cell.cluster,
+            "made": made(row),
+            "changed": changed_parts(cell, row),
+            "charts": [layer_chart(trace, phase, f"layer{of}-{phase}", where) for phase in _PHASES],
+            "times": DataTable(f"times{of}", spent, numbers.time_lines(trace)),
+        }
 
 
 def _verification(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -92,7 +92,11 @@ def distributions() -> Mapping[str, Bins]:
     found: dict[str, Bins] = {}
     for file in sorted(files(FOLDER).iterdir(), key=lambda file: file.name):
         if file.name.endswith(".csv"):
-            rows = [line.split(",") for line in file.read_text().splitlines() if not line.startswith("#")]
+            rows = [
+                line.split(",")
+                for line in file.read_text(encoding="utf-8").splitlines()
+                if not line.startswith("#")
+            ]
             bins: Any = tuple(tuple(map(int, row)) for row in rows[1:])
             found[file.name.removesuffix(".csv")] = bins
     return found

@@ -57,14 +57,14 @@ def recomputed(
 def _keeping() -> tuple[Any, Any]:
     """The contexts of a block's forward and of its second run, which share what is kept: every other matrix
     product, and what is :func:`kept`."""
-    products, results = 0, KeptResults()
+    # counted anew in each run: torch 2.12 asks in the second one too, and a block may have an odd number
+    products, results = {False: 0, True: 0}, KeptResults()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        nonlocal products
         # none of those within a result that is kept, which are not run again
         if operator is torch.ops.aten.mm.default and keeping():
-            products += 1
-            if products % 2:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

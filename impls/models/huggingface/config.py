@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from spbench.impls.discovery import named_classes
+from spbench.impls.models.huggingface.experts import why_not
 from spbench.impls.models.model import Model
 from spbench.impls.options import LARGEST, LARGEST_OF
 
@@ -142,7 +143,8 @@ def model_from_config(content: Mapping[str, Any]) -> Model:
 def _config(content: Mapping[str, Any]) -> Config:
     family, known = content.get("model_type"), families()
     if not isinstance(family, str) or family not in known:
-        raise not_covered("model_type", family, f"the families here are {', '.join(sorted(known))}")
+        why = why_not(content) or f"the families here are {', '.join(sorted(known))}"
+        raise not_covered("model_type", family, why)
     try:
         config = known[family].model_validate({k: v for k, v in content.items() if k != "model_type"})
     except ValidationError as error:

@@ -73,7 +73,7 @@ def test_as_json(folder: Path, command_line: Run) -> None:
             "the logs are of NVIDIA H100 80GB HBM3, and dgx-a100 has NVIDIA A100 SXM4 80 GB; --extends a",
         ),
         (("--from", "step.json", "--engine", "emulated"), "give either --scenario"),
-        (("--engine", "emulated", "--extends", "dgx-h100"), "--extends: it goes with --from"),
+        (("--engine", "emulated", "--extends", "dgx-h100"), "--extends goes with --from"),
         (("--engine", "emulated", "step.json"), "step.json: it goes with --from"),
         (
             ("--from", "all_reduce_perf.log", "--output", "step.json.yaml", "step.json.yaml"),

@@ -25,7 +25,8 @@ WRONG = [
         ("run", "--scenario", "negative.yaml"),
         "negative.yaml: groups[0].sizes.tp: must be greater than 0, not -2",
     ),
-    (("run",), "Missing option '--scenario'"),
+    (("run",), "name a scenario: spbench run SCENARIO"),
+    (("run", "small.yaml", *RUN[1:]), "name one scenario, once"),
     (
         (*RUN, "--strategy", "tensor_paralel"),
         "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
@@ -41,7 +42,7 @@ WRONG = [
     ((*RUN, "--output", "small.yaml"), "cannot write results to small.yaml/cells.jsonl"),
     ((*RUN, "--output", "taken"), "cannot write results to taken/cells.jsonl: Is a directory"),
     ((*RUN, "--scenrio"), "No such option '--scenrio'"),
-    (("rnu",), "No such command 'rnu'"),
+    (("rnu",), "unknown command 'rnu'; did you mean 'run'?"),
     (("list", "scenario"), "Invalid value for"),
     (("list", "clusters", "--figure", "x.png"), "--figure is of one cluster: spbench list cluster NAME"),
     (("verify", "--strategy", "x"), "unknown strategy 'x'"),

@@ -85,7 +85,11 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
     (RESULTS / "bands.json").unlink()
     Path("README.md").write_text("a\n<!-- spbench reproduce bands: times -->\n<!-- end -->\nb\n")
     assert reproduce("bands", "--write")[0] == 0
-    assert json.loads(Path("bench/trust/bands.json").read_text())["strategies"] == [""]
+    assert json.loads(Path("bench/trust/bands.json").read_text())["strategies"] == [
+        "",
+        "ring_attention",
+        "ulysses",
+    ]
     assert not (RESULTS / "bands.json").exists()
     assert "| datasheet | USP's authors with Megatron-LM | 1 | 20.0% |" in Path("README.md").read_text()
 
@@ -94,6 +98,7 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
     ("paper", "message"),
     [
         ("datasheets", "no clusters in results/reproduction/datasheets: run it in a checkout"),
+        ("substitutes", "no clusters in results/reproduction/substitutes: run it in a checkout"),
         ("bands", "results/reproduction has no times: run spbench reproduce all first"),
     ],
 )

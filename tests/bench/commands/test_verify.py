@@ -51,7 +51,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = spbench(
         "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
     )
-    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}, "backend_options": {}}
+    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}, "backend_options": {}, "explain": 1}
     assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
@@ -77,7 +77,7 @@ def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
     refused = row("unsupported", None, reason="3 heads cannot be divided")
     rows = [asdict(each) for each in (*[right] * 40, wrong, refused)]
     shown = Output(_sections(rows), details=_each(rows))
-    assert faults_of(shown, most_lines=20) == []
+    assert faults_of(shown, most_lines=26) == []
     text = screen_of(shown, 80)
     assert ("RED" in text, "off by 5.0e-01" in text, "cannot be divided" in text) == (True, True, False)
     assert "cannot be divided" in screen_of(shown, 80, View(details=True))

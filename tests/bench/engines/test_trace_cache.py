@@ -34,12 +34,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
-    """The cells that are traced, a list that grows."""
+    """The cells that are traced, a list that grows; without those of single devices, for FLOPs of models."""
     cells: list[Cell] = []
     traced = virtual._traced
 
     def counted(asked: Cell, rank: int, events: bool) -> Trace:
-        cells.append(asked)
+        if asked.strategy != "single":
+            cells.append(asked)
         return traced(asked, rank, events)
 
     monkeypatch.setattr(virtual, "_traced", counted)

@@ -9,8 +9,9 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.engines import distributed, virtual
-from spbench.bench.engines.plan import RankClass
-from spbench.bench.engines.rank_memory import RankMemory, needs
+from spbench.bench.engines.memory_hints import needs
+from spbench.bench.engines.plan import RankClass, plan
+from spbench.bench.engines.rank_memory import RankMemory
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.meters.memory_log import MemoryLog, Peak
 from spbench.bench.ranks.rank_pool import RankPool
@@ -107,22 +108,46 @@ def test_a_setup_that_alone_does_not_fit_is_told_so() -> None:
     assert found.failure is not None
     assert (found.failure.step, found.failure.steps_fit) == (0, True)
     assert [row["status"] for row in found.rows(ALONE)] == ["oom", "ok", "ok"]
-    assert needs(found).startswith(
-        "the steps fit at 0.1 GiB, set-up does not: 0.1 GiB; initialise on the meta"
-    )
+    told = "the steps fit at 0.1 GiB, set-up does not: 0.1 GiB"
+    assert needs(found, cell_of(1)).startswith(f"{told}; initialise on the meta")
+    assert needs(found, cell_of(1, strategy="single", sizes={"pp": 2})) == told
+
+
+STATES = ", most of it for model states,"
 
 
 @pytest.mark.parametrize(
-    ("category", "advice"),
+    ("category", "sizes", "backend", "advice"),
     [
-        ("optimizer_state", ", most of it for model states, which the backend zero3 shards over replicas"),
-        ("activations", ", most of it for activations, of which recomputation keeps fewer"),
-        ("temporaries", ""),
+        ("optimizer_state", {"dp": 2}, "ddp", f"{STATES} which the backend zero3 shards over replicas"),
+        (
+            "optimizer_state",
+            {"dp": 2, "pp": 2},
+            "ddp",
+            f"{STATES} which the backend zero1 shards over replicas",
+        ),
+        (
+            "optimizer_state",
+            {"dp": 2, "pp": 2},
+            "megatron",
+            f"{STATES} of which distributed_optimizer shards",
+        ),
+        ("optimizer_state", {"dp": 2}, "zero3", f"{STATES} of which ranks along tp or pp hold fewer"),
+        ("optimizer_state", {"pp": 2}, "ddp", f"{STATES} of which ranks along tp or pp hold fewer"),
+        ("activations", {"dp": 2}, "ddp", ", most of it for activations, of which recomputation keeps fewer"),
+        ("temporaries", {"dp": 2}, "ddp", ""),
     ],
 )
-def test_what_a_step_that_does_not_fit_needs(category: str, advice: str) -> None:
+def test_what_a_step_that_does_not_fit_needs_can_be_had(
+    category: str, sizes: dict[str, int], backend: str, advice: str
+) -> None:
     peak = Peak(2**31, "forward", {"parameters": 2**29, category: 3 * 2**29}, 0)
-    assert needs(RankMemory(peak, [peak], [], [], 0, None)) == "the step needs 2.0 GiB at its peak" + advice
+    asked = cell_of(1, strategy="single", sizes=sizes, training={"backend": backend})
+    told = needs(RankMemory(peak, [peak], [], [], 0, None), asked)
+    assert told.startswith("the step needs 2.0 GiB at its peak" + advice)
+    if "the backend " in told:
+        better = told.partition("the backend ")[2].split()[0]
+        plan(asked.model_copy(update={"training": asked.training.model_copy(update={"backend": better})}))
 
 
 def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:

@@ -93,6 +93,8 @@ def megatron_cells(draw: st.DrawFn) -> Cell:
         if draw(st.booleans()):
             training |= {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": draw(st.booleans())}
         training["overlap_param_gather"] = training["overlap_grad_reduce"] and draw(st.booleans())
+        if training["overlap_param_gather"] and "schedule" in training:
+            training["align_param_gather"] = draw(st.booleans())
     training["gradient_accumulation_fusion"] = draw(st.booleans())
     if precision != "fp32":
         training["accumulate_allreduce_grads_in_fp32"] = draw(st.booleans())
@@ -290,6 +292,7 @@ def test_flags_that_a_change_takes_away() -> None:
     before = cell(MEGATRON, training={"distributed_optimizer": True, "overlap_grad_reduce": True})
     after = cell(MEGATRON | {"training": {"backend": "zero3", "moments": "later", "steps": 2}})
     found = flag_changes(before, after, "megatron")
+    assert found is not None
     assert "--use-torch-fsdp2" in found.given
     assert str(found).endswith(", without --use-distributed-optimizer --overlap-grad-reduce")
     assert flag_changes(before, after, "a program without flags") is None

@@ -7,9 +7,11 @@ import signal
 import socket
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks import rank_job, torchrun
 from spbench.bench.ranks.processes import Surroundings, main_module_hidden, starting_context
@@ -17,7 +19,10 @@ from spbench.bench.ranks.rank_agent import Launched, serve
 from spbench.bench.ranks.rank_job import AGENTS, RankError
 from spbench.bench.ranks.rank_process import Rendezvous
 from spbench.bench.ranks.torchrun import check_gpus, coordinating, ranks_for, shared_backend
+from spbench.impls import loose_files
 from spbench.impls.layout import Unavailable
+from spbench.impls.loose_files import LOOSE_FILES
+from spbench.impls.registries import strategy_class
 from tests.bench.processes import needs_proc
 from tests.bench.ranks.test_rank_pool import (
     dies_on_rank_1,
@@ -26,6 +31,7 @@ from tests.bench.ranks.test_rank_pool import (
     process_id,
     sum_of_ranks,
 )
+from tests.plugins.additions import EXAMPLES
 
 
 def be_agent(surroundings: Surroundings, launched: Launched) -> None:
@@ -57,7 +63,7 @@ def test_jobs_and_faults(agent: BaseProcess) -> None:
     """After each fault the next job runs."""
     with ranks_for(2) as ranks:
         assert ranks.run({"sp": 2}, sum_of_ranks, "sp", 5) == [(0, 11, [2]), (1, 11, [2])]
-        with pytest.raises(RankError, match="rank 1: the process ended by itself with exit code 7"):
+        with pytest.raises(RankError, match="rank 1: the process was killed by SIGKILL"):
             ranks.run({"sp": 2}, dies_on_rank_1)
         with pytest.raises(RankError, match="no answer from ranks 0, 1") as raised:
             ranks.run({"sp": 2}, never_answers, timeout_s=1.0)
@@ -69,6 +75,21 @@ def test_jobs_and_faults(agent: BaseProcess) -> None:
         third, fourth = ranks.run({"sp": 2}, process_id), ranks.run({"sp": 2}, process_id)
     assert not {*first} & {*third}
     assert not {*third} & {*fourth}
+
+
+def module_of(mesh: DeviceMesh, strategy: str) -> str:
+    return strategy_class(strategy).__module__
+
+
+def test_files_that_were_added_after_the_agents_had_started(
+    agent: BaseProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOOSE_FILES, "")
+    text = (EXAMPLES / "gathered_attention.py").read_text()
+    (tmp_path / "late.py").write_text(text.replace("gathered_attention", "late"))
+    loose_files.add(tmp_path / "late.py")
+    with ranks_for(2) as ranks:
+        assert ranks.run({"sp": 2}, module_of, "late") == ["spbench.impls.loose_files.late"] * 2
 
 
 @needs_proc

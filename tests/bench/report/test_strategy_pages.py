@@ -32,6 +32,17 @@ from spbench.bench.sweep.sweep import as_row
 from spbench.bench.verification.verdicts import kept_verdicts, verified_code
 from tests.bench.verification.test_verdicts import GREEN, MADE, RED
 
+LASP = Cell(
+    model="tnl-tiny",
+    strategy="lasp",
+    sizes=Sizes(sp=4),
+    batch=4,
+    seq_len=96,
+    model_options={"layers": 1},
+    cluster="dgx-a100-datasheet",
+    precision="bf16",
+)
+
 
 def kept_rows(results: Path) -> list[dict[str, Any]]:
     """The rows that are kept below a folder of results."""
@@ -52,7 +63,7 @@ def html_of(page: Page) -> str:
 @pytest.fixture(scope="module")
 def layer(kept: Path) -> Mapping[str, Any]:
     """A step of one layer of LASP, of which ranks differ and wait for each other."""
-    trace = read_trace(kept / "reproduction" / "strategies", "lasp")
+    trace = read_trace(kept / "reproduction" / "strategies", LASP)
     assert trace is not None
     return trace
 
@@ -61,20 +72,15 @@ def layer(kept: Path) -> Mapping[str, Any]:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results with rows and a trace of LASP alone."""
     results = tmp_path_factory.mktemp("kept")
-    cell = Cell(
-        model="tnl-tiny",
-        strategy="lasp",
-        sizes=Sizes(sp=4),
-        batch=4,
-        seq_len=96,
-        model_options={"layers": 1},
-        cluster="dgx-a100-datasheet",
-        precision="bf16",
-    )
-    row = as_row(cell, measure(VirtualEngine().measure, cell))
-    row |= {"digest": digest(cell), "time": "2026-01-02T03:04:05", "provenance": {"commit": "abc"}}
+    row = row_of(LASP)
     write_kept({"side_by_side": [row], "layers": [row]}, results / "reproduction" / "strategies")
     return results
+
+
+def row_of(cell: Cell) -> dict[str, Any]:
+    """The row of a cell as it is kept."""
+    row = as_row(cell, measure(VirtualEngine().measure, cell))
+    return row | {"digest": digest(cell), "time": "2026-01-02T03:04:05", "provenance": {"commit": "abc"}}
 
 
 # -- the drawing -----------------------------------------------------------------------------------------
@@ -98,6 +104,30 @@ def test_bars_of_a_rank_add_up_to_what_the_simulator_says_of_it(layer: Mapping[s
         )
         assert spent["wait"] == pytest.approx(waits, abs=1e-5)
         assert spent["network"] > 0
+
+
+def test_the_page_of_a_ring_shows_a_staircase_and_level_bars(tmp_path: Path) -> None:
+    """Contiguous, each rank has a block more to attend to than the one before; zigzag all have as much."""
+    folder = tmp_path / "reproduction" / "strategies"
+    changes = {"model": "causal-transformer-tiny", "strategy": "ring_attention", "seq_len": 2**15}
+    ring = LASP.model_copy(update=changes)
+    zigzag = ring.model_copy(update={"strategy_options": {"placement": "zigzag"}})
+    rows = [row_of(ring), row_of(zigzag)]
+    write_kept({"side_by_side": rows[:1], "layers": rows}, folder)
+    attention = [Counter[int](), Counter[int]()]
+    for cell, busy in zip((ring, zigzag), attention, strict=True):
+        trace = read_trace(folder, cell)
+        assert trace is not None
+        for bar in drawn(trace):
+            if bar["kind"] == "attention":
+                busy[bar["rank"]] += 1
+    stairs, level = ([busy[rank] for rank in range(4)] for busy in attention)
+    assert [after - before for before, after in pairwise(stairs)] == [2, 2, 2]  # forward and backward
+    assert level == [level[0]] * 4
+    page = site_of(tmp_path)["strategy-ring_attention.html"]
+    assert 'id="layer-forward"' in page
+    assert 'id="layer-zigzag-forward"' in page
+    assert "One layer on 4 ranks, placement zigzag" in page
 
 
 def test_messages_go_from_the_sender_to_where_they_are_received(layer: Mapping[str, Any]) -> None:

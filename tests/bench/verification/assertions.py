@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 
 
 def assert_green(pool: RankPool, case: Case, sizes: int | Mapping[str, int] = 4) -> VerifyRow:

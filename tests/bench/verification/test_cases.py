@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify, verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.registries import strategies

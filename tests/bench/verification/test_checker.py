@@ -9,9 +9,11 @@ import torch
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
 from spbench.bench.verification.discrepancy import discrepancies, relative_errors
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from tests.bench.verification import faults
+
+BACKWARD = "forward right, backward wrong: "
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
@@ -19,7 +21,7 @@ def test_a_mean_in_place_of_a_sum_is_named_by_its_factor(pool: RankPool, dtype: 
     case = Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention", dtype)
     row = verify_case(pool, case, 4)
     assert (row.status, row.factor) == ("RED", pytest.approx(0.25, rel=1e-2))
-    assert row.verdict.startswith(f"{row.tensor} is 0.25 times the reference (residual ")
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is 0.25 times the reference (residual ")
 
 
 def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
@@ -36,13 +38,13 @@ def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
     case = Case(faults.StaleBlockInBackward, model_preset("bert-tiny"), "attention")
     row = verify_case(pool, case, 4)
     assert (row.status, row.factor) == ("RED", None)
-    assert row.verdict.startswith(f"{row.tensor} is off by {row.error:.1e}, not a scale")
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is off by {row.error:.1e}, not a scale")
     assert " times the reference" not in row.verdict
 
 
 def test_gradients_of_zero_are_said_to_be_zero(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "attention"), 2)
-    assert row.verdict.startswith(f"{row.tensor} is zero")
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is zero")
 
 
 def test_one_in_a_million_on_one_rank_is_seen_there(pool: RankPool) -> None:
@@ -54,7 +56,7 @@ def test_one_in_a_million_on_one_rank_is_seen_there(pool: RankPool) -> None:
 def test_nan_is_an_infinite_error(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.NanOnLastRank, model_preset("bert-tiny"), "attention"), 2)
     assert row.error == math.inf
-    assert row.verdict.startswith(f"{row.tensor} is not finite")
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is not finite")
 
 
 def test_what_a_rank_raises_is_red(pool: RankPool) -> None:
@@ -67,14 +69,17 @@ def test_a_wrong_closed_form_is_red(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.WrongClosedForm, model_preset("bert-tiny"), "model"), 2)
     assert (row.status, row.tensor) == ("RED", "backward all_reduce over tp")
     sent, counted = map(int, re.findall(r"\d+", row.verdict))
-    assert row.verdict == f"backward all_reduce over tp sends {sent} bytes, {counted} by the closed form"
+    assert (
+        row.verdict
+        == f"values right: backward all_reduce over tp sends {sent} bytes, {counted} by the closed form"
+    )
     assert counted == 2 * sent > 0
 
 
 def test_parameters_that_closed_forms_do_not_have_are_red(pool: RankPool) -> None:
     row = verify_case(pool, Case(faults.SplitsTheVocabularyInSilence, model_preset("bert-tiny"), "model"), 2)
     assert (row.status, row.tensor) == ("RED", "parameters")
-    assert re.fullmatch(r"parameters are \d+ elements, \d+ by the model's sites", row.verdict)
+    assert re.fullmatch(r"values right: parameters are \d+ elements, \d+ by the model's sites", row.verdict)
 
 
 def test_relative_error_is_that_of_norms() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.ring_attention import RingAttention

@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify, verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting, pairs
 from tests.bench.verification.assertions import assert_green

@@ -84,6 +84,7 @@ def test_the_command_keeps_its_verdicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verify(*arguments: Any, **options: Any) -> Iterator[VerifyRow]:
+        options["expect"](2)
         yield GREEN
         yield replace(RED, error=float("inf"))
 

@@ -10,7 +10,7 @@ import torch
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.documents import seen_pairs
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy

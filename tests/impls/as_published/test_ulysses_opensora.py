@@ -14,7 +14,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines.plan import plan
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.as_published.ulysses_opensora import JoinedFrames, OpenSoraUlysses
 from spbench.impls.collectives import scatter_to_group
 from spbench.impls.models.model import model_preset

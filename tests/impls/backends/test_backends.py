@@ -27,7 +27,7 @@ from spbench.bench.meters.communication import Operation
 from spbench.bench.meters.recorder import Recorder
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.discrepancy import relative_errors
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype

@@ -11,7 +11,7 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.plan import model_parameters
 from spbench.bench.meters.memory_log import MemoryLog
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
 from tests.bench.verification.assertions import assert_green

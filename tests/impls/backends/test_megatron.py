@@ -26,6 +26,7 @@ from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
+from spbench.impls.training.turns import Turns
 from tests.bench.verification import megatron_faults as faults
 from tests.impls.backends.test_backends import (
     HEAVY,
@@ -252,6 +253,26 @@ def test_interleaved_stages(pool: RankPool, options: dict[str, Any]) -> None:
     asked = megatron("single", 2, options, sizes=sizes, model_options={"layers": 4})
     assert_right(pool, asked, Megatron)
     assert_sends_its_closed_form(pool, asked)
+
+
+def test_ranks_begin_to_gather_a_chunk_while_the_first_begins_the_one_before() -> None:
+    """--align-param-gather: rank r is r forwards behind the first, so it looks r forwards ahead."""
+    ranks = [Turns(rank, 2, 4, 4) for rank in range(2)]
+    for rank, turns in enumerate(ranks):
+        begun = {number: chunk for number in range(len(turns)) if (chunk := turns.gathered(number))}
+        assert begun == {2 - rank: 2, 4 - rank: 3}
+        assert [turns.forwards[number + rank] for number in begun] == [(1, 0), (2, 0)]
+
+
+@pytest.mark.slow
+def test_aligned_gathers_of_weights_are_waited_for_less() -> None:
+    times = {}
+    for aligned in (True, False):
+        options = {**INTERLEAVED, **GATHERED_LATE, "virtual_stages": 3, "align_param_gather": aligned}
+        asked = megatron("single", 4, options, sizes={"dp": 2, "pp": 2}, batch=8, model_options={"layers": 6})
+        asked = asked.model_copy(update={"cluster": "dgx-h100"})
+        times[aligned] = VirtualEngine().measure(asked).step_time_s
+    assert times[True] < times[False]
 
 
 @pytest.mark.slow

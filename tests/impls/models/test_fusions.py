@@ -11,7 +11,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.meters.allocator import MIB, rounded
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.bench.engines.real_ranks import on_real_ranks, seen

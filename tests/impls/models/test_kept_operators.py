@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.impls.collectives import reduce_from_group
 from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.models.blocks import recomputation
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import model_preset
 from tests.impls.models.test_early_stop import kernels, trace
@@ -53,6 +56,25 @@ def test_sharded_weights_are_gathered_no_more_often(backend: str) -> None:
     training = {"backend": backend, "micro_batches": 2}
     found = trace(model_options=options, sizes={"dp": 2}, batch=4, training=training)
     assert found.measurement(None).formula_difference == []
+
+
+def test_the_second_run_keeps_the_products_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.12 asks the policy in both runs, later ones in the first; an odd number must not shift it."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        recomputation,
+        "create_selective_checkpoint_contexts",
+        lambda policy: (asked.append(policy), (nullcontext(), nullcontext()))[1],
+    )
+    first, again = recomputation._keeping()
+    (policy,) = asked
+    kept = {}
+    for context, run in ((first, False), (again, True)):
+        with context:
+            of_run = SelectiveCheckpointContext(is_recompute=run)
+            kept[run] = [policy(of_run, torch.ops.aten.mm.default) for _ in range(7)]
+    assert kept[False] == kept[True]
+    assert kept[True].count(CheckpointPolicy.MUST_SAVE) == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "biases": False, "mlp": "swiglu"}])

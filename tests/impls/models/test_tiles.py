@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.backends import fully_shard
 from spbench.impls.models.blocks import tiles
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, DecoderMlp

@@ -15,7 +15,7 @@ from spbench.bench.engines.traces import merged
 from spbench.bench.engines.virtual import trace
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import VerifyRow, verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import INSTALL, absent, peers
 from spbench.impls.strategies.nesting import nesting

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spbench.bench.engines.virtual import fake_mesh
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp

@@ -14,7 +14,7 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.engines import virtual
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.axes import ALONE
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.models.model import model_preset

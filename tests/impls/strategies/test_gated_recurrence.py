@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp

@@ -13,7 +13,8 @@ from spbench.bench.engines import virtual
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
 from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.oracle import Case, check_rank
+from spbench.bench.verification.oracle import check_rank
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of

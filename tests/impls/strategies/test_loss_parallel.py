@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.bench.verification.assertions import assert_green

@@ -11,7 +11,7 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.engines.virtual import VirtualEngine
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.collectives import gather_from_group
 from spbench.impls.kernels.projection import project
 from spbench.impls.models.model import model_preset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.oracle import Case
+from spbench.bench.verification.verified_run import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp import Lasp

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from spbench.impls.models.huggingface import experts
 from spbench.impls.models.huggingface.config import counting_fields, families, model_from_config
 from spbench.impls.models.hybrid import HybridModel
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.strategies.base import Strategy
 
 FOLDER = Path(__file__).parent
@@ -135,3 +137,39 @@ def test_what_counts_makes_the_same_model() -> None:
         counting = counting_fields(content(name))
         assert model_from_config(counting) == model_from_config(content(name))
         assert counting_fields(counting) == counting
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
+            | {"moe_intermediate_size": 768},
+            '(MoE: num_experts = 128), which no model here has; .* "qwen3" .* intermediate_size 6144',
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+            | {"intermediate_size": 14336},
+            '"mistral" with intermediate_size 28672',
+        ),
+        (
+            {"model_type": "qwen3_next", "num_experts": 512, "num_experts_per_tok": 10},
+            "the preset qwen3-next-dense is it with one MLP",
+        ),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512},
+            "(MoE: n_routed_experts = 256) and multi-head latent attention (MLA: kv_lora_rank = 512)",
+        ),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, "(MoE: num_local_experts = 16)"),
+        ({"model_type": "mamba"}, "the families here are bert, gpt2"),
+    ],
+)
+def test_experts_and_latent_attention_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    pattern = re.escape(said).replace(re.escape(".*"), ".*")
+    with pytest.raises(ValueError, match=rf"field model_type = .* is not covered: .*{pattern}"):
+        counting_fields(fields)
+
+
+def test_the_dense_stand_ins_are_there() -> None:
+    assert set(experts._PRESETS.values()) <= set(models())
+    assert set(experts._DENSE.values()) <= set(families())
