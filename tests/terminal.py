@@ -22,7 +22,7 @@ from typing import TextIO
 from unittest.mock import patch
 
 from spbench.bench.commands.forms import as_table
-from spbench.bench.commands.output import Output, View
+from spbench.bench.commands.output import Output, Verbatim, View
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 100, 120)
@@ -68,16 +68,27 @@ def plain(text: str) -> str:
     return _ESCAPES.sub("", text).replace("\r\n", "\n")
 
 
-def faults(screen: str, width: int, words: Collection[str], most_lines: int | None = None) -> list[str]:
+def faults(
+    screen: str,
+    width: int,
+    words: Collection[str],
+    most_lines: int | None = None,
+    whole: Collection[str] = (),
+) -> list[str]:
     """What is wrong with a screen.
 
     Args:
         screen: its text, without escape sequences.
         words: those of the whole output; a piece of a word is none of them.
         most_lines: that it may have.
+        whole: lines that are never broken.
     """
     lines = screen.splitlines()
-    found = [f"past the edge: {line!r}" for line in lines if len(line) > width and _can_be_broken(line)]
+    found = [
+        f"past the edge: {line!r}"
+        for line in lines
+        if len(line) > width and _can_be_broken(line) and line not in whole
+    ]
     known = _OF_THE_FORM | {*words}
     for word in dict.fromkeys(screen.split()):
         if not {word, word.rstrip(",;:")} & known and not set(word) <= {"─"} and not _COUNT.fullmatch(word):
@@ -117,10 +128,12 @@ def _texts(output: Output) -> Iterator[str]:
 def faults_of(output: Output, most_lines: int | None = None, view: View | None = None) -> list[str]:
     """What is wrong with an output on terminals of :data:`WIDTHS`, with the widths."""
     words = words_of(output)
+    verbatim = [section for section in output.sections if isinstance(section, Verbatim)]
+    whole = [line for text in verbatim for line in text.splitlines()]
     return [
         f"{width} columns: {fault}"
         for width in WIDTHS
-        for fault in faults(screen_of(output, width, view), width, words, most_lines)
+        for fault in faults(screen_of(output, width, view), width, words, most_lines, whole)
     ]
 
 
