@@ -22,15 +22,15 @@ class UserError(Exception):
 
 def one_line(text: str) -> str:
     """A message in one line, in which no word is longer than MOST_SHOWN: such a word is an input."""
-    return " ".join(map(_shortened, text.split()))
+    return " ".join(map(shortened, text.split()))
 
 
 def shown(value: object) -> str:
     """An input as messages repeat it: a text in quotes, other values as Python writes them. The middle of
     what is longer than MOST_SHOWN is left out. Reads no more of a nested value than it shows."""
     if isinstance(value, str):
-        return repr(value) if len(value) <= MOST_SHOWN else repr(_shortened(value))
-    return _shortened(_REPR.repr(value))
+        return repr(value) if len(value) <= MOST_SHOWN else repr(shortened(value))
+    return shortened(_REPR.repr(value))
 
 
 def described(error: BaseException) -> str:
@@ -38,7 +38,8 @@ def described(error: BaseException) -> str:
     return one_line(raised(error))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """A text, or its beginning and its end with how long it is."""
     if len(text) <= MOST_SHOWN:
         return text
     begin, end = text[: MOST_SHOWN * 3 // 5], text[-MOST_SHOWN // 4 :]

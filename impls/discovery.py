@@ -105,7 +105,7 @@ def _named_values(
 ) -> Mapping[str, Any]:
     found = _Names(kind.__name__)
     modules = [*_modules(package), *(loose_files.modules() if group else ())]
-    sources = [(f"{m.__name__}.{attribute}", getattr(m, attribute, {})) for m in modules]
+    sources = [(f"{m.__name__}.{attribute}", vars(m).get(attribute, {})) for m in modules]
     for label, loaded in _plugins(group):
         sources.append((label, getattr(loaded, attribute, None) if inspect.ismodule(loaded) else loaded))
     for label, mapping in sources:

@@ -11,6 +11,7 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -218,7 +219,8 @@ def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
 
 def _has_data(ax: Axes) -> bool:
     """Whether anything is drawn in a panel: points, marks, bars or a map."""
-    return any(len(line.get_xdata()) for line in ax.lines) or bool(ax.patches or ax.collections or ax.images)
+    lines = any(np.size(line.get_xdata()) for line in ax.lines)
+    return lines or bool(ax.patches or ax.collections or ax.images)
 
 
 class _Place(NamedTuple):

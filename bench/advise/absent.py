@@ -12,6 +12,7 @@ from spbench.bench.advise.findings import Found, Seen, Untraced
 from spbench.bench.advise.layouts import Refused
 from spbench.bench.advise.possible import possible, why_impossible
 from spbench.bench.advise.question import Question
+from spbench.bench.trust.shown import shown_price
 
 _GIB = 2**30
 
@@ -70,7 +71,7 @@ def absence(question: Question, found: Found, asked_about: Mapping[str, int]) ->
     for seen in sorted(traced, key=lambda each: (not each.fits, each.step_s)):
         why = f"needs {seen.peak / _GIB:.1f} GiB"
         if seen.fits:
-            why = "fits" if best_s is None else f"takes {seen.step_s / best_s - 1:+.1%}"
+            why = f"takes {shown_price(seen.step_s / (best_s or seen.step_s))}"
         lines.append({"layout": f"{seen.cell.strategy} {seen.cell.mesh_text}", "why": why})
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
@@ -101,10 +102,10 @@ def _cannot_be(question: Question, asked_about: Mapping[str, int]) -> str:
 def _of_untraced(left: Untraced | None, named: str, best_s: float | None) -> str:
     if left is None:
         return ""
-    head = f"{left.layouts} layouts with {named} were not traced: by the estimate"
+    head = f"not traced, of those with {named}: {left.layouts}, by the estimate"
     if left.least_s is None:
-        return f"{head} each needs more than a card has, {left.least_bytes / _GIB:.3g} GiB at the least"
-    against = "" if best_s is None else f" (the fastest that was traced takes {best_s:.3g} s)"
-    slow = f"{left.slow} take at least {left.least_s:.3g} s{against}"
+        return f"{head} too large, the smallest with {left.least_bytes / _GIB:.3g} GiB"
+    against = "" if best_s is None else f" (the fastest that was traced: {best_s:.3g} s)"
     large = left.layouts - left.slow
-    return f"{head} {slow}" + (f", and {large} need more than a card has" if large else "")
+    too_large = f"{large} too large, the others" if large else ""
+    return " ".join(filter(None, [head, too_large, f"not faster than {left.least_s:.3g} s{against}"]))

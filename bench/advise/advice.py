@@ -11,6 +11,7 @@ from spbench.bench.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.advise.question import Question
 from spbench.bench.advise.ranking import (
     IN_BLOCKS,
+    NAMED,
     complexity,
     is_tie,
     parts_of,
@@ -27,8 +28,6 @@ from spbench.bench.trust.shown import shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls.models.model import model_preset
 
-#: layouts that are named
-NAMED = 5
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "products_s": "products",

@@ -155,8 +155,6 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
     found = Measurement("ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable)
     deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
-    # a layout that the search takes to fit is not said to need more than the card has
-    tensors_bytes = tensors_bytes if usable is None or not fits else min(tensors_bytes, usable)
     found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from spbench.bench.advise.looks import Look, outcomes
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.attention_kernels import cannot_run
@@ -24,7 +22,7 @@ def by_kernel(cell: Cell, answers: Answers) -> dict[str, float]:
     """
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
     own, known = model.attention_kernel, device.attention
-    if known is None or own not in known.kernels or "attention" not in {f.name for f in fields(model)}:
+    if known is None or own not in known.kernels or not hasattr(model, "attention"):
         return {}
     kernels = [name for name, rates in known.kernels.items() if rates and not cannot_run(device, name)]
     cells = {name: cell if name == own else changed(cell, {ATTENTION: name}) for name in kernels}

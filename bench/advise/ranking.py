@@ -3,7 +3,7 @@ others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from spbench.bench.advise.findings import Seen
@@ -11,6 +11,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.trust.bands import packaged_model
 from spbench.impls.strategies.nesting import PLUS
 
+#: layouts that are named
+NAMED = 5
 #: of products, what a scalar that was fitted to a few cells charges for blocks of wider matrices
 IN_BLOCKS = "in_blocks_s"
 #: settings that make the same layout faster by less are not worth setting: of measured pairs as close as that
@@ -39,19 +41,16 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
     one that is simpler."""
     ties = [seen for seen in best if is_tie(seen, best)]
     others = [seen for seen in best if not is_tie(seen, best)]
-    return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *others]
+    by_step = sorted(others, key=lambda seen: seen.step_s)
+    return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *by_step]
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:
     """How much there is to set up: strategies, axes of several ranks, runs of layers a stage, settings."""
+    strategies = 0 if cell.strategy == "single" else len(cell.strategy.split(PLUS))
+    axes = sum(n > 1 for n in cell.sizes.by_axis.values())
     settings = len(cell.model_options) + len(cell.strategy_options) + len(cell.training.backend_options)
-    return (*shape_complexity(cell.strategy, cell.sizes.by_axis, cell.training.virtual_stages), settings)
-
-
-def shape_complexity(strategy: str, sizes: Mapping[str, int], virtual_stages: int) -> tuple[int, int, int]:
-    """The part of :func:`complexity` that is known of a layout without its settings."""
-    strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
-    return strategies, sum(n > 1 for n in sizes.values()), virtual_stages
+    return strategies, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)
 
 
 def parts_of(seen: Seen) -> dict[str, Any]:

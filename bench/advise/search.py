@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ from spbench.bench.advise.learned import Learned
 from spbench.bench.advise.looks import Depth, Look, outcomes
 from spbench.bench.advise.possible import why_impossible
 from spbench.bench.advise.question import Question
-from spbench.bench.advise.ranking import TOSS, complexity, ranked
+from spbench.bench.advise.ranking import NAMED, TOSS, complexity, ranked
 from spbench.bench.advise.references import references, savings_of
-from spbench.bench.advise.simpler import simpler
 from spbench.bench.advise.waiting import Waiting
 from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
@@ -39,12 +37,10 @@ from spbench.impls.models.model import model_preset
 #: layouts that are traced with few layers at once, a worker
 _AT_ONCE = 3
 #: so many of the best are wanted, and so many of these traced whole, which takes several times as long
-BEST, _WHOLE = 5, 2
+BEST, _WHOLE = NAMED, 2
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
 _PATIENCE, _GAIN = 24, 1.005
-#: how often what is simpler than the layout that would be named is looked for
-_SIMPLER_ROUNDS = 3
 #: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
 #: changes of the best, and traces of all layers
 BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
@@ -123,7 +119,6 @@ class Search:
             self._of_layouts[id(candidate.layout)].append(candidate)
         left = Waiting(waiting)
         self._few_layers(left)
-        self._simpler(left)
         counts["too slow by the estimate, or too large after traces of their strategy"] = len(left)
         self._polish()
         self._whole()
@@ -182,17 +177,6 @@ class Search:
         waiting.take(chosen)
         return [*chosen.values()]
 
-    def _simpler(self, waiting: Waiting) -> None:
-        """Trace with few layers what is simpler than the layout that would be named first."""
-        for _ in range(_SIMPLER_ROUNDS):
-            best = self._best_layouts()
-            found = simpler(waiting, self.learned, best, self.most_bytes) if best else iter(())
-            chosen = dict(islice(found, _AT_ONCE * max(2, self.answers.jobs)))
-            if not chosen:
-                return
-            waiting.take(chosen)
-            self._look([*chosen.values()])
-
     def _outdone(self, candidate: Candidate) -> bool:
         """Whether the same layout, with other settings of the model or with its states on the cards, takes
         no longer by the estimate and surely fits."""
@@ -244,16 +228,22 @@ class Search:
     # -- all layers ------------------------------------------------------------------------------------
 
     def _whole(self) -> None:
-        """Trace the best with all layers, until the first :data:`_WHOLE` of them are, and the one that is
-        named first."""
+        """Trace the best with all layers, until the first :data:`_WHOLE` of them are, the one that is named
+        first, and those named of which traces of few layers leave open whether they fit."""
 
         def wanted() -> list[Seen]:
             best = self._best_layouts()
-            return [*best[:_WHOLE], *ranked(best)[:1]]
+            named = ranked(best)[:NAMED]
+            return [*best[:_WHOLE], *named[:1], *(seen for seen in named if self._doubtful(seen))]
 
         while chosen := [seen.cell for seen in wanted() if seen.depth != "all_layers"]:
             self.say(f"tracing {len(chosen)} of the best with all layers", BEHIND["changes"])
             self._traced(chosen, "all_layers")
+
+    def _doubtful(self, seen: Seen) -> bool:
+        """Whether what is said to be needed, and not only allocated, is more than a card has."""
+        usable = seen.outcome.measurement.get("usable_memory_bytes") or self.usable
+        return seen.tensors_bytes > usable
 
     def _polish(self) -> None:
         """Look at single changes of the best: other settings of its strategy, another order of the mesh, and

@@ -11,6 +11,8 @@ from spbench.bench.clusters.rates import AttentionRate
 from spbench.bench.clusters.sourced import Sourced
 
 GAP = "not known"
+#: before what stands for a figure of its own
+STANDS_IN = "not its own"
 
 
 class KindOfWork(NamedTuple):
@@ -38,11 +40,43 @@ def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
     return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
 
 
+def without_own_rates(cluster: Cluster) -> list[str]:
+    """The kinds of work of which a cluster has no rate of its own, so that times by it rest on something
+    else: in one word each."""
+    device, host, node = cluster.device, cluster.host, cluster.node_link
+    rates = {cluster.rates_of(precision) for precision in device.peak_flops_per_s}
+    if not rates - {"datasheet"}:
+        return ["all, by the datasheet alone"] if rates else []
+    lacking = {
+        "attention": device.attention is None and device.attention_efficiency.value is None,
+        "memory": device.memory_efficiency.value is None,
+        "host": host is None or bool(host.scale.substitute),
+        "links within a node": node is not None and _lacks(node),
+        "network": _lacks(cluster.network),
+    }
+    found = [work for work, lacks in lacking.items() if lacks]
+    known = {} if device.attention is None else device.attention.kernels
+    return found + [kernel for kernel, of in known.items() if all(r.limit_flops_per_s.substitute for r in of)]
+
+
+def _lacks(link: Link) -> bool:
+    rates = [
+        link.bandwidth_bytes_per_s,
+        *(r.bandwidth_bytes_per_s for of in link.collectives.values() for r in of),
+    ]
+    return any(rate.substitute for rate in rates)
+
+
 def _of(work: str, figure: Sourced[float], text: str, without: str) -> KindOfWork:
     """The kind of one figure: ``text`` with its value, or what counts without it."""
     if figure.value is None:
         return KindOfWork(work, f"{GAP}: {without}")
-    return KindOfWork(work, text.format(figure.value), _source(figure))
+    return KindOfWork(work, text.format(figure.value) + _substitute(figure), _source(figure))
+
+
+def _substitute(figure: Sourced[float]) -> str:
+    """What stands for the figure's own value, after it; "" where that is its own."""
+    return f" ({STANDS_IN}: {figure.substitute})" if figure.substitute else ""
 
 
 def _source(figure: Sourced[float]) -> str:
@@ -72,9 +106,9 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
     for kernel, of_kernel in rates.kernels.items() if rates is not None else ():
         default = ", the default" if rates is not None and kernel == rates.default else ""
         for rate in of_kernel:
-            yield KindOfWork(
-                f"attention, {kernel}{default}", _attention_words(rate), _source(rate.limit_flops_per_s)
-            )
+            limit = rate.limit_flops_per_s
+            words = _attention_words(rate) + _substitute(limit)
+            yield KindOfWork(f"attention, {kernel}{default}", words, _source(limit))
     work = f"attention, {'every kernel' if rates is None else 'other kernels'}"
     yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matrix products")
 

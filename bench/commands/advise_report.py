@@ -261,7 +261,7 @@ def _floors(record: Mapping[str, Any]) -> str:
 
 def _others(answer: Advice) -> Iterator[str]:
     """The strategies that are not among the best."""
-    shown = {seen.cell.strategy for seen in answer.found.best}
+    shown = {seen.cell.strategy for seen in answer.ranked}
     best = answer.found.best[0].step_s
     for seen in answer.found.of_strategies:
         if seen.cell.strategy not in shown:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import click
 
 from spbench.bench.commands.wrapping import for_stream
-from spbench.bench.errors import UserError, described, one_line, shown, suggestion
+from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules
 from spbench.impls.outside_code import exits_refused, place
 
@@ -164,9 +164,9 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort) as interrupt:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
-        return _complain(error.format_message(), 2)
+        return _complain(_without_long_words(error.format_message(), arguments), 2)
     except (UserError, DiscoveryError) as error:
-        return _complain(str(error), 2, traced=True)
+        return _complain(_without_long_words(str(error), arguments), 2, traced=True)
     except UnicodeEncodeError as error:
         around = shown(error.object[max(0, error.start - 60) : error.end + 60])
         return _complain(f"{around} is no UTF-8; rename what has such a name", 2, traced=True)
@@ -184,6 +184,15 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         at = place(error) or f"{frame.f_code.co_filename}:{line}"
         return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
+
+
+def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
+    """A message with the long ones of the words of the command line cut, which click and others repeat."""
+    for word in sys.argv[1:] if arguments is None else arguments:
+        for part in (word, word.partition("=")[2]):
+            if len(part) > MOST_SHOWN:
+                text = text.replace(part, shortened(part)).replace(repr(part), shown(part))
+    return text
 
 
 def _fill_closed_streams() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.clusters.cluster import Cluster, load_cluster
-from spbench.bench.clusters.kinds_of_work import kinds_of_work
+from spbench.bench.clusters.kinds_of_work import STANDS_IN, kinds_of_work
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.errors import UserError
 
@@ -25,6 +25,8 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
     kinds = kinds_of_work(cluster)
     lines: list[dict[str, Any]] = [dict(zip(COLUMNS, kind, strict=True)) for kind in kinds]
     gaps = [kind.work for kind in kinds if not kind.known]
+    substituted = list(dict.fromkeys(kind.work for kind in kinds if STANDS_IN in kind.figure))
+    notes = {"without a figure": gaps, "by a figure that is not its own": substituted}
     usable = cluster.usable_memory_bytes
     memory = "no limit of memory" if usable is None else f"{usable / 2**30:.1f} GiB for tensors"
     node = f"{cluster.devices_per_node} a node, network cards: {cluster.network.nics_per_node}"
@@ -37,7 +39,7 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
         {"cluster": cluster.model_dump(mode="json"), "kinds_of_work": lines, "gaps": gaps},
         lines,
         COLUMNS,
-        notes=[f"without a figure: {'; '.join(gaps)}"] if gaps else [],
+        notes=[f"{what}: {'; '.join(of)}" for what, of in notes.items() if of],
         files=files,
     )
 

@@ -162,7 +162,7 @@ def _numbers(verdict: Verdict) -> Iterator[dict[str, Any]]:
     """Four numbers of one memory, the one that decides first."""
     anatomy, memory = verdict.anatomy, verdict.memory
     context, nccl = (
-        "not known" if nbytes is None else gib(nbytes) for nbytes in (memory.context_bytes, memory.nccl_bytes)
+        "unknown" if nbytes is None else gib(nbytes) for nbytes in (memory.context_bytes, memory.nccl_bytes)
     )
     of_needed = f"least of PyTorch {gib(memory.tensors_bytes)}, CUDA context {context}, NCCL {nccl}"
     for what, nbytes, meaning in (

@@ -79,8 +79,8 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
     as-published (code that papers compare with, whose function is not the model's), models, clusters,
     backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME`
-    shows the rates of one by kind of work, each with its source, and what is not known; NAME may be a file
-    of yours.
+    shows the rates of one by kind of work, each with its source, and what is not known; NAME may be a file of
+    yours.
     """
     if (kind == _ONE) != (name is not None):
         raise UserError(
@@ -120,10 +120,25 @@ def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
 def entries(kind: str) -> dict[str, str]:
     """What there is of a kind by name, each with a line about it."""
     if kind in _OF_FILES:
-        return dict(_from_files(*_OF_FILES[kind]))
+        found = dict(_from_files(*_OF_FILES[kind]))
+        return (
+            {name: f"{text}{_lacking(name)}" for name, text in found.items()} if kind == "clusters" else found
+        )
     if kind in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[kind].summaries()
     return _from_code(kind)
+
+
+def _lacking(name: str) -> str:
+    """What a cluster has no rate of, in words; "" where it has all, or its file is wrong."""
+    from spbench.bench.clusters.cluster import load_cluster
+    from spbench.bench.clusters.kinds_of_work import without_own_rates
+
+    try:
+        lacking = without_own_rates(load_cluster(name))
+    except UserError:
+        return ""
+    return f"; without a rate of its own: {', '.join(lacking)}" if lacking else ""
 
 
 def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:

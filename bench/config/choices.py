@@ -106,7 +106,8 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
     except BaseException as error:
         raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
     if kind == "model":
-        found, base = list(getattr(module, "PRESETS", {})), "mapping PRESETS of models"
+        presets = vars(module).get("PRESETS")
+        found, base = list(presets) if isinstance(presets, Mapping) else [], "mapping PRESETS of models"
     else:
         found = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
         base = "class derived from spbench.Strategy with a name"

@@ -38,6 +38,8 @@ class Document(BaseModel):
     Attributes:
         paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured": what
             real machines measured, or "field": step times that others published.
+        published_in: the paper that the numbers are from, where it is another one, which stands on the pages
+            of ``paper`` and is judged by itself there; such as "LASP-2, arXiv 2502.07563".
         inferred_from: settings chosen by looking at published numbers, and which these are.
         not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
         figure: the name of a figure of plots/, as `spbench list figures` tells it.
@@ -47,6 +49,7 @@ class Document(BaseModel):
 
     title: str
     paper: str = ""
+    published_in: str = ""
     about: str = ""
     defaults: dict[str, Any] = {}
     groups: list[dict[str, Any]] = Field(min_length=1)

@@ -12,6 +12,7 @@ import json
 from functools import lru_cache
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.clusters.cluster import Precision
 from spbench.bench.engines.unlike_ranks import work_error
 from spbench.bench.simulator.step_parts import Flops, flops_of
 from spbench.impls.models.model import model_preset
@@ -34,7 +35,7 @@ def forward_flops(cell: Cell) -> Flops:
 
 
 @lru_cache(maxsize=256)
-def _of_a_sequence(model: str, precision: str, seq_len: int) -> Flops:
+def _of_a_sequence(model: str, precision: Precision, seq_len: int) -> Flops:
     name, options, config = json.loads(model)
     cell = Cell(
         model=name,

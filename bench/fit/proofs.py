@@ -84,7 +84,8 @@ class Proofs:
 
 def prove(cell: Cell, total_bytes: int, answers: Answers, say: Say = unheard) -> Proofs:
     """Try the single changes of a cell, the likely cheapest first, until :data:`MOST` fit. Where none is
-    enough that leaves the job what it is, the pairs of them that may be are tried.
+    enough that leaves the job what it is, the pairs of them that may be are tried; where strategies were
+    tried and none is, the pairs with a strategy.
 
     Args:
         total_bytes: what a card must have for the cell as it is; changes that need no less are left out.
@@ -92,15 +93,17 @@ def prove(cell: Cell, total_bytes: int, answers: Answers, say: Say = unheard) ->
         say: told of each change that was tried, and of the share that is behind.
     """
     changes = single_changes(cell)
-    found, missed = _tried(cell, changes, MOST, answers, within(say, 0, _SINGLE))
-    tried, pairs_tried = len(found) + len(missed), 0
-    if all(each.change.other_job for each in found):
-        promising = _promising_pairs(changes, missed, total_bytes)
+    found, missed, tried = _tried(cell, total_bytes, changes, MOST, answers, within(say, 0, _SINGLE))
+    pairs_tried = 0
+    alone = [each.change for each in found if not each.change.other_job]
+    dividing = any(each.change.divides for each in missed) and not any(each.divides for each in alone)
+    if dividing or not alone:
+        promising = _promising_pairs(changes, [*found, *missed], total_bytes, dividing=bool(alone))
         told = within(say, _SINGLE, 1)
-        in_pairs, missed_pairs = _tried(cell, promising, ENOUGH_PAIRS, answers, told)
-        pairs_tried = len(in_pairs) + len(missed_pairs)
+        in_pairs, missed_pairs, pairs_tried = _tried(
+            cell, total_bytes, promising, ENOUGH_PAIRS, answers, told
+        )
         found, missed = [*found, *in_pairs], [*missed, *missed_pairs]
-    found = [each for each in found if each.memory.total_bytes < total_bytes]
     # what cannot be timed, as on a cluster without a link to its hosts, after what can
     found.sort(
         key=lambda p: (
@@ -114,10 +117,15 @@ def prove(cell: Cell, total_bytes: int, answers: Answers, say: Say = unheard) ->
 
 
 def _tried(
-    cell: Cell, changes: Iterable[Change], enough: int, answers: Answers, say: Say
-) -> tuple[list[Proof], list[Proof]]:
-    """The changes that fit, until there are enough of them, and those that do not; what cannot be run is left
-    out."""
+    cell: Cell,
+    total_bytes: int,
+    changes: Iterable[Change],
+    enough: int,
+    answers: Answers,
+    say: Say,
+) -> tuple[list[Proof], list[Proof], int]:
+    """The changes that fit and take less than the cell does, until there are enough of them; those that do
+    not fit; and how many were run. What cannot be is left out."""
     made_of: dict[str, tuple[Change, Cell]] = {}
     for change in changes:
         try:
@@ -128,19 +136,24 @@ def _tried(
             made_of.setdefault(made.key, (change, made))
     found: list[Proof] = []
     missed: list[Proof] = []
+    tried = 0
     outcomes = answers([made for _, made in made_of.values()], lambda: len(found) >= enough)
     for number, (made, outcome) in enumerate(outcomes, 1):
         if outcome.status in ("ok", "oom"):
+            tried += 1
             proof = Proof(*made_of[made.key], outcome.measurement, outcome.status == "ok")
-            (found if proof.fits else missed).append(proof)
+            if not proof.fits:
+                missed.append(proof)
+            elif proof.memory.total_bytes < total_bytes:
+                found.append(proof)
         text = written(made_of[made.key][0].settings)
         found_out = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
         say(f"{text}: {found_out}", number / len(made_of))
-    return found, missed
+    return found, missed, tried
 
 
 def _promising_pairs(
-    changes: Iterable[Change], missed: Sequence[Proof], total_bytes: int
+    changes: Iterable[Change], proofs: Sequence[Proof], total_bytes: int, dividing: bool
 ) -> Iterator[Change]:
     """Pairs of changes, each of which helps, that fit together if each takes off the same share as it does
     alone: the likely cheapest first, at most :data:`MOST_PAIRS`. Where there are none, the few that come
@@ -148,16 +161,18 @@ def _promising_pairs(
 
     Args:
         changes: the single ones, those that cost least first.
-        missed: those of them that do not fit.
+        proofs: what was found of them.
         total_bytes: as of :func:`prove`.
+        dividing: only those with a strategy that divides samples.
     """
-    left = {written(each.change.settings): each.memory.total_bytes / total_bytes for each in missed}
+    left = {written(each.change.settings): each.memory.total_bytes / total_bytes for each in proofs}
     helping = [each for each in changes if left.get(written(each.settings), 1.0) < 1]
     found = [
         (left[written(one.settings)] * left[written(other.settings)], both(one, other))
         for one, other in pairs(helping)
+        if one.divides or other.divides or not dividing
     ]
-    wanted = missed[0].memory.card_bytes / total_bytes if missed else 0.0
+    wanted = proofs[0].memory.card_bytes / total_bytes if proofs else 0.0
     likely = [change for share, change in found if share <= wanted]
     nearest = [change for _, change in sorted(found, key=lambda pair: pair[0])]
     yield from likely[:MOST_PAIRS] or nearest[:ENOUGH_PAIRS]

@@ -6,13 +6,14 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed, written
-from spbench.bench.config.choices import names
+from spbench.bench.config.choices import names, refusal
 from spbench.bench.config.expand import Problem, expand
 from spbench.bench.config.scenario import PACKAGE, load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
@@ -174,9 +175,19 @@ def ask_for(needed: Mapping[str, Any], model: str) -> None:
         raise UserError(f"{model} is a model: give {flags} too{known}")
 
 
-def _check_axes(strategy: str, sizes: Mapping[str, int]) -> None:
-    """Raises a UserError for ranks along an axis that a strategy does not divide along; it names some that
-    do."""
+def _made(group: Mapping[str, Any]) -> Cell:
+    """The cell of a group of a scenario."""
+    try:
+        (cell,) = expand({}, [dict(group)], {}, "", Path())
+    except Problem as problem:
+        raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
+    return cell
+
+
+def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raises a UserError for ranks along an axis that the strategy does not divide along; it names some that
+    do and that can run the model so."""
+    strategy = group["strategy"]
     if strategy not in names("strategy"):
         return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
     for axis in unused_axes(strategy_axes(strategy), sizes):
@@ -184,7 +195,14 @@ def _check_axes(strategy: str, sizes: Mapping[str, int]) -> None:
         every = [
             each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
         ]
-        give = f"--strategy {' or '.join([*dict.fromkeys([*usual, *every])][:_NAMED])}"
+        able = (
+            each
+            for each in dict.fromkeys([*usual, *every])
+            if not refusal(
+                _made({**group, "strategy": each, "sizes": {axis: sizes[axis], "dp": sizes["dp"]}})
+            )
+        )
+        give = f"--strategy {' or '.join(islice(able, _NAMED))}"
         if not every:
             around = "--strategy ulysses+ring_attention --sp N"
             give = f"two strategies around each other, as {around}, or --sp for --{axis}"
@@ -215,11 +233,9 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
         raise UserError(f"--gpus {gpus}: not the ranks of {given}; leave one of them out")
     sizes.setdefault("dp", gpus // around)
-    strategy = asked.strategy or settings.pop("strategy", "single")
-    _check_axes(strategy, sizes)
     group: dict[str, Any] = {
         "model": model,
-        "strategy": strategy,
+        "strategy": asked.strategy or settings.pop("strategy", "single"),
         "cluster": asked.cluster,
         "precision": _PRECISION,
         "sizes": sizes,
@@ -227,11 +243,8 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         "seq_len": settings.pop("seq_len"),
         "training": {"backend": _usual_backend(sizes), **_TRAINING},
     }
-    try:
-        (cell,) = expand({}, [group], {}, "", Path())
-    except Problem as problem:
-        raise UserError(f"{model}: {str(problem).removeprefix('groups[0].')}") from problem
-    cell, placed = _placed(cell, settings)
+    _check_axes(group, sizes)
+    cell, placed = _placed(_made(group), settings)
     taken = {
         "precision": cell.precision,
         "batch": cell.batch,
@@ -243,8 +256,8 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     left = [f"{name} {value}" for name, value in taken.items() if name not in said]
     remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
     if ATTENTION not in asked.settings:
-        cell, said = with_usual_attention(cell)
-        remarks += [said] if said else []
+        cell, kernel = with_usual_attention(cell)
+        remarks += [kernel] if kernel else []
     return [cell], remarks, settings
 
 

@@ -27,6 +27,11 @@ class Change:
     words: str
     other_job: bool = False
 
+    @property
+    def divides(self) -> bool:
+        """Whether it takes a strategy that divides samples."""
+        return "strategy" in self.settings
+
 
 def single_changes(cell: Cell) -> list[Change]:
     """The changes to try, those that cost least first as far as is known without a trace."""

@@ -20,7 +20,7 @@ class Changes:
 
     Attributes:
         against: what is compared with what.
-        since: days; empty where they are not known.
+        since: the commits that are compared with, by their days; empty where these are not known.
         judged: how many numbers and cells were looked at; 0: nothing was.
         link: of the part of the page of regressions that lists them.
         worst: the first of what is worse, a text and a link each.
@@ -67,7 +67,7 @@ def _since_baselines(baselines: Sequence[Gate]) -> Changes:
     )
     return Changes(
         f"{len(judged)} of {len(baselines)} baselines",
-        " and ".join(dict.fromkeys([*days[:1], *days[-1:]])),
+        f"the baselines committed on {' and '.join(dict.fromkeys([*days[:1], *days[-1:]]))}" if days else "",
         sum(sums.values()),
         sums["worse"] + sums["missing"],
         sums["better"],
@@ -101,7 +101,7 @@ def _in_history(assessments: Sequence[Assessment]) -> Changes:
     link = "regressions.html#history"
     return Changes(
         f"commit {newest.short[:7]}{beside}",
-        before.date[:10] if before else "",
+        f"commit {before.short[:7]} of {before.date[:10]}" if before else "",
         len(now),
         len(worse),
         len(steps) - len(worse),

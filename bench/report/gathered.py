@@ -44,6 +44,22 @@ class PaperResults:
     scenarios: Mapping[str, Scenario]
     findings: Findings | None
 
+    @property
+    def sources(self) -> list[str]:
+        """What the numbers of its scenarios were published in: "" for the paper itself, first, then others
+        that stand on its page."""
+        return sorted({scenario.document.published_in for scenario in self.scenarios.values()})
+
+    def of_source(self, source: str) -> dict[str, Scenario]:
+        """The scenarios whose numbers were published there, by name."""
+        return {n: each for n, each in self.scenarios.items() if each.document.published_in == source}
+
+    def records_of(self, source: str) -> list[Record]:
+        """The records of the numbers that were published there."""
+        records = self.findings.records if self.findings else []
+        names = self.of_source(source)
+        return [record for record in records if record["scenario"] in names]
+
 
 @dataclass(frozen=True)
 class CellResult:

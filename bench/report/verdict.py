@@ -30,11 +30,13 @@ class Verdict:
     Attributes:
         judged, met: how many numbers and statuses.
         errors: absolute relative errors of the numbers that are no formulas.
+        formula_errors: those of closed forms at their cells.
     """
 
     judged: int
     met: int
     errors: Sequence[float]
+    formula_errors: Sequence[float] = ()
 
     @property
     def word(self) -> Word:
@@ -58,8 +60,16 @@ def verdict_on(records: Sequence[Record]) -> Verdict:
     records = [record for record in records if record["role"] in JUDGED]
     numbers = [record for record in distinct(records) if _was_run(record)]
     met = [*(_is_met(record, records) for record in numbers), *_statuses(records)]
-    errors = [r["relative_error"] for r in numbers if r["role"] != "formula"]
-    return Verdict(len(met), sum(met), [abs(error) for error in errors if error is not None])
+    return Verdict(
+        len(met),
+        sum(met),
+        _errors(record for record in numbers if record["role"] != "formula"),
+        _errors(record for record in records if record["role"] == "formula"),
+    )
+
+
+def _errors(records: Iterable[Record]) -> list[float]:
+    return [abs(record["relative_error"]) for record in records if record["relative_error"] is not None]
 
 
 def _was_run(record: Record) -> bool:
@@ -94,6 +104,8 @@ def counts(verdict: Verdict) -> str:
     text = f"{verdict.met} of {verdict.judged} numbers met"
     if verdict.median is not None:
         text += f", median error {verdict.median:.1%}, worst {verdict.worst:.0%}"
+    if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
+        text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {worst:.0%}"
     return text
 
 

@@ -1,5 +1,6 @@
 """The facts of the machine in the provenance of rows."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import spbench.bench.provenance as bench_provenance
 from spbench.bench.provenance import machine_facts, provenance
 from tests.bench.nvml_library import built, printed
 
@@ -39,3 +41,14 @@ def test_cores_are_those_that_the_process_may_use() -> None:
     code = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})\n{CODE}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert '"cores": 1' in done.stdout
+
+
+@pytest.mark.parametrize(("name", "shown"), [("", "riscv64"), ("A64FX", "A64FX")])
+def test_a_processor_without_a_name_is_its_architecture(
+    monkeypatch: pytest.MonkeyPatch, name: str, shown: str
+) -> None:
+    """As in containers of other architectures, whose /proc/cpuinfo has no model name."""
+    monkeypatch.setattr(bench_provenance, "open", lambda path: io.StringIO("processor: 0\n"), raising=False)
+    monkeypatch.setattr("platform.processor", lambda: name)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert bench_provenance.cpu_model() == shown

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from spbench.impls.registries import strategies
+from spbench.plots.axes import logarithmic_axis
 from spbench.plots.claims import claims_of, claims_panel
 from spbench.plots.grid import PanelGrid
 from spbench.plots.style import contrast, looks, method_color, strategy_name
@@ -93,3 +95,12 @@ def test_what_is_not_in_the_table_has_a_colour_of_its_own() -> None:
         assert min(np.linalg.norm(lab(color) - lab(other)) for other in known) > 8
     # the same in every session and beside any others
     assert method_color("ulysses+ring_attention") == "#531cf6"
+
+
+@pytest.mark.parametrize(("values", "ticks"), [((10**1.08, 11.0), [10.0]), ((50.0, 10**1.92), [100.0])])
+def test_a_tick_on_the_edge_of_a_logarithmic_axis_is_there(
+    values: tuple[float, float], ticks: list[float]
+) -> None:
+    ax = Figure().subplots()
+    logarithmic_axis(ax, values, marks=False)
+    assert {*ticks} <= {*ax.get_yticks()}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from spbench.plots.today import draw_max_seqlen_today, switches
+from spbench.plots.today import _length, draw_max_seqlen_today, switches
 from tests.plots.drawn import artists, drawn
 from tests.plots.rows import searched
 
@@ -65,3 +65,12 @@ def test_rungs_are_in_the_order_of_their_switches_whichever_ended_first() -> Non
 
 def test_switches_in_words() -> None:
     assert switches(ROWS[2]) == "tiled loss + ring self attention + tiled MLP + checkpoints on host"
+
+
+def test_a_length_is_in_millions_from_one_million_on() -> None:
+    assert [_length(tokens) for tokens in (None, 999_400, 1_000_000, 1_200_000)] == [
+        "none",
+        "999K",
+        "1M",
+        "1.2M",
+    ]

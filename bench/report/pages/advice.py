@@ -20,7 +20,9 @@ FOLDER = "advice"
 _QUESTION = ("model", "cluster", "gpus", "seq_len", "batch")
 _NEEDED = (*_QUESTION, "strategy", "mesh", "backend", "step_time_s", "peak_memory_bytes")
 _GIB = 2**30
-_ROW = 22
+#: pixels of a layout, which has two lines of text: the strategy, and below it mesh and backend
+_ROW = 36
+_LABEL = "[split(datum.value, ' ')[0], join(slice(split(datum.value, ' '), 1), ' ')]"
 
 Line = Mapping[str, Any]
 
@@ -71,12 +73,16 @@ def _chart(name: str, lines: Sequence[Mapping[str, str]]) -> Chart:
 
 def _spec(values: Sequence[Line], shown: Sequence[Line]) -> dict[str, Any]:
     order = [line["layout"] for line in shown]
-    y = alt.Y("layout:N", sort=order, title=None, axis=alt.Axis(labelLimit=320))
+    y = alt.Y("layout:N", sort=order, title=None, axis=alt.Axis(labelExpr=_LABEL))
     color = alt.Color("method:N", scale=method_scale([line["strategy"] for line in shown]), legend=None)
-    bars = alt.Chart().mark_bar().encode(x=alt.X("step s:Q", title="seconds of a step"), y=y, color=color)
+    bars = (
+        alt.Chart()
+        .mark_bar(height={"band": 0.6})
+        .encode(x=alt.X("step s:Q", title="seconds of a step"), y=y, color=color)
+    )
     bands = alt.Chart().mark_rule(color="#777777").encode(x=alt.X("at least:Q"), x2="at most:Q", y=y)
     floor = alt.Chart().mark_tick(color="#777777", thickness=3).encode(x="compute floor s:Q", y=y)
-    chart = alt.layer(bars, bands, floor).properties(height=_ROW * len(order))
+    chart = alt.layer(bars, bands, floor).properties(width="container", height=_ROW * len(order))
     return spec_of(chart, values)
 
 

@@ -60,11 +60,14 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def _sentence(paper: PaperResults) -> dict[str, Any]:
-    """Whether a paper reproduces, and why, in numbers."""
-    records = paper.findings.records if paper.findings else []
+    """Whether a paper reproduces, and why, in numbers; and what is known of others on its page."""
+    records = paper.records_of("")
     verdict = verdict_on(records)
     titles = {name: scenario.document.title for name, scenario in paper.scenarios.items()}
     return {
+        "others": [
+            (source, counts(verdict_on(paper.records_of(source)))) for source in paper.sources if source
+        ],
         "paper": paper.paper,
         "path": f"paper-{paper.paper.name}.html",
         "word": verdict.word,

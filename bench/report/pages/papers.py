@@ -36,8 +36,9 @@ class ScenarioPart:
 def pages(gathered: Gathered) -> Iterator[Page]:
     """paper-NAME.html for each paper."""
     for number, paper in enumerate(gathered.papers):
-        parts = [_part(gathered, paper, scenario) for scenario in paper.scenarios.values()]
-        overall = verdict_on(paper.findings.records) if paper.findings else None
+        parts = [_part(gathered, paper, scenario) for scenario in _in_order(paper)]
+        overall = verdict_on(paper.records_of("")) if paper.findings else None
+        others = [(source, verdict_on(paper.records_of(source))) for source in paper.sources if source]
         yield Page(
             f"paper-{paper.paper.name}.html",
             paper.paper.title,
@@ -48,6 +49,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
                 "figure": gathered.figure(paper.paper.name),
                 "overall": overall,
                 "counts": counts(overall) if overall else "",
+                "others": [(source, verdict.word, counts(verdict)) for source, verdict in others],
                 "verdict": _verdicts(paper),
             },
             group="Papers",
@@ -57,12 +59,18 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         )
 
 
+def _in_order(paper: PaperResults) -> list[Scenario]:
+    """The paper's own scenarios first, then those of numbers from others."""
+    return [scenario for source in paper.sources for scenario in paper.of_source(source).values()]
+
+
 def _verdicts(paper: PaperResults) -> DataTable | None:
     """A line for each table and quantity, and for the claims, formulas and curves of a scenario."""
     if paper.findings is None:
         return None
     lines = []
-    for name, scenario in paper.scenarios.items():
+    for scenario in _in_order(paper):
+        name, source = scenario.name, scenario.document.published_in
         records = [record for record in paper.findings.records if record["scenario"] == name]
         for (what, variant), some in by_answer(records).items():
             verdict = verdict_on(some)
@@ -73,7 +81,7 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
                     "reproduces": verdict.word if verdict.judged else "not judged",
                     "met": f"{verdict.met} of {verdict.judged}" if verdict.judged else "",
                     "errors by role": errors_by_role(some),
-                    "figure or table": scenario.document.title,
+                    "figure or table": f"{scenario.document.title}{f' ({source})' if source else ''}",
                 }
             )
     caption = "What was compared, whether it reproduces, and the errors by role"

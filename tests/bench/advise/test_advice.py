@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.advise.advice import NAMED, Advice, settings_beside
+from spbench.bench.advise.advice import Advice, settings_beside
 from spbench.bench.advise.findings import Found, Seen
-from spbench.bench.advise.ranking import complexity
+from spbench.bench.advise.ranking import NAMED, complexity
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measurement import Outcome
 from spbench.bench.trust.bands import packaged_model

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.advise.absent import absence
-from spbench.bench.advise.findings import Found
-from spbench.bench.advise.layouts import Refused
+from spbench.bench.advise.absent import absence, untraced
+from spbench.bench.advise.candidates import Candidate
+from spbench.bench.advise.findings import Found, Untraced
+from spbench.bench.advise.layouts import Layout, Refused, Way
 from spbench.bench.advise.possible import possible, why_impossible
 from spbench.bench.advise.question import Question, question
 from spbench.bench.errors import UserError
@@ -96,6 +97,28 @@ def test_layouts_that_cannot_be_are_not_said_to_be_slow(
     found = absence(asked(**options), Found(), why)
     assert found.lines == ()
     assert reason in found.sentence
+
+
+def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate() -> None:
+    made = asked(gpus=8)
+    for left, words in (
+        (Untraced(3, 0, None, 2**37), "3, by the estimate too large, the smallest with 128 GiB"),
+        (Untraced(3, 3, 4.5, 2**30), "3, by the estimate not faster than 4.5 s"),
+        (Untraced(3, 1, 4.5, 2**30), "3, by the estimate 2 too large, the others not faster than 4.5 s"),
+    ):
+        found = absence(made, Found(untraced=left), {"tp": 2})
+        assert found.sentence == f"not traced, of those with tp2: {words}"
+
+
+def test_estimates_are_kept_of_what_was_asked_about() -> None:
+    layouts = [
+        Candidate(Layout(Way("tensor_parallel", {"tp": tp}), 8 // tp, 1, 1), {}, {}, {}, seconds, nbytes, 0.0)
+        for tp, seconds, nbytes in ((2, 3.0, 10.0), (4, 4.0, 10.0), (2, 1.0, 50.0), (2, 2.0, 11.0))
+    ]
+    found = untraced({"tp": 2}, layouts, [], 40.0)
+    assert found == Untraced(layouts=1, slow=1, least_s=2.0, least_bytes=10.0)
+    assert untraced({"tp": 8}, layouts, [], 40.0) is None
+    assert untraced({}, layouts, [], 40.0) is None
 
 
 def test_what_is_missing_is_asked_for_at_once() -> None:

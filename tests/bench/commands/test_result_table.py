@@ -68,3 +68,12 @@ def test_the_closed_form_is_shown_where_it_differs(formula: float, shown: str | 
     found = simulated(communication=[{"sent_bytes": 2**20, "axis": "sp"}], formula=[{"sent_bytes": formula}])
     (line,) = result_table("Bytes", [found]).lines
     assert (line["sent MiB/GPU"], line["by formula"]) == ("1.00", shown)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"), [(0, "0.00"), (2**30 // 10, "0.1"), (2**30 / 10, "0.10"), (2**20, "0.00098")]
+)
+def test_what_is_small_has_two_digits(nbytes: float, shown: str) -> None:
+    found = simulated(peak_memory_bytes=nbytes, communication=[{"sent_bytes": nbytes, "axis": "sp"}])
+    (line,) = result_table("Bytes", [found]).lines
+    assert line["peak GiB"] == shown

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.config.scenario import compare, load_scenario
@@ -219,3 +220,11 @@ def test_a_loss_that_is_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert outcome.losses == curve
     del curve[1]
     assert run_cell(cell("single", {})).status == "ok"
+
+
+def test_a_seed_is_what_torch_takes() -> None:
+    for seed in (-(2**63), 2**63 - 1):
+        torch.Generator().manual_seed(Learning(steps=1, seed=seed).seed)
+    for seed in (-(2**63) - 1, 2**63):
+        with pytest.raises(ValidationError, match="seed"):
+            Learning(steps=1, seed=seed)

@@ -6,7 +6,8 @@ import json
 import pickle
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import pytest
 import torch.cuda._memory_viz as viewer
 
 from spbench.bench.cell import Cell
-from spbench.bench.commands.fit_report import _closest
+from spbench.bench.commands.fit import command
+from spbench.bench.commands.fit_report import Help, _closest, _flags
 from spbench.bench.config.changes import changed, given
 from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.errors import UserError
+from spbench.bench.fit import subject as module
 from spbench.bench.fit.proofs import Proof
+from spbench.bench.fit.subject import Asked, Subject, subject
 from spbench.bench.fit.suggestions import Change
 from spbench.bench.fit.verdict import Verdict
 from spbench.bench.measurement import Measurement
@@ -240,6 +245,25 @@ def test_the_script_of_a_job(fit: Run, card: Card) -> None:
     assert "of the backend megatron" in out
 
 
+def test_changes_of_a_job_are_told_in_its_own_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(JOB)
+    found = subject([str(script)], Asked("dgx-h100", 2))
+    (cell,) = found.cells
+    assert found.job == "megatron"
+    for settings, flags in (
+        (
+            {"model_options.recompute": "full"},
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        ({"training.distributed_optimizer": True}, "--use-distributed-optimizer"),
+        ({"training.micro_batches": 1}, "--micro-batch-size 2"),
+    ):
+        proof = Proof(Change(settings, ""), changed(cell, settings), {}, True)
+        assert str(_flags(Verdict(cell, {}), proof, Help(job=found.job))) == flags
+    assert _flags(Verdict(cell, {}), proof, Help()) is None
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -276,3 +300,57 @@ def test_what_cannot_be_is_one_line(fit: Run, words: tuple[str, ...], problem: s
     code, out, err = fit(*words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert problem in err
+
+
+H100 = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K")
+
+
+@pytest.mark.parametrize(
+    ("refused", "named", "mended"),
+    [
+        (("--tp", "2"), "--strategy megatron_sp", ("--tp", "2", "--strategy", "megatron_sp")),
+        (("--sp", "4"), "--strategy ring_attention", ("--sp", "4", "--strategy", "ring_attention")),
+        (
+            ("--cp", "2"),
+            "--strategy ulysses+ring_attention --sp N",
+            ("--cp", "2", "--sp", "2", "--strategy", "ulysses+ring_attention"),
+        ),
+        (
+            ("--tp", "2", "--strategy", "ulysses"),
+            "--strategy megatron_sp",
+            ("--tp", "2", "--strategy", "megatron_sp"),
+        ),
+        (("--gpus", "6", "--dp", "4"), "--gpus 6: not the ranks of dp 4", ("--gpus", "4", "--dp", "4")),
+        (("--batch", "7", "--micro-batch", "2"), "use --batch 6", ("--batch", "6", "--micro-batch", "2")),
+        (("--cluster", "local"), "name one that has by --cluster", ("--cluster", "l40s")),
+        (("--set", "training.backend=zero4"), "'zero3'", ("--set", "training.backend=zero3")),
+        (("--set", "model_options.recompute=ful"), "full", ("--set", "model_options.recompute=full")),
+    ],
+    ids=str,
+)
+def test_what_a_refusal_names_is_the_cause(
+    refused: tuple[str, ...], named: str, mended: tuple[str, ...]
+) -> None:
+    """With what is named changed, and nothing else, there is a cell."""
+    with pytest.raises(UserError) as error:
+        asked_about(*H100, *refused)
+    assert named in str(error.value)
+    assert asked_about(*H100, *mended).cells
+
+
+def asked_about(*words: str) -> Subject:
+    """What the command line asks about, without a trace."""
+    found: list[Subject] = []
+
+    class Enough(Exception):
+        pass
+
+    def kept(words: Sequence[str], asked: Asked) -> Subject:
+        found.append(subject(words, asked))
+        raise Enough
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "subject", kept)
+        with suppress(Enough):
+            command.main([*words], standalone_mode=False)
+    return found[0]

@@ -60,10 +60,26 @@ def test_where_no_single_change_is_enough_pairs_are_tried() -> None:
 
 
 def test_where_a_single_change_is_enough_no_pair_is() -> None:
-    found, _ = proved(shares(0.3, 0.9))
+    def needs(each: Cell) -> float:
+        return NOW * (0.3 if each.strategy == "ulysses" else 0.9)
+
+    found, _ = proved(needs)
     assert found.pairs_tried == 0
-    assert found.found
-    assert all(each.change.settings["model_options.recompute"] == "full" for each in found.found)
+    assert {each.change.settings["strategy"] for each in found.found} == {"ulysses"}
+
+
+def test_where_no_strategy_is_enough_alone_pairs_with_one_are_tried() -> None:
+    def needs(each: Cell) -> float:
+        return (
+            shares(0.3, 0.9)(each) if each.strategy == "single" else 0.8 * NOW * shares(0.45, 1.0)(each) / NOW
+        )
+
+    found, _ = proved(needs)
+    assert found.pairs_tried
+    pairs_found = [each.change for each in found.found if each.change.divides]
+    assert pairs_found
+    assert all(each.settings["model_options.recompute"] == "full" for each in pairs_found)
+    assert any(not each.change.divides for each in found.found)
 
 
 def test_where_no_pair_can_be_enough_the_few_nearest_are_tried() -> None:

@@ -46,6 +46,7 @@ def test_each_question_has_a_chart_of_its_layouts(tmp_path: Path) -> None:
     assert "a tie with single dp8, zero1" in of_eight.alt
     assert of_many.caption.startswith("llama3-8b, 64 GPUs of dgx-h100, 128 sequences of 8192")
     assert "a tie" not in of_many.alt
+    assert of_eight.spec["width"] == "container"  # as wide as the page, or a phone
     assert of_eight.spec["data"]["values"][0]["compute floor s"] == 1.0
 
 

@@ -76,3 +76,12 @@ def test_the_sentence_has_the_numbers_and_the_scenario_with_the_most_misses() ->
     assert why(records, {"bad": "Speeds"}) == {"scenario": "bad", "title": "Speeds", "text": "2 of 2"}
     assert why(records[:1], {}) is None
     assert counts(verdict_on([])) == "nothing was judged"
+
+
+def test_the_sentence_leaves_no_worst_error_out() -> None:
+    """Closed forms have no part in the median, but are named where they are off."""
+    off = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
+    text = "1 of 2 numbers met, median error 0.0%, worst 0%; closed forms off by up to 800%"
+    assert counts(verdict_on(off)) == text
+    assert counts(verdict_on(off[2:])) == "0 of 1 numbers met, closed forms off by up to 800%"
+    assert "closed" not in counts(verdict_on(off[:2]))

@@ -151,3 +151,12 @@ def test_the_file_holds_the_model_to_six_digits() -> None:
     assert again.band("sourced", "products", "a")[:2] == pytest.approx(
         model.band("sourced", "products", "a")[:2], rel=1e-5
     )
+
+
+def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
+    lucky = drawn(2, ["other"], between=0.0, within=0.001, rates="substituted")
+    model = ErrorModel.fit([*drawn(1), *lucky])
+    assert width(model, "substituted") >= width(model)
+    # nor narrower than what such times were off by
+    off = drawn(2, ["other"], between=0.0, within=0.001, mean=-1.4, rates="substituted")
+    assert ErrorModel.fit([*drawn(1), *off]).band("substituted", "products", "a")[1] > math.exp(1.39)

@@ -106,3 +106,10 @@ def test_there_are_no_pipeline_stages(name: str) -> None:
     for ask in (lambda: model.build(Strategy(), 24, stage), lambda: model.sites(1, 24, 1, stage)):
         with pytest.raises(Unsupported, match="has no pipeline stages; use pp 1"):
             ask()
+
+
+def test_each_block_has_the_two_stages_that_are_planned_for_it() -> None:
+    model = grid_model("st-dit-tiny", layers=4)
+    module: Any = model.build(Strategy(), 24)
+    plan = model.plan(Strategy(), 24)  # type: ignore[attr-defined]
+    assert [block.planned for block in module.blocks.values()] == [plan[i : i + 2] for i in (0, 2, 4, 6)]

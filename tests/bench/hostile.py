@@ -1,0 +1,292 @@
+"""Damaged inputs of every kind that commands read: files, and the command line that reads them.
+
+A case follows from its kind and number alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.bench.exports.rows import CLAIM, folder
+from tests.bench.jobs.job_inputs import INPUTS
+from tests.bench.test_damaged_files import ROWS, damaged
+from tests.bench.test_damaged_inputs import TEXTS
+
+SAMPLES = Path(__file__).parent / "calibration" / "samples"
+
+
+def split(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
+#: words that may stand where a value belongs
+WORDS = (
+    *split(
+        "-1 0 1e999 nan inf -inf 0x 060 1:30 8k .5M 128,000 131_072 8Ki 1e6 on no ~ null [] {} [[1]] = <<"
+    ),
+    *split(
+        "*x 2024-13-45 ../.. / /dev/zero /proc/self/mem a/b a.b=c a=b=c , ,, =x x= %s {0} $HOME - -- + all"
+    ),
+    *split("gate/ meta-llama/Llama-3-8B bert-tiny+ ulysses+ulysses !!python/object:os.system"),
+    *("", " ", "{a: 1}", "!!timestamp y", "!!bool x", "!!int x", "&a [*a]", "a: b: c", "'", '"\\ud800"'),
+    *("\udcff", "ä\n", "\x00", "\x07", "\u202e", "\u0663"),
+    *("1" * 5000, "x" * 5000, "9" * 40, "[" * 5000, "{a: " * 500, "x " * 2000),
+)
+BOMB = "a: &a {x: 1}\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} {{<<: [{','.join(['*' + chr(97 + i)] * 9)}]}}\n" for i in range(11)
+)
+LAUGHS = BOMB.replace("{<<: ", "").replace("]}", "]")
+CELL = "{model: bert-tiny, strategy: single, batch: 1, seq_len: 8%s}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Files by name, and a command line that is run in their folder."""
+
+    files: Mapping[str, bytes]
+    words: Sequence[str]
+    #: of files: "loop", "dangling" or "folder" in the place of a content
+    special: Mapping[str, str] = ()  # type: ignore[assignment]
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """A content after one to three damages of its lines, words or bytes."""
+    try:
+        return damaged(content.decode(), chance)
+    except UnicodeDecodeError:
+        place = chance.randrange(len(content) + 1)
+        return content[:place] + bytes([chance.randrange(256)]) + content[place + chance.randrange(4) :]
+
+
+def _one_of(chance: random.Random, texts: Mapping[str, bytes]) -> dict[str, bytes]:
+    name = chance.choice([*texts])
+    return {**texts, name: mutated(texts[name], chance)}
+
+
+_DRY = ("run", "s.yaml", "--dry-run", "--variant", "a", "--output", "none")
+_SCENARIO = {name: text.encode() for name, text in TEXTS.items()}
+
+
+def scenarios(chance: random.Random) -> Case:
+    """A scenario with its cluster, config.json and published tables, one of them damaged."""
+    return Case(_one_of(chance, _SCENARIO), _DRY)
+
+
+def values(chance: random.Random) -> Case:
+    """A scenario of one cell with a hostile value for one of its settings."""
+    keys = (
+        "batch seq_len model strategy cluster engine precision sizes mesh rank timing timeout_s meters search"
+    )
+    keys += " learning model_options strategy_options training variant device paper"
+    key = chance.choice([*split(keys), "training: {steps", "model_options: {layers", "sizes: {tp"])
+    value = chance.choice(WORDS) + "}" * key.count("{")
+    text = f"title: t\ngroups:\n  - {CELL % f', {key}: {value}'}\n"
+    return Case({"s.yaml": text.encode("utf-8", "surrogatepass")}, ("run", "s.yaml", "--dry-run"))
+
+
+def clusters(chance: random.Random) -> Case:
+    """A cluster file, damaged, as it is listed."""
+    return Case({"mine.yaml": mutated(_SCENARIO["mine.yaml"], chance)}, ("list", "cluster", "mine.yaml"))
+
+
+def configs(chance: random.Random) -> Case:
+    """A config.json, damaged, as the model of a scenario."""
+    return Case({**_SCENARIO, "config.json": mutated(_SCENARIO["config.json"], chance)}, _DRY)
+
+
+@cache
+def _results(place: Path) -> dict[str, bytes]:
+    made = folder(place / "base", ROWS, CLAIM)
+    return {path.name: path.read_bytes() for path in made.iterdir()}
+
+
+def results(chance: random.Random) -> Case:
+    """Rows or comparisons, damaged, compared with whole ones, or exported."""
+    whole = _results(Path.cwd())
+    name = chance.choice([*whole])
+    files = {f"new/{each}": content for each, content in whole.items()}
+    files |= {f"old/{each}": content for each, content in whole.items()}
+    files[f"new/{name}"] = mutated(whole[name], chance)
+    system = chance.choice(["markdown", "junit", "hud", "pytest-benchmark"])
+    lines = (("compare", "old", "new"), ("compare", "new", "old"), ("export", "--to", system, "new"))
+    return Case(files, chance.choice(lines))
+
+
+def logs(chance: random.Random) -> Case:
+    """The log of a benchmark or profiler, damaged, as rates are read from it."""
+    path = chance.choice(sorted(SAMPLES.iterdir()))
+    words = ("calibrate", "--from", path.name, "--extends", "dgx-h100", "--output", "made.yaml")
+    return Case({path.name: mutated(path.read_bytes(), chance)}, words)
+
+
+def jobs(chance: random.Random) -> Case:
+    """A file of a job, damaged, as it is imported."""
+    path = chance.choice(sorted(each for each in INPUTS.iterdir() if each.is_file()))
+    kind = {".toml": "torchtitan", ".json": "deepspeed"}.get(path.suffix, "deepspeed")
+    kind = "bridge" if path.name.startswith("bridge") else "megatron" if path.suffix == ".sh" else kind
+    words = ("import", kind, path.name, "--gpus", "64")
+    return Case({path.name: mutated(path.read_bytes(), chance)}, words)
+
+
+def lengths(chance: random.Random) -> Case:
+    """A list of lengths of documents, damaged, as .txt, .csv or .npy."""
+    import numpy as np
+
+    numbers = [3, 5, 8, 13, 21, 34]
+    binary = io.BytesIO()
+    np.save(binary, np.array(numbers))
+    text = "\n".join(map(str, numbers)).encode()
+    suffix, whole = chance.choice([(".npy", binary.getvalue()), (".txt", text), (".csv", b"length\n" + text)])
+    place = chance.randrange(min(130, len(whole)))
+    content = whole[:place] + bytes([chance.randrange(256)]) + whole[place + chance.randrange(3) :]
+    options = f", model_options: {{documents: ./d{suffix}, documents_seed: 1}}"
+    cell = (
+        (CELL % options).replace("bert-tiny", "causal-transformer-tiny").replace("seq_len: 8", "seq_len: 64")
+    )
+    scenario = f"title: t\ngroups:\n  - {cell}\n".encode()
+    return Case({f"d{suffix}": content, "s.yaml": scenario}, ("run", "s.yaml", "--dry-run"))
+
+
+#: command lines without their last word, an option's value or an argument, of commands that trace nothing
+_FLAGS = {
+    "run s.yaml --dry-run": "--strategy --model --cluster --world-size --where --engine --rank --variant "
+    "--timeout --jobs --device --format --output",
+    "run s.yaml --dry-run --set": "batch= model= training.backend= model_options.dropout= mesh= x.y=",
+    "fit nosuch.json": "--set --seq-len --batch --gpus --cluster --where --micro-batch",
+    "advise --model no.json": "--fixed --set --seq-len --gpus --why --only --without --batch-tokens --figure",
+    "verify --strategy no": "--strategy-option --backend-option --world-size --dtype --part --backend",
+    "calibrate --from no.txt": "--extends --output --lengths --precision --sides",
+    "export --to junit no": "--base --commit --targets --output --to",
+    "record no --history h": "--commit --repository --machine --suite",
+    "trace s.yaml": "--where --ranks --cluster",
+}
+_ALONE = ("", "run", "fit", "list", "compare", "history", "import", "reproduce", "flags", "list cluster")
+_ALONE += ("import megatron", "flags megatron", "compare s.yaml", "trace")
+OPTIONS = [
+    *((*split(start), flag) for start, flags in _FLAGS.items() for flag in split(flags)),
+    *((*split(start), "") for start in _ALONE),
+]
+_PLAIN = f"title: t\ngroups:\n  - {CELL % ''}\n".encode()
+
+
+def options(chance: random.Random) -> Case:
+    """A hostile word as the value of an option or as an argument."""
+    *words, last = chance.choice(OPTIONS)
+    word = chance.choice(WORDS)
+    words += [last + word] if last.endswith("=") else [last, word] if last else [word]
+    return Case({"s.yaml": _PLAIN}, [each.replace("\x00", "") for each in words])
+
+
+#: contents that no reader expects
+CONTENTS: Mapping[str, bytes] = {
+    "empty": b"",
+    "mark": b"\xef\xbb\xbf" + _PLAIN,
+    "utf-16": _PLAIN.decode().encode("utf-16"),
+    "latin": "title: ä".encode("latin-1"),
+    "lines": _PLAIN.replace(b"\n", b"\r\n"),
+    "zeros": bytes(2000),
+    "bomb": BOMB.encode(),
+    "laughs": b"title: x\n" + LAUGHS.encode(),
+    "laughing title": LAUGHS.encode() + b"title: *j\ngroups: [*j]\n",
+    "large": b"[" + b"1," * 600_000 + b"]",
+    "deep": b"[" * 100_000,
+    "deep json": b'{"a":' * 50_000,
+    "tag": b"title: !!timestamp y\ngroups: [{}]\n",
+    "number": b"9" * 10_000,
+    "surrogate": b'{"title": "\\ud800", "groups": [{"model": "\\ud800"}]}',
+}
+_READERS = [
+    split(line)
+    for line in (
+        *("run {} --dry-run", "run s.yaml --dry-run --cluster {}", "run s.yaml --dry-run --model {}"),
+        *("run s.yaml --dry-run --strategy {}", "run s.yaml --dry-run --output {}", "list cluster {}"),
+        *("compare {} {}", "history {}", "export --to junit {}", "record {} --history h"),
+        *("record h --history {}", "calibrate --from {} --extends dgx-h100", "import megatron {}"),
+        *("import deepspeed {}", "import torchtitan {}", "import bridge {}", "verify --strategy {}"),
+        "fit {} --cluster dgx-a100",
+        "run s.yaml --dry-run --set model_options.documents=./{},model_options.documents_seed=1",
+    )
+]
+#: places that are no files of a person's
+PLACES = ("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/", "/etc/shadow-", "nowhere")
+
+
+def files(chance: random.Random) -> Case:
+    """A file, link, folder or device that is none of what the option takes."""
+    suffix = chance.choice([".yaml", ".json", ".py", ".toml", ".txt", ".npy", ".csv", ".sh", ".jsonl", ""])
+    kind = chance.choice(["content"] * 3 + ["loop", "dangling", "folder", "place"])
+    name = chance.choice(PLACES) if kind == "place" else f"x{suffix}"
+    words = [word.replace("{}", name) for word in chance.choice(_READERS)]
+    found = {"s.yaml": _PLAIN}
+    if kind == "content":
+        found[name] = chance.choice([*CONTENTS.values()])
+    return Case(found, words, {name: kind} if kind in ("loop", "dangling", "folder") else {})
+
+
+_BODIES = """
+raise ValueError('x' * 9000)
+raise SystemExit(0)
+import sys; sys.exit()
+1/0
+(
+\x00
+def f(:
+import nosuch
+from spbench import nosuch
+raise E()
+PRESETS = 3
+PRESETS = {1: 2}
+PRESETS = {'a': None}
+PRESETS = {}
+def __getattr__(name): 1/0
+class A(spbench.Strategy): pass
+class A(spbench.Strategy): name = 3
+class A(spbench.Strategy): name = ''
+class A(spbench.Strategy): name = 'n'
+class A(spbench.Strategy): name = 'a+b'
+class A(spbench.Strategy): name = 'single'
+class A(spbench.Strategy): name = 'x' * 9000
+""".strip("\n").splitlines()
+
+
+def programs(chance: random.Random) -> Case:
+    """A Python file of a strategy or model that misbehaves as it is imported."""
+    head = "import spbench\nclass E(Exception):\n    def __str__(self): raise KeyError\n"
+    text = head + chance.choice(_BODIES) + "\n"
+    name = f"f{chance.randrange(10**6)}.py"
+    kind = chance.choice(["--strategy", "--model"])
+    commands = (("run", "s.yaml", "--dry-run", kind, name), ("list", "strategies", kind, name))
+    return Case({name: text.encode(), "s.yaml": _PLAIN}, chance.choice(commands))
+
+
+#: how many of 10,000 are of each kind
+KINDS: Mapping[str, tuple[Callable[[random.Random], Case], int]] = {
+    "scenario files": (scenarios, 1800),
+    "values of settings": (values, 1500),
+    "cluster files": (clusters, 800),
+    "config.json": (configs, 800),
+    "results": (results, 1000),
+    "logs": (logs, 1000),
+    "job files": (jobs, 700),
+    "packed lists": (lengths, 700),
+    "option strings": (options, 1000),
+    "special files": (files, 600),
+    "Python files": (programs, 100),
+}
+
+
+def case(kind: str, number: int) -> Case:
+    """The case of a kind with that number."""
+    return KINDS[kind][0](random.Random(f"{kind} {number}"))
+
+
+def as_json(case: Case) -> str:
+    """A case for a person, its files cut."""
+    return json.dumps([list(case.words), {name: repr(content[:300]) for name, content in case.files.items()}])
