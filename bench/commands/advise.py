@@ -125,10 +125,10 @@ def command(
     if figure is not None:
         _check_form(figure)
     answers = []
-    with opened_executor(executor) as there, Progress(len(questions)) as progress:
-        for answer in answered(questions, jobs, progress.now, there, reasons_of):
+    with opened_executor(executor) as there, Progress() as progress:
+        for answer in answered(questions, jobs, progress.at, there, reasons_of):
             answers.append(answer)
-            progress.step(f"answered in {answer.seconds:.0f} s")
+            progress.at(f"answered in {answer.seconds:.0f} s", len(answers) / len(questions))
     return report(answers, reasons_of, figure, output, program or "")
 
 

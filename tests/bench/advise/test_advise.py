@@ -64,7 +64,8 @@ def test_several_lengths_give_a_map(advise: Run) -> None:
     )
     assert code == 0
     assert out.startswith("Which layout where\n")
-    assert "[2/2] answered" in err
+    assert "[50%] answered" in err
+    assert "[100%] answered" in err
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
 
 
