@@ -147,7 +147,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         if attention := answer.attention():
             yield attention
         if priced_by := answer.priced_by():
-            yield f"times rest on substitutes: {priced_by}"
+            yield f"priced by something else, with shares of the step: {priced_by}"
         yield f"{_named(winner.cell)}: {answer.why()}"
         yield _simplified(answer)
         if program:

@@ -78,7 +78,7 @@ def report(
     (sections if fullest.fits else details).append(_parts(fullest))
     timed = [proof.measurement for proof in helping.proofs.found] if helping.proofs else []
     if priced_by := priced_by_in_words([fullest.measurement, *timed] if timed else []):
-        sections.append(f"times rest on substitutes: {priced_by}")
+        sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(NOT_MODELLED)}")

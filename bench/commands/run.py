@@ -173,7 +173,7 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     if any(ties):
         sections.append(TIE_LEGEND)
     if priced_by := priced_by_in_words(row["measurement"] for row in ran.rows):
-        sections.append(f"times rest on substitutes: {priced_by}")
+        sections.append(f"priced by something else, with shares of the step: {priced_by}")
     if memory:
         sections.append(memory_table({row["key"]: row["measurement"] for row in ran.rows}))
     if ran.comparisons:

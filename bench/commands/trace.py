@@ -113,7 +113,7 @@ def _report(cell: Cell, found: Measurement, output: Path) -> Output:
         [
             f"step time {shown_band(measured)}, most of it {found.bound}; mean over ranks: {whole}\n"
             f"of computing and exposed communication: {parts}\n"
-            + (f"it rests on substitutes: {priced_by}\n" if priced_by else "")
+            + (f"priced by something else, with shares of the step: {priced_by}\n" if priced_by else "")
             + f"{output}: open it in https://ui.perfetto.dev",
             memory_table({cell.key: found.as_dict()}),
         ],

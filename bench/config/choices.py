@@ -20,16 +20,18 @@ from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import wrong_values
 from spbench.impls.outside_code import place, raised
-from spbench.impls.registries import INSTALL, absent, backends, peers, strategies
+from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
 
 @declared
 def names(kind: str) -> list[str]:
-    """The names of all models, strategies, peers, engines, meters, quantities or backends, sorted."""
+    """The names of all models, strategies, peers, code as published, engines, meters, quantities or
+    backends, sorted."""
     known: Mapping[str, Any] = {
         "strategy": strategies,
         "peer": peers,
+        "as-published": as_published,
         "backend": backends,
         "engine": engines,
         "meter": meters,
@@ -40,7 +42,7 @@ def names(kind: str) -> list[str]:
 
         return sorted(models())
     every: Iterable[str] = known[kind]()
-    return sorted(every) if kind in ("strategy", "peer", "backend") else list(every)
+    return sorted(every) if kind in ("strategy", "peer", "as-published", "backend") else list(every)
 
 
 #: by kind: names that others have for what has an unlike one here
@@ -131,7 +133,7 @@ def strategy_problem(name: str) -> str:
 def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
-        if part not in known:
+        if part not in known and part not in names("as-published"):
             return unknown("strategy", part, known)
     try:
         nesting(name)

@@ -44,7 +44,7 @@ class Substitute(NamedTuple):
     """Work of a step, and what it is priced by; without a rate of its own.
 
     Attributes:
-        work: as "attention, triton, forward".
+        work: as "forward attention by triton".
         by: as "matrix products".
     """
 
@@ -85,7 +85,7 @@ def _attention(
             continue
         left[events] = False
         kernel = known.default if costs.attention == "flash" else costs.attention
-        work = f"attention, {kernel}, {call.direction}"
+        work = f"{call.direction} attention by {kernel}"
         if text := rate.limit_flops_per_s.substitute:
             yield Substitute(work, text, "transferred"), events
         elif text := _unlike(rate, call):
@@ -96,7 +96,7 @@ def _attention(
         events = np.flatnonzero(left & (program.name == name))
         # softmax attention has a shape; that of linear attention is an operator of its own
         softmax = program.shape[events[0]].any()
-        kernel = "attention" if costs.attention == "flash" else f"attention, {costs.attention}"
+        kernel = "attention" if costs.attention == "flash" else f"attention by {costs.attention}"
         work = kernel if softmax else program.names[name]
         yield Substitute(work, AS_PRODUCTS, "substituted"), events
 
@@ -123,9 +123,9 @@ def _products(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
         share = own.get(name, device.compute_efficiency)
         events = np.flatnonzero(calls & (program.precision == number))
         if share.substitute:
-            yield Substitute(f"matrix products, {name}", share.substitute, "transferred"), events
+            yield Substitute(f"{name} matrix products", share.substitute, "transferred"), events
         elif share.value is None and not fitted:
-            yield Substitute(f"matrix products, {name}", "the datasheet's peak", "substituted"), events
+            yield Substitute(f"{name} matrix products", "the datasheet's peak", "substituted"), events
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
@@ -166,7 +166,7 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
     """
     cluster = costs.cluster
     link: Link = (cluster.node_link or cluster.network) if within else cluster.network
-    work = f"{name}, {'within a node' if within else 'between nodes'}"
+    work = f"{name} {'within a node' if within else 'between nodes'}"
     rated = cluster.collective_model == "measured" and parts is not None
     # between nodes an all-to-all goes pair by pair, at the rate of a send
     rate = link.rate_of(name, parts or 0) if rated and (within or name != "all_to_all") else None

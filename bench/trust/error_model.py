@@ -233,12 +233,16 @@ def _intervals(of_class: Sequence[Observation]) -> dict[str, Interval]:
 
 def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
     """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
-    is not the surer for it, whatever the few that were measured so erred by."""
+    is not the surer for it, whatever the few that were measured so erred by. What bounds a step follows from
+    its prices: where one is missing, every bound has the widest interval of its class."""
     for better, worse in pairwise(name for name in EVER_WORSE if name in by_rates):
         known = by_rates[better]
         for bound, own in by_rates[worse].items():
             least = known.get(bound, known[ANY]).half_width
             by_rates[worse][bound] = replace(own, half_width=max(own.half_width, least))
+    missing = by_rates.get(EVER_WORSE[-1], {})
+    widest = max((each.half_width for each in missing.values()), default=0.0)
+    missing.update({bound: replace(each, half_width=widest) for bound, each in missing.items()})
 
 
 def _by_source(observations: Iterable[Observation]) -> dict[str, list[float]]:

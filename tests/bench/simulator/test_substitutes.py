@@ -42,7 +42,7 @@ def card(*rates: dict[str, Any]) -> Cluster:
 
 
 def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> None:
-    by_products = [("attention, triton", "matrix products", "substituted")]
+    by_products = [("attention by triton", "matrix products", "substituted")]
     assert of_kernels(card(), "triton", attention(16)) == by_products
     assert of_kernels(with_card(), "triton", attention(16)) == by_products
     assert of_kernels(with_card(), "flash", attention(16)) == [("attention", *by_products[0][1:])]
@@ -55,7 +55,7 @@ def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> Non
 
 
 def test_the_rate_of_another_card_or_of_other_calls_is_named() -> None:
-    work = "attention, triton, forward"
+    work = "forward attention by triton"
     other = rate(10.0) | {"limit_flops_per_s": figure(10.0) | {"substitute": "another card's"}}
     assert of_kernels(card(other), "triton", attention(16)) == [(work, "another card's", "transferred")]
     far = rate(10.0, measured={32: 5.0, 64: 7.0})
@@ -97,7 +97,7 @@ def bus(ranks: int | None = None, substitute: str = "") -> dict[str, Any]:
 
 
 def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
-    work = "all_to_all, within a node"
+    work = "all_to_all within a node"
     by_datasheet = of_links(linked(4, substitute="the datasheet"), 4)
     assert by_datasheet == {(work, "the datasheet", "substituted"): pytest.approx(6.0)}
     assert [*of_links(linked(4), 4)] == [(work, "the bandwidth of a send", "extrapolated")]
@@ -108,7 +108,7 @@ def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
     by_any = of_links(linked(4, any=[bus()]), 4)
     assert [*by_any] == [(work, "the rate of other collectives", "extrapolated")]
     by_datasheet = of_links(linked(4, substitute="the datasheet"), 4, sends=True)
-    assert by_datasheet == {("send, within a node", "the datasheet", "substituted"): pytest.approx(8.0)}
+    assert by_datasheet == {("send within a node", "the datasheet", "substituted"): pytest.approx(8.0)}
     assert of_links(linked(4), 4, sends=True) == {}
     # two nodes: within each, and between them
     both = of_links(linked(2, substitute="the datasheet"), 4)
@@ -133,11 +133,10 @@ def test_prices_in_words_are_those_of_the_largest_shares() -> None:
 
     some = [measured(0.2, "a"), measured(0.5, "a"), measured(0.1, "b", "extrapolated"), {}]
     assert (
-        priced_by_in_words(some)
-        == "no rate of its own: a (50%) by products; extrapolated: b (10%) by products"
+        priced_by_in_words(some) == "no rate of its own: a (50%): products. Extrapolated: b (10%): products"
     )
     many = [measured(0.1 * n, f"w{n}") for n in range(1, 6)]
-    assert priced_by_in_words(many).endswith("w3 (30%) by products, 2 more")
+    assert priced_by_in_words(many).endswith("w3 (30%): products; 2 more")
     assert priced_by_in_words([{}]) == ""
 
 

@@ -160,3 +160,7 @@ def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
     # nor narrower than what such times were off by
     off = drawn(2, ["other"], between=0.0, within=0.001, mean=-1.4, rates="substituted")
     assert ErrorModel.fit([*drawn(1), *off]).band("substituted", "products", "a")[1] > math.exp(1.39)
+    # whichever part of the step seems to bound it, by prices of which one is missing
+    links = drawn(3, ["links"], between=0.0, within=0.001, mean=-1.4, bound="links", rates="substituted")
+    both = ErrorModel.fit([*drawn(1), *lucky, *links])
+    assert width(both, "substituted") == width(both, "substituted", "links") > 2 * 1.39
