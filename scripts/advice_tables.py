@@ -70,7 +70,7 @@ def main(names: Sequence[str]) -> None:
             settings = {"seq_len": length, "precision": _PRECISION.get(cluster, "bf16")}
             asked = question([model], Asked(cluster, gpus, None, settings), tokens)
             before = _busy_s()
-            (answer,) = answered([asked], say=message)
+            (answer,) = answered([asked], say=lambda text, share: message(text))
             of_others = _busy_s() - before - answer.cpu_s
         keep(name, answer, idle=of_others < _IDLE * answer.seconds * (os.cpu_count() or 1))
     write_page()

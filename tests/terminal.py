@@ -22,8 +22,9 @@ from typing import TextIO
 from unittest.mock import patch
 
 from spbench.bench.commands.forms import as_table
-from spbench.bench.commands.output import Output, View
+from spbench.bench.commands.output import Output, Verbatim, View
 
+ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 100, 120)
 _SHOW = as_table.show
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -40,7 +41,9 @@ _OF_THE_FORM = {
 _COUNT = re.compile(r"\(?[\d.,/:%]+\)?[,;:]?")
 
 
-class _Terminal(io.StringIO):
+class Terminal(io.StringIO):
+    """What says that it is a terminal, and keeps what is written to it."""
+
     def isatty(self) -> bool:
         return True
 
@@ -50,7 +53,7 @@ def screen_of(output: Output, width: int, view: View | None = None) -> str:
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(width)
     try:
-        terminal = _Terminal()
+        terminal = Terminal()
         _SHOW(output if view is None else replace(output, view=view), terminal, terminal)
     finally:
         if before is None:
@@ -65,16 +68,27 @@ def plain(text: str) -> str:
     return _ESCAPES.sub("", text).replace("\r\n", "\n")
 
 
-def faults(screen: str, width: int, words: Collection[str], most_lines: int | None = None) -> list[str]:
+def faults(
+    screen: str,
+    width: int,
+    words: Collection[str],
+    most_lines: int | None = None,
+    whole: Collection[str] = (),
+) -> list[str]:
     """What is wrong with a screen.
 
     Args:
         screen: its text, without escape sequences.
         words: those of the whole output; a piece of a word is none of them.
         most_lines: that it may have.
+        whole: lines that are never broken.
     """
     lines = screen.splitlines()
-    found = [f"past the edge: {line!r}" for line in lines if len(line) > width and _can_be_broken(line)]
+    found = [
+        f"past the edge: {line!r}"
+        for line in lines
+        if len(line) > width and _can_be_broken(line) and line not in whole
+    ]
     known = _OF_THE_FORM | {*words}
     for word in dict.fromkeys(screen.split()):
         if not {word, word.rstrip(",;:")} & known and not set(word) <= {"─"} and not _COUNT.fullmatch(word):
@@ -114,10 +128,12 @@ def _texts(output: Output) -> Iterator[str]:
 def faults_of(output: Output, most_lines: int | None = None, view: View | None = None) -> list[str]:
     """What is wrong with an output on terminals of :data:`WIDTHS`, with the widths."""
     words = words_of(output)
+    verbatim = [section for section in output.sections if isinstance(section, Verbatim)]
+    whole = [line for text in verbatim for line in text.splitlines()]
     return [
         f"{width} columns: {fault}"
         for width in WIDTHS
-        for fault in faults(screen_of(output, width, view), width, words, most_lines)
+        for fault in faults(screen_of(output, width, view), width, words, most_lines, whole)
     ]
 
 
@@ -142,16 +158,16 @@ def outputs_checked() -> Iterator[None]:
 
 
 def run_in_a_terminal(
-    command: Sequence[str], width: int, folder: Path, timeout_s: float = 600
+    command: Sequence[str], width: int, folder: Path, timeout_s: float = 900
 ) -> tuple[int, str]:
     """The exit code of a command and what it wrote to a pseudo-terminal of so many columns; what goes to
     standard error goes nowhere."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, cwd=folder, env=environment
-    ) as process:
+    environment |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    streams: dict[str, int] = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:
         os.close(theirs)
         written = b"".join(_chunks(ours))
         os.close(ours)

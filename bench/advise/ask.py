@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from spbench.bench.advise.advice import Advice
 from spbench.bench.advise.findings import Found
@@ -11,15 +11,16 @@ from spbench.bench.advise.kernels import by_kernel
 from spbench.bench.advise.looks import Looks
 from spbench.bench.advise.prices import prices
 from spbench.bench.advise.question import Question
-from spbench.bench.advise.search import Search
+from spbench.bench.advise.search import BEHIND, Search
 from spbench.bench.errors import UserError
+from spbench.bench.fit.answers import Say, unheard, within
 from spbench.bench.workers.executor import Executor
 
 
 def answered(
     questions: Sequence[Question],
     jobs: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = unheard,
     executor: Executor | None = None,
     asked_about: Mapping[str, int] = {},
 ) -> Iterator[Advice]:
@@ -28,7 +29,7 @@ def answered(
 
     Args:
         jobs: workers; None: one a usable core.
-        say: told what is done.
+        say: told what is done, and the share that is behind.
         executor: where layouts are traced; None: here.
         asked_about: ranks along axes, of which each answer says what became of them.
 
@@ -36,16 +37,17 @@ def answered(
         UserError: no layout of the only question is possible.
     """
     with Looks(jobs, executor) as answers:
-        for question in questions:
+        for number, question in enumerate(questions):
+            told = within(say, number / len(questions), (number + 1) / len(questions))
             begun, cpu_s = time.monotonic(), time.process_time() + answers.cpu_s
             try:
-                found = Search(question, answers, say, asked_about).run()
+                found = Search(question, answers, told, asked_about).run()
             except UserError as error:
                 if len(questions) == 1:
                     raise
                 found = Found(impossible=str(error))
             if winner := Advice(question, found, 0.0).winner:
-                say("what its memory switches and other attention kernels cost")
+                told("what its memory switches and other attention kernels cost", BEHIND["all"])
                 found.prices = prices(question, winner.cell, answers)
                 found.by_kernel = by_kernel(winner.cell, answers)
             cpu_s = time.process_time() + answers.cpu_s - cpu_s

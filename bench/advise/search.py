@@ -31,7 +31,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed
 from spbench.bench.errors import UserError
-from spbench.bench.fit.answers import Answers
+from spbench.bench.fit.answers import Answers, Say, unheard
 from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
@@ -41,6 +41,9 @@ BEST, _WHOLE = NAMED, 2
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
 _PATIENCE, _GAIN = 24, 1.005
+#: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
+#: changes of the best, and traces of all layers
+BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
 #: layouts whose estimated memory is so much more than a card has are not traced
 _TOO_LARGE = 1.25
 #: a layout whose estimated memory is so much less probably fits
@@ -66,7 +69,7 @@ class Search:
         self,
         question: Question,
         answers: Answers,
-        say: Callable[[str], None] = lambda text: None,
+        say: Say = unheard,
         asked_about: Mapping[str, int] = {},
     ):
         self.question, self.answers, self.say = question, answers, say
@@ -92,7 +95,7 @@ class Search:
         """
         if reason := why_impossible(self.question):
             raise UserError(reason)
-        self.say("small traces of the model and of the backends")
+        self.say("small traces of the model and of the backends", 0.0)
         savings = savings_of(self.question)
         known = references(self.question, self.answers, savings)
         estimates = Estimates(self.question.cell, self.question.gpus, *known)
@@ -109,7 +112,7 @@ class Search:
         if not waiting:  # the nearest that would fit is asked for
             waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
-        self.say(f"{len(every)} layouts, of which {len(waiting)} may fit")
+        self.say(f"{len(every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
         counts["need too much by the estimate"] = len(every) - len(waiting)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
@@ -139,7 +142,8 @@ class Search:
                     best_s, patience = sum_s, _PATIENCE
                 self.say(
                     f"{len(self.seen)} layouts traced with few layers; the best: {best[0].step_s:.3g} s, "
-                    f"{best[0].cell.strategy} {best[0].cell.mesh_text}"
+                    f"{best[0].cell.strategy} {best[0].cell.mesh_text}",
+                    BEHIND["small"] + (1 - max(patience, 0) / _PATIENCE) * (BEHIND["few"] - BEHIND["small"]),
                 )
 
     def _next(self, waiting: Waiting) -> list[Candidate]:
@@ -233,7 +237,7 @@ class Search:
             return [*best[:_WHOLE], *named[:1], *(seen for seen in named if self._doubtful(seen))]
 
         while chosen := [seen.cell for seen in wanted() if seen.depth != "all_layers"]:
-            self.say(f"tracing {len(chosen)} of the best with all layers")
+            self.say(f"tracing {len(chosen)} of the best with all layers", BEHIND["changes"])
             self._traced(chosen, "all_layers")
 
     def _doubtful(self, seen: Seen) -> bool:
@@ -249,7 +253,7 @@ class Search:
             return
         best = fitting[0].cell
         changes = self._changed(best, self._changes(best))
-        self.say(f"{len(changes)} single changes of the best")
+        self.say(f"{len(changes)} single changes of the best", BEHIND["few"])
         self._changes_looked_at(changes)
         waiting = self._changed(best, self._partial(best))
         while waiting:

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from spbench.bench.cell import Cell
-    from spbench.bench.fit.answers import Answers
-    from spbench.bench.fit.subject import Asked
+    from spbench.bench.fit.answers import Answers, Say
+    from spbench.bench.fit.asked import Asked
     from spbench.bench.fit.verdict import Verdict
     from spbench.bench.measurement import Outcome
+
+
+#: share of the time that tracing the cells takes, roughly, where changes are tried after it
+_EXAMINED = 0.4
 
 
 def _asking(command: Function) -> Function:
@@ -50,7 +54,7 @@ def _asking(command: Function) -> Function:
         **others: Any,
     ) -> Any:
         from spbench.bench.config.changes import given
-        from spbench.bench.fit.subject import Asked
+        from spbench.bench.fit.asked import Asked
 
         settings: dict[str, Any] = {"seq_len": seq_len, "batch": batch}
         settings |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
@@ -101,10 +105,15 @@ def command(
     and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
     fit follow, each proved by a trace: single ones, and pairs where none is enough.
     """
-    from spbench.bench.commands.fit_report import Help, report
+    from spbench.bench.fit.asked import ask_for, kind_of
+
+    if kind_of(subject) == "model":
+        ask_for({"--cluster NAME": asked.cluster, "--seq-len N": asked.settings.get("seq_len")}, subject[0])
+
+    from spbench.bench.commands.fit_report import Help, report  # torch, which mistakes need not wait for
     from spbench.bench.errors import UserError
     from spbench.bench.fit import runs
-    from spbench.bench.fit.answers import Answers
+    from spbench.bench.fit.answers import Answers, within
     from spbench.bench.fit.proofs import largest, prove
     from spbench.bench.fit.subject import advise_command
     from spbench.bench.fit.subject import subject as subject_of
@@ -113,7 +122,7 @@ def command(
     asked_about = subject_of(subject, asked)
     with Progress() as progress:
         with Answers(runs.examine, jobs) as answers:
-            examined = _examined(asked_about.cells, answers, progress)
+            examined = _examined(asked_about.cells, answers, within(progress.at, 0, _EXAMINED))
             outcomes = {cell.key: (cell, outcome) for cell, outcome in examined}
         in_order = [outcomes[cell.key] for cell in asked_about.cells]
         verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in in_order if outcome.measurement]
@@ -126,7 +135,9 @@ def command(
         if suggest or longest or not fullest.fits:
             with Answers(runs.attempt, jobs) as answers:
                 if suggest or not fullest.fits:
-                    proofs = prove(fullest.cell, fullest.memory.total_bytes, answers, progress.now)
+                    proofs = prove(
+                        fullest.cell, fullest.memory.total_bytes, answers, within(progress.at, _EXAMINED, 1)
+                    )
                 if longest:
                     progress.now("looking for the longest length and the largest micro-batch")
                     sizes = largest(fullest.cell, answers)
@@ -136,15 +147,17 @@ def command(
     return report(verdicts, others, fullest, helping, asked_about.remarks, files, code)
 
 
-def _examined(cells: Sequence[Cell], answers: Answers, progress: Progress) -> Iterator[tuple[Cell, Outcome]]:
+def _examined(cells: Sequence[Cell], answers: Answers, say: Say) -> Iterator[tuple[Cell, Outcome]]:
     from spbench.bench.fit.stages import OneStage, stages_beside
 
     beside = stages_beside(cells, answers.jobs)
-    progress.now("tracing a step")
+    say("tracing a step", 0)
+    done = 0
     for cell, outcome in answers([*beside[:1], *cells, *beside[1:]]):
         if isinstance(cell, OneStage):
             continue  # whoever examines the cell finds the trace, or what is wrong with it
-        progress.now(f"{cell.key}: {outcome.status}")
+        done += 1
+        say(f"{cell.key}: {outcome.status}", done / len(cells))
         if outcome.status in ("failed", "timeout"):
             raise RuntimeError(f"{cell.key}: {outcome.reason}")
         yield cell, outcome

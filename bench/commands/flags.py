@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from spbench.bench.commands.options import choosing_cells, path_option, printed, shape
-from spbench.bench.commands.output import Output
+from spbench.bench.commands.output import Output, Verbatim
 from spbench.bench.commands.trace import the_cell
 
 if TYPE_CHECKING:
@@ -49,5 +49,5 @@ def command(
         write_whole(output, text)
     records = [dataclasses.asdict(line) for line in found.lines]
     if output is None:
-        return Output([text.removesuffix("\n")], content, records)
+        return Output([Verbatim(text.removesuffix("\n"))], content, records)
     return Output((), content, records, notes=found.notes, files=[output])

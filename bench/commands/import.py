@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from spbench.bench.commands.options import path_option, printed
-from spbench.bench.commands.output import Output, Table
+from spbench.bench.commands.output import Output, Table, Verbatim
 
 
 @click.command("import")
@@ -49,10 +49,11 @@ def command(
         refusal = job.refusal()
         content = {"program": job.program, "arguments": lines, "refusal": refusal}
         notes = [*job.remarks, *([f"no scenario: {refusal}"] if refusal else [])]
-        return Output([Table(title, lines)], content, lines, notes=notes)
+        table = Table(title, lines, ("argument", "is", "that is"), ("that is",))
+        return Output([table], content, lines, notes=notes)
     text = job.scenario_text()
     if output is None:
-        return Output([text.removesuffix("\n")], {"scenario": text}, [{"scenario": text}])
+        return Output([Verbatim(text.removesuffix("\n"))], {"scenario": text}, [{"scenario": text}])
     from spbench.bench.user_files import resolved
 
     if resolved(output) in [resolved(path_and_part(file)[0]) for file in files]:

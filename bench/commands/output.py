@@ -35,6 +35,10 @@ class Table:
     most: int | None = None
 
 
+class Verbatim(str):
+    """A section that is the text of a file, which people copy: its lines are never broken."""
+
+
 @dataclass(frozen=True)
 class View:
     """How much of an output a person at a terminal asks to see.

@@ -59,7 +59,7 @@ class Progress:
 
     def __init__(self, total: int | None = None):
         self.total, self.done = total, 0
-        self._tenth = 0
+        self._tenth, self._share = 0, 0.0
         self._bar = _bar() if total != 0 and sys.stderr.isatty() and not is_quiet() else None
         self._task = None if self._bar is None else self._bar.add_task("starting", total=None)
 
@@ -93,6 +93,8 @@ class Progress:
         self._advance(f"[{self.done}/{self.total}] {text}", self.done / self.total, is_fault=is_fault)
 
     def _advance(self, line: str, share: float, *, is_fault: bool = False) -> None:
+        """A share that is less than it was, as an estimate may be, counts as what it was."""
+        share = self._share = max(share, self._share)
         tenth = int(share * _TENTHS + 1e-9)
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=1.0, completed=share)

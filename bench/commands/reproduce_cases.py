@@ -9,7 +9,7 @@ from spbench.bench.commands.execution import run_cells
 from spbench.bench.commands.output import Output, Table
 
 if TYPE_CHECKING:
-    from spbench.bench.commands.reproduce import Reproduction
+    from spbench.bench.commands.reproduce_request import Reproduction
     from spbench.bench.workers.executor import Executor
     from spbench.bench.workers.worker import Crew
 

@@ -14,7 +14,7 @@ from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
     from spbench.bench.cell import Cell
-    from spbench.bench.commands.reproduce import Reproduction
+    from spbench.bench.commands.reproduce_request import Reproduction
     from spbench.bench.workers.executor import Executor
     from spbench.bench.workers.worker import Crew
 

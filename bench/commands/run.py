@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from spbench.bench.config.select import Narrowing
 
 
+#: what tells planned cells apart, in the order in which a terminal gives it room
+_PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "variant", "engine", "asked")
+
+
 @click.command("run")
 @choosing_cells
 @many("--engine", WORDS, "Run on these engines instead of the scenario's.")
@@ -142,13 +146,18 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
             "model": cell.model,
             "strategy": cell.strategy,
             "GPUs": cell.sizes.world,
+            "mesh": cell.mesh_text,
+            "batch": cell.batch,
+            "seq_len": cell.seq_len,
+            "variant": cell.variant,
+            "engine": cell.engine,
             "asked": _asked(cell),
             "now": now(cell),
         }
         for cell in cells
     ]
     title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
-    table = Table(title, lines, ("model", "strategy", "GPUs", "asked", "now"), ("now", "cell"))
+    table = Table(title, lines, _PLANNED, ("now",))
     return Output([table], lines, lines)
 
 

@@ -18,12 +18,23 @@ from spbench.bench.sweep.sweep import unproven
 from spbench.bench.workers.executor import Executor
 from spbench.bench.workers.worker import Crew
 
+#: is told what is done, and the share of the task that is behind, of 1
+Say = Callable[[str, float], None]
 #: under this name a measurement's ``meters`` have what :func:`examine` took apart
 FIT = "fit"
 #: bytes of all kept outcomes; one has some 30 kB
 _LIMIT_BYTES = 2**28
 #: what another run would find too
 _KEPT = ("ok", "oom", "unsupported", "mismatch")
+
+
+def unheard(text: str, share: float) -> None:
+    """What is said to nobody."""
+
+
+def within(say: Say, low: float, high: float) -> Say:
+    """What is said of a part of a task, which is from one share of it to another."""
+    return lambda text, share: say(text, low + share * (high - low))
 
 
 class Answers:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.config.changes import changed, written
 from spbench.bench.errors import UserError
-from spbench.bench.fit.answers import FIT, Answers
+from spbench.bench.fit.answers import FIT, Answers, Say, unheard, within
 from spbench.bench.fit.card_memory import CardMemory, card_memory
 from spbench.bench.fit.suggestions import Change, both, pairs, single_changes
 
+#: share of the time that single changes take, roughly, where pairs follow
+_SINGLE = 0.7
 #: changes that are proved at the most
 MOST = 10
 #: pairs of changes that are run at the most, and so many that fit are enough
@@ -80,9 +82,7 @@ class Proofs:
     pairs_tried: int = 0
 
 
-def prove(
-    cell: Cell, total_bytes: int, answers: Answers, say: Callable[[str], None] = lambda text: None
-) -> Proofs:
+def prove(cell: Cell, total_bytes: int, answers: Answers, say: Say = unheard) -> Proofs:
     """Try the single changes of a cell, the likely cheapest first, until :data:`MOST` fit. Where none is
     enough that leaves the job what it is, the pairs of them that may be are tried; where strategies were
     tried and none is, the pairs with a strategy.
@@ -90,16 +90,19 @@ def prove(
     Args:
         total_bytes: what a card must have for the cell as it is; changes that need no less are left out.
         answers: whose run is :func:`attempt`.
-        say: told of each change that was tried.
+        say: told of each change that was tried, and of the share that is behind.
     """
     changes = single_changes(cell)
-    found, missed, tried = _tried(cell, total_bytes, changes, MOST, answers, say)
+    found, missed, tried = _tried(cell, total_bytes, changes, MOST, answers, within(say, 0, _SINGLE))
     pairs_tried = 0
     alone = [each.change for each in found if not each.change.other_job]
     dividing = any(each.change.divides for each in missed) and not any(each.divides for each in alone)
     if dividing or not alone:
         promising = _promising_pairs(changes, [*found, *missed], total_bytes, dividing=bool(alone))
-        in_pairs, missed_pairs, pairs_tried = _tried(cell, total_bytes, promising, ENOUGH_PAIRS, answers, say)
+        told = within(say, _SINGLE, 1)
+        in_pairs, missed_pairs, pairs_tried = _tried(
+            cell, total_bytes, promising, ENOUGH_PAIRS, answers, told
+        )
         found, missed = [*found, *in_pairs], [*missed, *missed_pairs]
     # what cannot be timed, as on a cluster without a link to its hosts, after what can
     found.sort(
@@ -119,7 +122,7 @@ def _tried(
     changes: Iterable[Change],
     enough: int,
     answers: Answers,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[list[Proof], list[Proof], int]:
     """The changes that fit and take less than the cell does, until there are enough of them; those that do
     not fit; and how many were run. What cannot be is left out."""
@@ -134,7 +137,8 @@ def _tried(
     found: list[Proof] = []
     missed: list[Proof] = []
     tried = 0
-    for made, outcome in answers([made for _, made in made_of.values()], lambda: len(found) >= enough):
+    outcomes = answers([made for _, made in made_of.values()], lambda: len(found) >= enough)
+    for number, (made, outcome) in enumerate(outcomes, 1):
         if outcome.status in ("ok", "oom"):
             tried += 1
             proof = Proof(*made_of[made.key], outcome.measurement, outcome.status == "ok")
@@ -143,7 +147,8 @@ def _tried(
             elif proof.memory.total_bytes < total_bytes:
                 found.append(proof)
         text = written(made_of[made.key][0].settings)
-        say(f"{text}: {'fits' if outcome.status == 'ok' else outcome.reason or outcome.status}")
+        found_out = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
+        say(f"{text}: {found_out}", number / len(made_of))
     return found, missed, tried
 
 

@@ -98,11 +98,12 @@ class UnlikeWork:
     @cached_property
     def mean_weights(self) -> np.ndarray:
         """[events]: how much of each event a rank does, in the mean over all."""
-        found, (there, counts) = 0.0, np.unique(self.coordinates, return_counts=True)
-        for coordinate, count in zip(there.tolist(), counts.tolist(), strict=True):
-            found = found + count * self.share(coordinate)
+        ranks = len(self.coordinates)
+        # of each number of ranks back, how many of the ranks have a block there
+        reach = ranks - np.searchsorted(np.sort(self.coordinates), np.arange(self.last + 1))
+        joint = self.coordinates.sum() / self.last if self.last else ranks
         mean = np.ones(len(self.steps.program))
-        mean[self.marked] = found / counts.sum()
+        mean[self.marked] = np.where(self._back == 0, joint, reach[self._back]) / ranks
         return mean
 
     def alike(self) -> list[Alike]:

@@ -22,15 +22,18 @@ class LinearLlamaModel(DecoderModel):
     Attributes:
         vocabulary: Llama 3's.
         softmax_every: n: every n-th layer has softmax attention (4: the paper's quarter hybrid); None: none.
+        output_gate: linear attention's output is multiplied by a projection of the layer's input, as the
+            authors' code does (o_gate_proj) and the paper does not say.
     """
 
     vocabulary: int = 128256
     softmax_every: int | None = None
+    output_gate: bool = False
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention:
         if self.softmax_every and (layer + 1) % self.softmax_every == 0:
             return SoftmaxAttention(rotary_base=500_000.0)  # Llama 3's
-        return LinearAttention("silu")
+        return LinearAttention("silu", gated=self.output_gate)
 
     @property
     def period(self) -> int:
@@ -45,7 +48,7 @@ PRESETS = {
     # the authors' script for 1B (OpenSparseLLMs/Linear-MoE, run_pretrain_mcore_llama.sh) has inner width
     # 8192, 32 heads and an untied head: 1.07e9 parameters are in the layers, which makes the "1B", and 0.53e9
     # in the two tables. It asks for groups of heads too, but the authors' layer (linear_attention.py) gives
-    # each head keys and values of its own. That layer's output gate is left out, for the paper has none
+    # each head keys and values of its own. That layer's output gate is an option, for the paper has none
     "linear-llama3-1b": LinearLlamaModel(layers=16, hidden=2048, heads=32, inner=8192),
     "linear-llama3-tiny": LinearLlamaModel(**TINY_SIZES),
     "linear-llama3-tiny-hybrid": LinearLlamaModel(**TINY_SIZES, softmax_every=2),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spbench.bench.commands.forms.columns import filled, is_number, text_of
-from spbench.bench.commands.output import Output, Table
+from spbench.bench.commands.output import Output, Table, Verbatim
 
 #: files of a folder, and sections that are not shown, which a terminal names
 _NAMED = 3
@@ -37,7 +37,10 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
     screen = Screen(out, output.view)
     shown = [*output.sections, *(output.details if output.view.details else ())]
     for section in shown:
-        yield screen.paragraph(section) if isinstance(section, str) else screen.table(section)
+        if isinstance(section, Verbatim):
+            yield section
+        else:
+            yield screen.paragraph(section) if isinstance(section, str) else screen.table(section)
     yield screen.paragraph("\n".join(_files_by_folder(output.files)))
     if output.details and not output.view.details:
         names = [*dict.fromkeys(map(_name_of, output.details))]

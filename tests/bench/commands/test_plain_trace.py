@@ -19,13 +19,14 @@ from tests.bench.commands.conftest import Run
 from tests.bench.fakes import SCENARIO
 from tests.bench.sweep.test_digest import sweep_here
 
-#: a step of each: all operators alike, and loops of a ring, of which the quick way runs a few steps
+#: a step of each: all operators alike; a ring, of which the quick way runs a few steps; ranks of unlike work
 SMALL = """
-title: Two small steps
+title: Small steps
 defaults: {cluster: piz-daint-p100, model: bert-tiny, batch: 4, seq_len: 64, precision: fp16}
 groups:
   - {strategy: tensor_parallel, sizes: {tp: 2}}
   - {strategy: ring_self_attention, sizes: {sp: 8}}
+  - {model: causal-transformer-tiny, strategy: [ring_attention, all_gather_kv], sizes: {sp: 4}}
 """
 
 

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.commands.forms.as_table import markdown
+from spbench.bench.commands.output import Output
 from spbench.bench.commands.result_table import result_table
+from spbench.bench.commands.run_verdict import verdict
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.sweep.results import flat_rows
 from spbench.bench.sweep.sweep import as_row
 from spbench.bench.trust.bands import TIE, packaged_model
 from spbench.bench.trust.shown import shown_time
+from tests.terminal import faults_of, screen_of
 
 PARTS = {"compute_s": 1.2, "exposed_communication_s": 0.6, "bubble_s": 0.0, "overhead_s": 0.1, "host_s": 0.1}
 
@@ -77,3 +81,35 @@ def test_what_is_small_has_two_digits(nbytes: float, shown: str) -> None:
     found = simulated(peak_memory_bytes=nbytes, communication=[{"sent_bytes": nbytes, "axis": "sp"}])
     (line,) = result_table("Bytes", [found]).lines
     assert line["peak GiB"] == shown
+
+
+def ended(strategy: str, status: Any, reason: str = "") -> dict[str, Any]:
+    asked = {"model": "bert-tiny", "strategy": strategy, "batch": 2, "seq_len": 8}
+    return as_row(Cell.model_validate(asked), Outcome(status, reason, Measurement().as_dict()))
+
+
+def test_a_run_ends_with_what_is_not_ok_and_the_counts() -> None:
+    rows = [
+        *(ended("single", "ok"), ended("lasp", "unsupported", "no linear attention")),
+        *(ended(name, "oom", "1 GiB is missing") for name in ("dsp", "ulysses", "lasp2", "lasp2h")),
+        ended("ring_attention", "failed", "KeyError: 'x'"),
+    ]
+    assert verdict(rows, []) == [
+        "failed: bert-tiny ring_attention 1",
+        "oom: bert-tiny dsp 1; bert-tiny ulysses 1; bert-tiny lasp2 1 and 1 more",
+        "7 cells: 4 oom, 1 ok, 1 unsupported, 1 failed",
+    ]
+
+
+def test_a_terminal_counts_what_is_unsupported_by_reason() -> None:
+    reason = "bert-tiny has no linear attention; use another strategy"
+    rows = [
+        ended("single", "ok"),
+        *(ended(name, "unsupported", reason) for name in ("lasp", "lasp2", "lasp2h")),
+    ]
+    table = result_table("Strategies", rows)
+    shown = screen_of(Output([table]), 100)
+    assert f"3 more: unsupported: {reason} (lasp, lasp2, lasp2h)\n" in shown
+    assert len(shown.splitlines()) == 5
+    assert markdown(table).count("unsupported") == 3
+    assert faults_of(Output([table])) == []

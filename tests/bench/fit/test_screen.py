@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from spbench.bench.commands.forms import as_table
+from spbench.bench.commands import options
 from spbench.bench.commands.output import Output, View
 from tests.bench.commands.conftest import Run
 from tests.bench.fit.test_fit import TINY
+from tests.slow import slow
 from tests.terminal import faults_of, screen_of
 
 MOST_LINES = 40
@@ -19,13 +21,17 @@ MOST_LINES = 40
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
     """The outputs of the commands that are run, which are not printed."""
     found: list[Output] = []
-    monkeypatch.setattr(as_table, "show", lambda output, out, err: found.append(output))
+    forms = SimpleNamespace(load=lambda form: lambda output, out, err: found.append(output))
+    monkeypatch.setattr(options, "FORMS", forms)
     return found
 
 
 @pytest.mark.parametrize(
     ("mib", "more"),
-    [(100, ("--seq-len", "4K")), (400, ("--seq-len", "1K", "--pp", "2", "--micro-batch", "1"))],
+    [
+        slow(100, ("--seq-len", "4K")),
+        (400, ("--seq-len", "1K", "--pp", "2", "--micro-batch", "1")),
+    ],
 )
 def test_an_answer_fits_a_screen(
     fit: Run,

@@ -79,7 +79,7 @@ def test_a_baseline_may_lie_elsewhere(small_results: Path, tmp_path: Path) -> No
     ("name", "content", "message"),
     [
         ("rsa.csv", "a,b\n1,2\n", "has no column 'table'"),
-        ("rsa.csv", b"\xff\xfe", "cannot read"),
+        ("rsa.csv", b"\xff\xfe", "UTF-16; save it in UTF-8"),
         ("rsa_runs.csv", "scenario\nrsa_table4\n", "has no column 'cells'"),
         ("rsa_runs.csv", None, "No such file"),
     ],

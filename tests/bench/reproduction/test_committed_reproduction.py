@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.commands.reproduce import Reproduction
+from spbench.bench.commands.reproduce_request import Reproduction
 from spbench.bench.commands.reproduce_times import fit_bands
 from spbench.bench.config.scenario import Scenario, compare
 from spbench.bench.config.select import Narrowing, declared_cells

@@ -1,0 +1,64 @@
+"""Commands in a pseudo-terminal, as a person sees them: no broken word, no line past the edge, few lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import ROOT, WIDTHS, faults, run_in_a_terminal
+
+SPBENCH = [sys.executable, "-m", "spbench"]
+#: command lines with the lines that their answers have at the most on a screen of 80 columns
+QUICK = [("list cluster l20", 60)]
+SLOW = [
+    ("list", 30),
+    ("list cluster dgx-h100", 70),
+    ("run --scenario gate --dry-run --strategy lasp", 30),
+    ("run --scenario max_seqlen --jobs 2", 45),
+    ("compare results/baseline/gate results/baseline/gate", 5),
+    ("verify --strategy lasp --model linear-transformer-tiny --world-size 2 --part attention", 10),
+    ("fit llama3-8b --cluster dgx-h100 --gpus 8 --strategy ulysses --sp 8 --seq-len 128K", 40),
+    (
+        "advise --model llama3-8b --cluster dgx-h100 --gpus 8 --seq-len 32K --only ulysses,zero3 "
+        "--fixed dp=1,pp=1",
+        40,
+    ),
+    ("doctor", 80),
+]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(("line", "most_lines"), QUICK)
+def test_quick_commands(line: str, most_lines: int, width: int, tmp_path: Path) -> None:
+    check(line, most_lines, width, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("line", "most_lines"), SLOW)
+def test_all_commands(line: str, most_lines: int, width: int, tmp_path: Path) -> None:
+    check(line, most_lines, width, tmp_path)
+
+
+def check(line: str, most_lines: int, width: int, folder: Path) -> None:
+    """Run a command in a pipe, which gives its words, and in a terminal."""
+    for name in ("scenarios", "results"):
+        (folder / name).mkdir()
+    (folder / "results" / "baseline").symlink_to(ROOT / "results" / "baseline")
+    command = [*SPBENCH, *line.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    piped = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert piped.returncode == 0, piped.stderr
+    code, screen = run_in_a_terminal(command, width, folder)
+    assert code == 0, screen
+    assert not (found := faults(screen, width, words(piped.stdout), most_lines)), "\n".join([*found, screen])
+
+
+def words(markdown: str) -> set[str]:
+    """The words of what a pipe gets, without the lines of its tables."""
+    found = set(markdown.replace("|", " ").split())
+    return found | {word.rstrip(",;:") for word in found} | {f"{word}:" for word in found}
