@@ -92,7 +92,13 @@ def command(
     figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
     is kept, so that the same command goes on where it was stopped.
     """
-    from spbench.bench.advise.ask import answered
+    from spbench.bench.fit.asked import Asked, ask_for, kind_of
+
+    if kind_of(subject) == "model":
+        lengths = seq_len or dict(changes).get("seq_len")
+        ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": lengths}, subject[0])
+
+    from spbench.bench.advise.ask import answered  # torch, which mistakes need not wait for
     from spbench.bench.advise.question import question, whole_numbers
     from spbench.bench.advise.turns import varying
     from spbench.bench.clusters.changed_figures import is_figure, sweep
@@ -100,7 +106,6 @@ def command(
     from spbench.bench.commands.execution import opened_executor
     from spbench.bench.config.changes import given
     from spbench.bench.errors import UserError
-    from spbench.bench.fit.subject import Asked
 
     if batch is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from spbench.bench.cell import Cell
     from spbench.bench.fit.answers import Answers
-    from spbench.bench.fit.subject import Asked
+    from spbench.bench.fit.asked import Asked
     from spbench.bench.fit.verdict import Verdict
     from spbench.bench.measurement import Outcome
 
@@ -50,7 +50,7 @@ def _asking(command: Function) -> Function:
         **others: Any,
     ) -> Any:
         from spbench.bench.config.changes import given
-        from spbench.bench.fit.subject import Asked
+        from spbench.bench.fit.asked import Asked
 
         settings: dict[str, Any] = {"seq_len": seq_len, "batch": batch}
         settings |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
@@ -101,7 +101,12 @@ def command(
     and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
     fit follow, each proved by a trace: single ones, and pairs where none is enough.
     """
-    from spbench.bench.commands.fit_report import Help, report
+    from spbench.bench.fit.asked import ask_for, kind_of
+
+    if kind_of(subject) == "model":
+        ask_for({"--cluster NAME": asked.cluster, "--seq-len N": asked.settings.get("seq_len")}, subject[0])
+
+    from spbench.bench.commands.fit_report import Help, report  # torch, which mistakes need not wait for
     from spbench.bench.errors import UserError
     from spbench.bench.fit import runs
     from spbench.bench.fit.answers import Answers

@@ -49,7 +49,7 @@ def command(
         refusal = job.refusal()
         content = {"program": job.program, "arguments": lines, "refusal": refusal}
         notes = [*job.remarks, *([f"no scenario: {refusal}"] if refusal else [])]
-        return Output([Table(title, lines)], content, lines, notes=notes)
+        return Output([Table(title, lines, below=("that is",))], content, lines, notes=notes)
     text = job.scenario_text()
     if output is None:
         return Output([text.removesuffix("\n")], {"scenario": text}, [{"scenario": text}])

@@ -155,16 +155,17 @@ def _check_names(
         UserError: with the nearest name that there is.
     """
     from spbench.bench.model_files import names_a_file
-    from spbench.impls.models.model import models as all_models
-    from spbench.impls.training.step import PRECISIONS
 
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
     check_known("model", [name for name in models if not names_a_file(name)], names("model"))
+    check_known("backend", [backend], names("backend"))
+    from spbench.impls.models.model import models as all_models  # torch, which mistakes need not wait for
+    from spbench.impls.training.step import PRECISIONS
+
     check_known("dtype", dtypes, list(PRECISIONS))
     check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
-    check_known("backend", [backend], names("backend"))
 
 
 def _options(

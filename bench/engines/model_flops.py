@@ -15,7 +15,9 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.clusters.cluster import Precision
 from spbench.bench.engines.unlike_ranks import work_error
 from spbench.bench.simulator.step_parts import Flops, flops_of
+from spbench.impls import loose_files
 from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.nesting import nesting
 
 #: FLOPs of a step of those of its forward: backward has two products for each
 _OF_FORWARD = {"training": 3, "inference": 1}
@@ -72,7 +74,8 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
 
     Causal softmax attention is work that ranks only share out: together they have the model's, but for heads
     that are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the
-    same work. All products together are at least the model's. This is not said of linear attention.
+    same work. All products together are at least the model's. This is not said of linear attention. A
+    strategy of users may have more, as one that multiplies what a mask hides.
 
     Args:
         metered: of all ranks.
@@ -86,13 +89,20 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
     allowed = _ROUNDING + (work_error(cell) or 0.0)
     if cell.strategy_options.get("placement") == "striped":
         allowed += cell.sizes.world / length
-    padded = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads")
-    most = float("inf") if padded else model.attention * (1 + allowed)
+    more = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads") or _of_users(cell)
+    most = float("inf") if more else model.attention * (1 + allowed)
     if not model.attention * (1 - allowed) <= metered.attention <= most:
         return found, _differs("softmax attention", metered.attention, model.attention)
     if metered.forward < model.forward * (1 - allowed):
         return found, _differs("forward", metered.forward, model.forward)
     return found, ""
+
+
+def _of_users(cell: Cell) -> bool:
+    """Whether a strategy of the cell is of a file or a plug-in of users."""
+    files = f"{loose_files.__name__}."
+    modules = [cls.__module__ for cls in nesting(cell.strategy).classes]
+    return any(name.startswith(files) or not name.startswith("spbench.impls.") for name in modules)
 
 
 def _differs(what: str, metered: float, model: float) -> str:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.clusters.cluster import load_cluster
 from spbench.bench.config.changes import changed, written
 from spbench.bench.config.choices import names, refusal
 from spbench.bench.config.expand import Problem, expand
-from spbench.bench.config.scenario import PACKAGE, load_scenario
+from spbench.bench.config.scenario import load_scenario
 from spbench.bench.config.select import Narrowing, narrowed_cells
-from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.errors import UserError
+from spbench.bench.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.fit.suggestions import usual_strategies
 from spbench.bench.fit.usual_attention import ATTENTION, with_usual_attention
-from spbench.bench.jobs.job_files import path_and_part, read_job
-from spbench.bench.jobs.torchtitan_files import has_configurations
-from spbench.bench.model_files import CONFIG, names_a_file, remote_name
-from spbench.bench.user_files import read_file
-from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
+from spbench.bench.jobs.job_files import read_job
 from spbench.impls.axes import MESH_AXES, unused_axes
-from spbench.impls.loose_files import SUFFIX as PYTHON
 
 #: of a model with sizes: Adam makes its moments in the first step
 _TRAINING = {"moments": "later", "steps": 2}
@@ -35,29 +31,6 @@ _PRECISION = "bf16"
 _NAMED = 3
 #: settings of what is trained, whatever the layout
 _OF_THE_JOB = ("precision", "model_options")
-#: a mapping with this key is a scenario
-_OF_SCENARIOS = "groups"
-#: fields of a Hugging Face config.json, of which other JSON files of jobs have none
-_OF_CONFIGS = ("model_type", "architectures")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says of the cells.
-
-    Attributes:
-        settings: that the cells are given, by dotted name.
-        micro_batch: samples of one; the number of micro-batches follows.
-        where, variant: as of :class:`Narrowing`, for scenarios alone.
-    """
-
-    cluster: str | None = None
-    gpus: int | None = None
-    strategy: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    micro_batch: int | None = None
-    where: Sequence[tuple[str, str]] = ()
-    variant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,49 +72,6 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks, program)
 
 
-def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
-    """What words stand for.
-
-    Raises:
-        UserError: nothing.
-    """
-    (first, *others) = words
-    if not others and _is_scenario(first):
-        return "scenario"
-    if not others and _is_model(first) and not has_configurations(first):
-        return "model"
-    if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
-        known = [*packaged(PACKAGE), *names("model")]
-        hint = suggestion(missing[0], known, "spbench list scenarios, spbench list models")
-        hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
-        raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
-    return "job"
-
-
-def _is_scenario(word: str) -> bool:
-    if word in packaged(PACKAGE):
-        return True
-    path = Path(word).expanduser()
-    if path.suffix not in SUFFIXES or not path.is_file():
-        return False
-    try:
-        return _OF_SCENARIOS in read_yaml(path)
-    except UserError:  # perhaps a job's file, whose reader will say what is wrong
-        return False
-
-
-def _is_model(word: str) -> bool:
-    if word in names("model") or PYTHON in word:
-        return True
-    path = Path(word).expanduser()
-    if (path / CONFIG).is_file():
-        return True
-    if not names_a_file(word) or not path.is_file():
-        return False
-    text = read_file(path).decode(errors="replace")
-    return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
-
-
 def _of_scenario(name: str, asked: Asked) -> list[Cell]:
     narrowing = Narrowing(
         strategies=() if asked.strategy is None else (asked.strategy,),
@@ -158,21 +88,6 @@ def _refuse_narrowing(name: str, asked: Asked) -> None:
     for flag, value in (("--where", asked.where), ("--variant", asked.variant)):
         if value:
             raise UserError(f"{flag} chooses among cells of a scenario, which {name} is not; leave it out")
-
-
-def ask_for(needed: Mapping[str, Any], model: str) -> None:
-    """Ask for all that is missing of a model at once.
-
-    Args:
-        needed: values by flag, such as ``--seq-len N``; None: missing.
-
-    Raises:
-        UserError: something is missing.
-    """
-    if missing := [flag for flag, value in needed.items() if value is None]:
-        flags = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
-        known = "; spbench list clusters has the names" if "--cluster NAME" in missing else ""
-        raise UserError(f"{model} is a model: give {flags} too{known}")
 
 
 def _made(group: Mapping[str, Any]) -> Cell:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.jobs.job import MOST_NAMED, Argument, Job, Setting, ordered, short
+from spbench.bench.jobs.job import MOST_NAMED, NOT_MODELLED, Argument, Job, Setting, ordered, short
 from spbench.bench.jobs.job_files import JobFiles
 
 
@@ -81,8 +81,9 @@ def _unmodelled(arguments: Iterable[Argument]) -> Iterator[str]:
     """A remark on the arguments that may move one thing or another and are not modelled."""
     by_what: dict[str, list[str]] = {}
     for each in arguments:
-        if each.outcome == "not modelled":
+        if each.outcome == NOT_MODELLED:
             by_what.setdefault(each.detail.partition(":")[0], []).append(short(str(each)))
     for what, names in by_what.items():
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        yield f"not modelled, and {what}: {', '.join(names[:MOST_NAMED])}{more} (--explain says how)"
+        told = ", ".join(names[:MOST_NAMED])
+        told += f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield f"{NOT_MODELLED}, and {what}: {told} (spbench import --explain says how)"

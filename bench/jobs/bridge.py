@@ -81,6 +81,14 @@ def _as_megatron(words: str) -> dict[str, Key]:
     return found
 
 
+def key_of(argument: str) -> tuple[str | None, bool]:
+    """The key that says what an argument of Megatron-LM does, None where there is none, and whether a switch
+    is its true value."""
+    _, _, arguments, off = _tables()
+    by_argument = {**{other: key for key, other in off.items()}, **{a: key for key, a in arguments.items()}}
+    return by_argument.get(argument), argument not in off.values()
+
+
 @dataclass
 class BridgeTranslation(Translation):
     """As :class:`Translation`, which names the keys that the arguments came from."""

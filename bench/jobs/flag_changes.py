@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.jobs import FLAGS
+from spbench.bench.jobs.bridge import key_of
 from spbench.bench.jobs.flags import Flag, program_flags
+from spbench.bench.jobs.megatron_arguments import known_arguments
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
     Raises:
         UserError: a cell searches for its batch or length.
     """
+    if kind == "bridge":
+        found = flag_changes(before, after, "megatron")
+        return found and _of_bridge(found)
     if kind not in FLAGS:
         return None
     old, new = program_flags(kind, before), program_flags(kind, after)
@@ -63,6 +68,24 @@ def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
         tuple(line.argument for line in old.lines if line.argument not in kept),
         _new(old.remarks, new.remarks),
     )
+
+
+def _of_bridge(changes: FlagChanges) -> FlagChanges:
+    """The keys of Megatron-Bridge that say what arguments of Megatron-LM do."""
+    if changes.missing:
+        return changes
+    keys, missing = list[str](), list[str]()
+    for argument in (*changes.given, *changes.left_out):
+        name, _, value = argument.partition(" ")
+        (key, plain), given = key_of(name), argument in changes.given
+        if key is None:
+            missing.append(f"{name} among the keys of Megatron-Bridge")
+        elif not known_arguments()[name].takes:
+            keys.append(f"{key}={str(given == plain).lower()}")
+        else:
+            keys.append(f"{key}={value if given else 'null'}")
+    proposed = () if missing else tuple(keys)
+    return FlagChanges("Megatron-Bridge", proposed, remarks=changes.remarks, missing=tuple(missing))
 
 
 def _new(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.config.expand import Problem, expand
@@ -13,6 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.yaml_text import comment, scalar
 
 #: "not modelled": it may move time or memory, and what a scenario says is without it
+NOT_MODELLED: Final = "not modelled"
 Outcome = Literal["mapped", "no effect", "not modelled", "refused", "unknown"]
 
 #: column of the scenario's comments, where a line leaves room for them
@@ -172,7 +173,8 @@ class Job:
         if idle:
             have = "argument has" if len(idle) == 1 else "arguments have"
             yield f"{len(idle)} {have} no effect on what is counted: --explain says why"
-        yield from (f"approximate: {remark}" for remark in self.remarks)
+        for remark in self.remarks:
+            yield remark if remark.startswith(NOT_MODELLED) else f"approximate: {remark}"
         yield from (f"unknown to this version and left out: {each}" for each in self.of("unknown"))
 
 

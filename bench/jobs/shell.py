@@ -115,7 +115,7 @@ class Shell:
             for name in own:
                 self.variables.pop(name, None)
             expanded = [text for word in rest for text in self.expand(word)]
-            environment = {n: v for n in self.exported if isinstance(v := self.variables.get(n), str)}
+            environment = {n: v for n in sorted(self.exported) if isinstance(v := self.variables.get(n), str)}
             self.commands.append(Command(rest[0].line, expanded, {**environment, **own}, branch))
         return depth
 

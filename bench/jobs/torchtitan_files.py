@@ -10,6 +10,7 @@ from typing import Any
 from spbench.bench.errors import suggestion
 from spbench.bench.jobs.job import MOST_NAMED
 from spbench.bench.jobs.job_files import JobFile, path_and_part
+from spbench.bench.user_files import read_file
 
 #: of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
@@ -43,7 +44,7 @@ def content_of(file: JobFile) -> Mapping[str, Any] | None:
 def has_configurations(word: str) -> bool:
     """Whether a word is FILE.py or FILE.py:NAME of a file that makes configurations, and so no model."""
     path, _ = path_and_part(word)
-    return path.suffix == ".py" and path.is_file() and _CONFIGURATION in path.read_text(errors="replace")
+    return path.suffix == ".py" and path.is_file() and _CONFIGURATION.encode() in read_file(path)
 
 
 def _of_python(file: JobFile) -> Mapping[str, Any] | None:

@@ -27,7 +27,7 @@ _PAIRED = ("send", "recv")
 def logged(mesh: DeviceMesh, run: Callable[..., Any], case: Any, folder: str) -> None:
     """Run a case on this rank, with each of its collectives written into a file of the folder before it is
     called. Last comes a line that says that the rank has come to the end."""
-    with Path(folder, str(dist.get_rank())).open("w", buffering=1) as file, _Log(file):
+    with Path(folder, str(dist.get_rank())).open("w", buffering=1, encoding="utf-8") as file, _Log(file):
         run(mesh, case)
         file.write("{}\n")
 
@@ -80,7 +80,7 @@ def unequal_calls(folder: Path) -> str:
 
 
 def _read(file: Path) -> list[Mapping[str, Any]]:
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 

@@ -82,7 +82,7 @@ def tried(kind: str, numbers: range, folder: Path) -> tuple[Counter[int], list[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few(kind: str, tmp_path: Path) -> None:
-    _, faults, _ = tried(kind, range(4), tmp_path)
+    _, faults, _ = tried(kind, range(2), tmp_path)
     assert faults == []
 
 

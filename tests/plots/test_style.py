@@ -97,7 +97,7 @@ def test_what_is_not_in_the_table_has_a_colour_of_its_own() -> None:
     assert method_color("ulysses+ring_attention") == "#531cf6"
 
 
-@pytest.mark.parametrize(("values", "ticks"), [((10**1.08, 11.0), [10.0]), ((50.0, 10**1.92), [100.0])])
+@pytest.mark.parametrize(("values", "ticks"), [((10**1.08, 13.0), [10.0]), ((50.0, 10**1.92), [100.0])])
 def test_a_tick_on_the_edge_of_a_logarithmic_axis_is_there(
     values: tuple[float, float], ticks: list[float]
 ) -> None:

@@ -195,3 +195,42 @@ def test_what_a_cluster_sets_for_all_processes_is_no_launcher(
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("spbench ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fit", "llama3-8b"), "llama3-8b is a model: give --cluster NAME and --seq-len N too"),
+        (("fit", "lama3-8b"), "did you mean 'llama3-8b'? (nearest of"),
+        (("fit", "meta-llama/Llama-3-8B"), "download its config.json and give the path of that"),
+        (("advise", "--model", "llama3-8b"), "give --cluster NAME, --gpus N and --seq-len N too"),
+        (("verify", "--model", "lama3-8b"), "unknown model 'lama3-8b'; did you mean 'llama3-8b'?"),
+        ((*RUN, "--set", "training.backend=fsdp2"), "unknown backend 'fsdp2'; here that is zero3"),
+        ((*RUN, "--set", "training.moments=2024-13-45"), "training.moments: must be 'kept' or 'later'"),
+        ((*RUN, "--set", "batch=!!int x"), "--set batch: '!!int x' is no value: the tag '!!int' is not read"),
+        ((*RUN, "--timeout", "nan"), "nan is no time to wait"),
+        ((*RUN, "--jobs", "x " * 2000), "(4000 characters)"),
+    ],
+)
+def test_mistakes_name_what_was_meant_in_a_short_line(
+    spbench: Run, words: tuple[str, ...], message: str
+) -> None:
+    code, out, err = spbench(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert len(err) < 600
+
+
+def test_a_mistake_waits_for_no_torch(tmp_path: Path) -> None:
+    """In a process whose answers about the code are kept: what a user has after the first command."""
+    words = '["fit", "lama3-8b"], ["advise", "--model", "llama3-8b"], ["verify", "--model", "x"], ["runn"]'
+    code = (
+        "import sys\n"
+        "from spbench.bench.config import choices\n"
+        "from spbench.bench.commands.cli import exit_code\n"
+        "known = {'model': ['llama3-8b'], 'strategy': [], 'peer': [], 'backend': ['legacy_ddp']}\n"
+        "choices.names = known.__getitem__\n"
+        f"assert [exit_code(words) for words in ({words})] == [2, 2, 2, 2]\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)

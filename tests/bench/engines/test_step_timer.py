@@ -6,10 +6,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.engines import timed_steps
 from spbench.bench.engines.timed_steps import seconds
 from spbench.bench.ranks.rank_pool import RankPool
 
-_LONG_S, _LATE_S = 0.04, 0.4
+#: the second far beyond what a busy machine delays a barrier by
+_LONG_S, _LATE_S = 0.04, 2.0
 
 
 def uneven_steps(mesh: DeviceMesh) -> tuple[list[float], list[float]]:
@@ -29,9 +31,10 @@ def test_a_step_is_as_long_as_on_the_slowest_rank(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("burst", [1, 4])
-def test_a_sample_is_one_call(burst: int) -> None:
-    calls = []
-    samples = seconds(lambda: calls.append(time.sleep(_LONG_S)), "cpu", repeats=2, burst=burst)
+def test_a_sample_is_one_call(burst: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that calls alone move, as a busy machine has other times."""
+    calls: list[float] = []
+    monkeypatch.setattr(timed_steps.time, "perf_counter", lambda: sum(calls))
+    samples = seconds(lambda: calls.append(_LONG_S), "cpu", repeats=2, burst=burst)
     assert len(calls) == 2 * burst
-    assert len(samples) == 2
-    assert _LONG_S <= min(samples) < 2.5 * _LONG_S  # not the burst's
+    assert samples == pytest.approx([_LONG_S] * 2)  # not the burst's

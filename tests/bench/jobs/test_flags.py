@@ -278,11 +278,18 @@ def test_what_megatron_has_not_is_named(changes: dict[str, Any], missing: str) -
         ("megatron", {"batch": 32}, "--micro-batch-size 4 --global-batch-size 32"),
         ("megatron", {"training.accumulate_allreduce_grads_in_fp32": False}, "--grad-reduce-in-bf16"),
         ("megatron", {"model_options.recompute": "operators"}, ""),
+        (
+            "bridge",
+            {"model_options.recompute": "full", "training.gradient_accumulation_fusion": False},
+            "model.gradient_accumulation_fusion=false model.recompute_granularity=full "
+            "model.recompute_method=uniform model.recompute_num_layers=1",
+        ),
+        ("bridge", {"training.backend": "zero3"}, ""),
         ("torchtitan", {"model_options.recompute": "full"}, 'activation_checkpoint.mode="full"'),
     ],
 )
 def test_a_changed_cell_in_the_words_of_the_program(kind: str, changes: dict[str, Any], flags: str) -> None:
-    before = cell(MEGATRON if kind == "megatron" else TORCHTITAN)
+    before = cell(TORCHTITAN if kind == "torchtitan" else MEGATRON)
     found = flag_changes(before, changed(before, changes), kind)
     assert found is not None
     assert (str(found), bool(found.missing)) == (flags, not flags)
@@ -296,3 +303,7 @@ def test_flags_that_a_change_takes_away() -> None:
     assert "--use-torch-fsdp2" in found.given
     assert str(found).endswith(", without --use-distributed-optimizer --overlap-grad-reduce")
     assert flag_changes(before, after, "a program without flags") is None
+    again = cell(MEGATRON, model_options={"recompute": "full"}, training={"distributed_optimizer": True})
+    keys = flag_changes(again, cell(MEGATRON), "bridge")
+    assert keys is not None
+    assert {"model.recompute_granularity=null", "ddp.use_distributed_optimizer=false"} <= {*keys.given}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,27 @@ def test_gpus_and_cluster_must_be_known() -> None:
 def test_an_unknown_argument_can_be_left_out() -> None:
     made = job("--our-own 3", allow_unknown=True)
     assert "# unknown to this version and left out: --our-own 3\n" in made.scenario_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "z\nvariants: {a: {batch: 4}}\n#",
+        "z\ngroups: []",
+        "z\r- model: bert-tiny",
+        "\u2028title: x",
+        "'\"# : &a *a",
+    ],
+)
+def test_what_is_left_out_cannot_write_settings(text: str, tmp_path: Path) -> None:
+    """In a script, as a name of a file and as a variable: what is read again is the job's cell alone."""
+    script = f"python pretrain_gpt.py {SIZES} --weird {shlex.quote(text)}"
+    file = JobFile(Path(f"{text}.sh"), f"export NCCL_ALGO={shlex.quote(text)}\n{script}".encode())
+    made = read_job("megatron", [file], gpus=8, cluster="dgx-a100", allow_unknown=True)
+    (tmp_path / "job.yaml").write_text(made.scenario_text())
+    found = load_scenario(tmp_path / "job.yaml")
+    assert found.document.title == made.title
+    assert found.cells == {"": [made.cell()]}
 
 
 def test_a_switch_that_is_told_of_experts_alone_has_no_effect_without_them() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.ranks import rank_job, torchrun
 from spbench.bench.ranks.processes import Surroundings, main_module_hidden, starting_context
-from spbench.bench.ranks.rank_agent import Launched, serve
+from spbench.bench.ranks.rank_agent import BEAT_S, Launched, serve
 from spbench.bench.ranks.rank_job import AGENTS, RankError
 from spbench.bench.ranks.rank_process import Rendezvous
 from spbench.bench.ranks.torchrun import check_gpus, coordinating, ranks_for, shared_backend
@@ -47,7 +47,7 @@ def agent() -> Iterator[BaseProcess]:
         place = Rendezvous("127.0.0.1", free.getsockname()[1])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torchrun, "when_parent_is_gone", lambda act: None)  # its thread would stay
-        patched.setattr(torchrun, "LOST_S", 1.0)
+        patched.setattr(torchrun, "LOST_S", 5 * BEAT_S)  # also where a busy machine delays a beat
         patched.setattr(rank_job, "GRACE_S", 0.5)  # of the other rank, when one is lost
         with coordinating(Launched(0, 0, 2, place)):
             arguments = (Surroundings(), Launched(1, 1, 2, place))

@@ -118,12 +118,13 @@ def test_what_a_rank_wrote_as_it_hung_is_not_taken_for_the_next_ones(
     """And ranks that have no part in a job are not waited for."""
     monkeypatch.setenv(STACKS_FOLDER, str(tmp_path))
     with RankPool(3) as pool:
+        pool.run({"sp": 2}, sum_of_ranks, "sp", 0)  # processes that have started
         start = time.monotonic()
         with pytest.raises(RankError, match="no answer") as raised:
             pool.run({"sp": 2}, never_answers, timeout_s=1)
-        assert time.monotonic() - start < 1 + STACKS_S
+        assert time.monotonic() - start < 1 + 2 * STACKS_S  # of both signals
         assert raised.value.log.count("-- last collectives of rank") == 2
-        pool.run({"sp": 2}, process_id)
+        pool.run({"sp": 2}, sum_of_ranks, "sp", 0)
         assert [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size] == []
 
 
