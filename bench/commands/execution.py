@@ -112,7 +112,7 @@ def run_cells(
         files = [results.path]
         if comparisons:
             files.append(write_comparisons(comparisons, folder))
-    for said in filter(None, (_unpriced(rows), _substituted(rows))):
+    for said in filter(None, (_unpriced(rows), _substituted(rows), _default_attention(rows))):
         message(f"{scenario.name}: {said}")
     return Ran(rows, list(current.values()), comparisons, files)
 
@@ -196,6 +196,33 @@ def _substituted(rows: Sequence[Row]) -> str:
     if not missing:
         return ""
     return f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+
+
+def _default_attention(rows: Sequence[Row]) -> str:
+    """A line on simulated times with an attention kernel that nobody said, on clusters whose programs usually
+    run another one than the file's default; "" if there are none."""
+    from spbench.bench.clusters.attention_kernels import usual_kernel
+    from spbench.bench.clusters.cluster import load_cluster
+    from spbench.bench.config.choices import option_mistakes
+
+    told: dict[str, str] = {}
+    for row in rows:
+        cell, attention_s = row["cell"], (row["measurement"].get("parts") or {}).get("attention_s")
+        name, said = cell["cluster"], (cell.get("model_options") or {}).get("attention", "flash")
+        if not attention_s or said != "flash" or name in told:
+            continue
+        device = load_cluster(name).device
+        known, usual = device.attention, usual_kernel(device)
+        if known is None or usual == known.default:
+            continue
+        # a model whose attention is linear has no such option
+        if not option_mistakes(
+            "model_options", cell["model"], {"attention": usual}, cell.get("model_config_json")
+        ):
+            told[name] = f"{known.default}, the default of {name} (its programs usually run {usual})"
+    if not told:
+        return ""
+    return f"attention not said, so taken: {'; '.join(told.values())}; model_options.attention says one"
 
 
 def opened_executor(address: str | None) -> AbstractContextManager[Executor | None]:

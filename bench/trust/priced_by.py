@@ -25,7 +25,7 @@ def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
         for each in measured.get("priced_by") or ():
             key = each["grade"], each["work"], each["by"]
             shares[key] = max(each["share"], shares.get(key, 0.0))
-    parts = []
+    parts: list[str] = []
     for grade, words in GRADES.items():
         of_grade = sorted(((-share, *key) for key, share in shares.items() if key[0] == grade))
         told = [f"{work} ({-share:.0%}): {by}" for share, _, work, by in of_grade[:MOST]]
