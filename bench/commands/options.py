@@ -233,7 +233,11 @@ def choosing_cells(command: Function) -> Function:
             "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
             "sample over the same axes. Repeatable, or a comma list.",
         ),
-        many("--model", WORDS, "Only these models; one in a file of yours in the place of all."),
+        many(
+            "--model",
+            WORDS,
+            "Only these models; one of your own (FILE.py, config.json) in the place of all.",
+        ),
         many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
         many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
         many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),

@@ -14,6 +14,7 @@ from spbench.bench.declarations import declared
 from spbench.bench.engines.engine import engine_class, engines
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.meters.meter import meters
+from spbench.bench.model_files import remote_name
 from spbench.bench.search.quantities import Candidates, quantities
 from spbench.bench.user_files import resolved
 from spbench.impls import loose_files
@@ -70,6 +71,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     here = ELSEWHERE.get(kind, {}).get(name.lower())
     listed = LISTED.get(kind)
     mend = f"; here that is {here}" if here else suggestion(name, known, f"spbench list {listed}")
+    mend = (remote_name(name) if kind == "model" else "") or mend
     file = f"; or give the path of a {FILES[kind]}" if kind in FILES else ""
     return f"unknown {kind} {shown(name)}{mend}{file}"
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import lexists
+from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
@@ -20,6 +22,7 @@ from spbench.bench.config.placement import Asked, on_device, playing_rank
 from spbench.bench.config.scenario import Scenario
 from spbench.bench.counts import size
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import dotted
 
 ALL = "all"
@@ -88,11 +91,13 @@ def narrowed_cells(
     cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]
-    check_known("model", models, [*names("model"), *{c.model for c in cells if c.model_config_json}])
+    known = [*names("model"), *{c.model for c in cells if c.model_config_json}]
+    configs = {n for n in models if n not in known and names_a_file(n) and lexists(Path(n).expanduser())}
+    check_known("model", [name for name in models if name not in configs], known)
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
-    of_files = {*strategies} - {*narrowing.strategies} | {*models} - {*narrowing.models}
+    of_files = {*strategies} - {*narrowing.strategies} | {*models} - {*narrowing.models} | configs
     for field, values in (("strategy", strategies), ("model", models)):
         has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
         if values:
@@ -121,7 +126,8 @@ def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:
     """The cells with another model, or with another strategy where it spreads a sample over the same axes."""
     for cell in cells:
         if field == "model":
-            yield cell.model_copy(update={"model": name, "model_options": {}, "model_config_json": None})
+            config = read_model_file(name) if names_a_file(name) else None
+            yield cell.model_copy(update={"model": name, "model_options": {}, "model_config_json": config})
         elif {*strategy_axes(cell.strategy)} == {*strategy_axes(name)}:
             yield cell.model_copy(update={"strategy": name, "strategy_options": {}})
 

@@ -112,3 +112,15 @@ def test_what_a_group_says_of_the_model_is_checked(
     path.write_text(path.read_text().replace(given, wrong))
     with pytest.raises(UserError, match=message):
         load_scenario(path)
+
+
+def test_a_config_takes_the_place_of_the_models_of_a_scenario(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    cell = "{model: bert-tiny, strategy: single, batch: 1, seq_len: 8}"
+    (tmp_path / "s.yaml").write_text(f"title: t\ngroups:\n  - {cell}\n", encoding="utf-8")
+    scenario = load_scenario(tmp_path / "s.yaml")
+    name = str(tmp_path / "config.json")
+    (made,) = narrowed_cells(scenario, Narrowing(models=[name]))
+    assert (made.model, made.model_config_json is not None) == (name, True)
+    with pytest.raises(UserError, match=r"download its config\.json and give the path of that"):
+        narrowed_cells(scenario, Narrowing(models=["meta-llama/Llama-3-8B"]))
