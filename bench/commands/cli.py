@@ -189,7 +189,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
 def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
     """A message with the long ones of the words of the command line cut, which click and others repeat."""
     for word in sys.argv[1:] if arguments is None else arguments:
-        for part in (word, word.partition("=")[2]):
+        for part in (word, word.partition("=")[2], " ".join(word.split())):
             if len(part) > MOST_SHOWN:
                 text = text.replace(part, shortened(part)).replace(repr(part), shown(part))
     return text

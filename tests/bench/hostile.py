@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.bench.exports.rows import CLAIM, folder
-from tests.bench.jobs.job_inputs import INPUTS
+from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS
 from tests.bench.test_damaged_files import ROWS, damaged
 from tests.bench.test_damaged_inputs import TEXTS
 
@@ -127,12 +127,12 @@ def logs(chance: random.Random) -> Case:
 
 
 def jobs(chance: random.Random) -> Case:
-    """A file of a job, damaged, as it is imported."""
-    path = chance.choice(sorted(each for each in INPUTS.iterdir() if each.is_file()))
-    kind = {".toml": "torchtitan", ".json": "deepspeed"}.get(path.suffix, "deepspeed")
-    kind = "bridge" if path.name.startswith("bridge") else "megatron" if path.suffix == ".sh" else kind
-    words = ("import", kind, path.name, "--gpus", "64")
-    return Case({path.name: mutated(path.read_bytes(), chance)}, words)
+    """The files of a job, one of them damaged, as they are imported."""
+    name = chance.choice([*JOBS])
+    kind, files = JOBS[name]
+    whole = {file: (INPUTS / file).read_bytes() for file in files}
+    words = ("import", kind, *files, "--cluster", "dgx-h100", "--gpus", str(GPUS.get(name, 8)))
+    return Case(_one_of(chance, whole), words)
 
 
 def lengths(chance: random.Random) -> Case:

@@ -83,7 +83,9 @@ class TestOfEachParser:
         monkeypatch.setattr(yaml_text, "_Loader", parser)
 
     def test_words(self) -> None:
-        assert {text: load(text) for text in WORDS} == WORDS
+        assert {text: repr(load(text)) for text in WORDS} == {
+            text: repr(word) for text, word in WORDS.items()
+        }
 
     @pytest.mark.parametrize("text", REFUSED)
     def test_what_is_refused(self, text: str) -> None:
