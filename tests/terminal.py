@@ -106,7 +106,7 @@ def _can_be_broken(line: str) -> bool:
 
 def words_of(output: Output) -> set[str]:
     """Every word of an output, from its plain values."""
-    texts = (text_of(_ESCAPES.sub("", text)) for text in _texts(output))
+    texts = (text_of(shown) for text in _texts(output) for shown in (text, _ESCAPES.sub("", text)))
     return {word for text in texts for raw in text.split() for word in (raw, raw.rstrip(",;:"))}
 
 
