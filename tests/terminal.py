@@ -22,6 +22,7 @@ from typing import TextIO
 from unittest.mock import patch
 
 from spbench.bench.commands.forms import as_table
+from spbench.bench.commands.forms.columns import text_of
 from spbench.bench.commands.output import Output, Verbatim, View
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,7 @@ def faults(
         if len(line) > width and _can_be_broken(line) and line not in whole
     ]
     known = _OF_THE_FORM | {*words}
-    for word in dict.fromkeys(screen.split()):
+    for word in dict.fromkeys(text_of(_ESCAPES.sub("", screen)).split()):
         if not {word, word.rstrip(",;:")} & known and not set(word) <= {"─"} and not _COUNT.fullmatch(word):
             found.append(f"a broken word: {word!r}")
     if most_lines is not None and len(lines) > most_lines:
@@ -105,7 +106,8 @@ def _can_be_broken(line: str) -> bool:
 
 def words_of(output: Output) -> set[str]:
     """Every word of an output, from its plain values."""
-    return {word for text in _texts(output) for raw in text.split() for word in (raw, raw.rstrip(",;:"))}
+    texts = (text_of(shown) for text in _texts(output) for shown in (text, _ESCAPES.sub("", text)))
+    return {word for text in texts for raw in text.split() for word in (raw, raw.rstrip(",;:"))}
 
 
 def _texts(output: Output) -> Iterator[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.clusters.cluster import Cluster, load_cluster
-from spbench.bench.clusters.kinds_of_work import STANDS_IN, kinds_of_work
+from spbench.bench.clusters.kinds_of_work import GAP, STANDS_IN, kinds_of_work
 from spbench.bench.commands.output import Output, Table
 from spbench.bench.errors import UserError
 
@@ -25,8 +26,16 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
     kinds = kinds_of_work(cluster)
     lines: list[dict[str, Any]] = [dict(zip(COLUMNS, kind, strict=True)) for kind in kinds]
     gaps = [kind.work for kind in kinds if not kind.known]
-    substituted = list(dict.fromkeys(kind.work for kind in kinds if STANDS_IN in kind.figure))
-    notes = {"without a figure": gaps, "by a figure that is not its own": substituted}
+    marked, substitutes = [], defaultdict[str, dict[str, None]](dict)
+    for kind in kinds:
+        figure, stands_in, substitute = kind.figure.partition(f" ({STANDS_IN}: ")
+        if stands_in:
+            substitutes[substitute.removesuffix(")")][kind.work] = None
+        marked.append(
+            dict(zip(COLUMNS, kind._replace(figure=f"{figure} *" if stands_in else figure), strict=True))
+        )
+    notes = [f"without a figure: {'; '.join(gaps)}"] if gaps else []
+    notes += [f"* {STANDS_IN}, but {whose}: {'; '.join(of)}" for whose, of in substitutes.items()]
     usable = cluster.usable_memory_bytes
     memory = "no limit of memory" if usable is None else f"{usable / 2**30:.1f} GiB for tensors"
     node = f"{cluster.devices_per_node} a node, network cards: {cluster.network.nics_per_node}"
@@ -34,12 +43,14 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
         [
             f"{cluster.name}: {cluster.about}",
             f"{cluster.device.name}, {memory}; {node}",
-            Table("", lines, COLUMNS, ("figure",)),
+            Table(
+                "", marked, COLUMNS, ("figure",), {i: GAP for i, kind in enumerate(kinds) if not kind.known}
+            ),
         ],
         {"cluster": cluster.model_dump(mode="json"), "kinds_of_work": lines, "gaps": gaps},
         lines,
         COLUMNS,
-        notes=[f"{what}: {'; '.join(of)}" for what, of in notes.items() if of],
+        notes=notes,
         files=files,
     )
 

@@ -48,7 +48,9 @@ def test_a_processor_without_a_name_is_its_architecture(
     monkeypatch: pytest.MonkeyPatch, name: str, shown: str
 ) -> None:
     """As in containers of other architectures, whose /proc/cpuinfo has no model name."""
-    monkeypatch.setattr(bench_provenance, "open", lambda path: io.StringIO("processor: 0\n"), raising=False)
+    monkeypatch.setattr(
+        bench_provenance, "open", lambda path, **how: io.StringIO("processor: 0\n"), raising=False
+    )
     monkeypatch.setattr("platform.processor", lambda: name)
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert bench_provenance.cpu_model() == shown

@@ -14,8 +14,9 @@ _NARROW = 28
 
 
 def text_of(value: Any) -> str:
-    """A value as it is shown; None is a blank."""
-    return "" if value is None else str(value)
+    """A value as it is shown: None is a blank, and what would steer a terminal a question mark."""
+    text = "" if value is None else str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def filled(lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -48,7 +48,7 @@ def test_every_argument_has_its_setting(flags: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("torchtitan --strategy lasp2", "torchtitan has no model tnl-1b of these sizes (it has llama3-8b, "),
+        ("torchtitan --strategy lasp2", "torchtitan has no model tnl-1b of these sizes (it has llama3 8B, "),
         (
             "megatron --strategy single --set training.backend=fsdp_flat",
             "Megatron-LM has no training.backend fsdp_flat (it has megatron)",

@@ -43,7 +43,8 @@ def test_an_axis_across_nodes_takes_longer_and_sends_and_holds_the_same() -> Non
     assert inside.step_time_s is not None
     assert outside.step_time_s is not None
     assert outside.step_time_s > 1.2 * inside.step_time_s
-    assert inside.breakdown["compute_s"] == outside.breakdown["compute_s"]
+    # a mean over ranks, which are summed in another order
+    assert inside.breakdown["compute_s"] == pytest.approx(outside.breakdown["compute_s"], rel=1e-12)
     for field in ("communication", "formula", "peak_memory_bytes", "reserved_memory_bytes", "peak_held"):
         assert getattr(inside, field) == getattr(outside, field), field
 

@@ -284,7 +284,7 @@ def test_changes_of_a_job_are_told_in_its_own_arguments(tmp_path: Path) -> None:
             "--gpus 6: not the ranks of dp 4",
         ),
         (
-            ("llama3-8b", "--variant", "x", "--cluster", "dgx-h100"),
+            ("llama3-8b", "--variant", "x", "--cluster", "dgx-h100", "--seq-len", "8K"),
             "--variant chooses among cells of a scenario",
         ),
         (("max_seqlen",), "searches for its seq_len: give one, --seq-len N"),

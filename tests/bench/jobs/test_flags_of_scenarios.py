@@ -15,7 +15,7 @@ from tests.bench.jobs.job_inputs import read
 
 
 @pytest.mark.parametrize(
-    ("name", "cells"), [("megatron_b200", 12), ("megatron_b200_more", 15), ("usp", 36), ("upipe", 12)]
+    ("name", "cells"), [("megatron_b200", 12), ("megatron_b200_more", 15), ("usp", 80), ("upipe", 12)]
 )
 def test_cells_of_megatron(name: str, cells: int) -> None:
     found = [cell for variant in load_scenario(name).cells.values() for cell in variant]

@@ -166,9 +166,8 @@ def test_settings_chosen_by_a_papers_numbers_are_declared() -> None:
     assert packaged_roles("max_seqlen", "max_seq_len", "all-steps") == {"inferred"}
     assert packaged_roles("lasp_scalability", "memory_gb") == {"inferred"}
     assert packaged_roles("lasp_scalability", "throughput_tokens_per_s") == {"calibrated", "inferred"}
-    of_dsp = packaged_roles("dsp_throughput", "throughput_samples_per_s")
-    assert of_dsp == {"calibrated", "inferred", "predicted"}
-    assert packaged_roles("dsp_inference", "latency_s") == {"predicted"}
+    assert packaged_roles("dsp_throughput", "throughput_samples_per_s") == {"calibrated", "inferred"}
+    assert packaged_roles("dsp_inference", "latency_s") == {"calibrated", "inferred", "predicted"}
     assert packaged_roles("lasp2_scalability", "memory_gb") == {"inferred"}
     assert packaged_roles("lasp2_scalability", "throughput_tokens_per_s") == {"predicted"}
 
