@@ -88,8 +88,6 @@ def how_departs(case: Case, departing: Sequence[Judged]) -> str:
     error = max(each.finding.found.error for each in ranks)
     at = [each.finding.apart or (0, 0) for each in ranks]
     apart, places = sum(differ for differ, _ in at), sum(every for _, every in at)
-        sum(pair) for pair in zip(*(each.finding.apart or (0, 0) for each in ranks), strict=True)
-    )
     tensors = len({each.finding.tensor for each in departing})
     return (
         f"computes what its authors' code does, and departs from the model: {cls.departs}. {first} differs "
