@@ -176,7 +176,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(error, ImportError) and any(words in str(error) for words in _UNLOADABLE):
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
-            return _complain(f"{error.filename}: {error.strerror}", 2, traced=True)
+            return _complain(f"{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
         if at := place(error):
             return _complain(f"{at}: {described(error)}", 2, traced=True)
         return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)

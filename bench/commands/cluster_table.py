@@ -28,12 +28,11 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
     gaps = [kind.work for kind in kinds if not kind.known]
     marked, substitutes = [], defaultdict[str, dict[str, None]](dict)
     for kind in kinds:
-        figure, stands_in, substitute = kind.figure.partition(f" ({STANDS_IN}: ")
+        reached, stands_in, substitute = kind.figure.partition(f" ({STANDS_IN}: ")
         if stands_in:
             substitutes[substitute.removesuffix(")")][kind.work] = None
-        marked.append(
-            dict(zip(COLUMNS, kind._replace(figure=f"{figure} *" if stands_in else figure), strict=True))
-        )
+        reached += " *" if stands_in else ""
+        marked.append(dict(zip(COLUMNS, kind._replace(figure=reached), strict=True)))
     notes = [f"without a figure: {'; '.join(gaps)}"] if gaps else []
     notes += [f"* {STANDS_IN}, but {whose}: {'; '.join(of)}" for whose, of in substitutes.items()]
     usable = cluster.usable_memory_bytes

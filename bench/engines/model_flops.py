@@ -21,6 +21,8 @@ from spbench.impls.strategies.nesting import nesting
 
 #: FLOPs of a step of those of its forward: backward has two products for each
 _OF_FORWARD = {"training": 3, "inference": 1}
+#: options of models that cut the same products into pieces, which a single device would trace one by one
+_PIECES = ("mlp_tile", "loss_tile")
 #: what sums of that many numbers can be off by
 _ROUNDING = 1e-9
 
@@ -39,6 +41,7 @@ def forward_flops(cell: Cell) -> Flops:
 @lru_cache(maxsize=256)
 def _of_a_sequence(model: str, precision: Precision, seq_len: int) -> Flops:
     name, options, config = json.loads(model)
+    options = {option: value for option, value in options.items() if option not in _PIECES}
     alone = {"strategy": "single", "batch": 1, "seq_len": seq_len, "training": {"step": "inference"}}
     of_model = {"model": name, "model_options": options, "model_config_json": config}
     cell = Cell.model_validate({**alone, **of_model, "precision": precision})

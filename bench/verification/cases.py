@@ -279,7 +279,7 @@ def verify_case(
 def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings of ranks 0, 1, ..."""
     every = judged(PRECISIONS[row.dtype].parameters, findings)
-    own = [each for each in every if not each.finding.departs]
+    own = [each for each in every if each.finding.apart is None]
     wrong = [each for each in own if each.excess > 1]
     worst = worst_of(own, wrong)
     row = replace(
@@ -291,7 +291,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
         bytes="; ".join(unequal_bytes(wrong)) or row.bytes,
     )
     if not wrong:
-        departing = [each for each in every if each.finding.departs and each.excess > 1]
+        departing = [each for each in every if each.finding.apart is not None and each.excess > 1]
         said = how_departs(case, departing) if departing else ""
         return replace(row, status="as published", verdict=said) if said else row
     return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))

@@ -86,10 +86,12 @@ def how_departs(case: Case, departing: Sequence[Judged]) -> str:
     first = departing[0].finding.tensor
     ranks = [each for each in departing if each.finding.tensor == first]
     error = max(each.finding.found.error for each in ranks)
+    at = [each.finding.apart or (0, 0) for each in ranks]
+    apart, places = sum(differ for differ, _ in at), sum(every for _, every in at)
     tensors = len({each.finding.tensor for each in departing})
     return (
         f"computes what its authors' code does, and departs from the model: {cls.departs}. {first} differs "
-        f"by {error:.1e} on {len(ranks)} ranks, {tensors} tensors do in all"
+        f"by {error:.1e}, at {apart} of {places} positions on {len(ranks)} ranks; {tensors} tensors do in all"
     )
 
 

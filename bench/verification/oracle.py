@@ -28,10 +28,12 @@ from spbench.impls.axes import Place
 from spbench.impls.composition import Composition
 from spbench.impls.models.model import Model
 from spbench.impls.options import with_options
-from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.base import SequenceDim, Strategy
 
 #: runs of one device that a rank keeps; a tiny model's takes a megabyte
 KEPT_RUNS = 128
+#: share of the largest element below which two elements count as the same
+_SAME = 1e-10
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,15 @@ class Finding:
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
         tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
             over sp", 1 of values, 2 of documents that see each other.
-        departs: whether it is of a published baseline's own function against the model, and no fault.
+        apart: of a published baseline's own function against the model, which is no fault: at how many of how
+            many positions they differ; None of all other findings.
     """
 
     tensor: str
     found: Discrepancy
     noise: float
     tells: int = 1
-    departs: bool = False
+    apart: tuple[int, int] | None = None
 
 
 class _OneDevice(Strategy):
@@ -81,7 +84,8 @@ class BothRuns:
         model: of both, without dropout.
         truth: on one device in float64.
         noisy: on one device in the case's dtype; None: that is float64.
-        departures: how far the reference of a published baseline, its own function, is from the model's.
+        departures: of a published baseline, how far its own function is from the model's, and at how many of
+            how many positions.
         checked: on this rank, with the strategy.
         recorder: has seen what the checked run communicates.
     """
@@ -91,7 +95,7 @@ class BothRuns:
     noisy: VerifiedRun | None
     checked: VerifiedRun
     recorder: Recorder
-    departures: Mapping[str, Discrepancy]
+    departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
 
     def compared(
         self, expected: dict[str, Tensor], noisy: dict[str, Tensor] | None, got: Mapping[str, Tensor | None]
@@ -143,11 +147,26 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         watch=watch,
     )
     noisy = None if case.torch_dtype is torch.float64 else on_one_device(case.torch_dtype)
-    departures: dict[str, Discrepancy] = {}
+    departures = {}
     if reference is not of_model:
-        of_model_share = share_of(on_one_device(torch.float64, of_model), checked)
-        departures = discrepancies(of_model_share, share_of(truth, checked))
+        wanted, own = share_of(on_one_device(torch.float64, of_model), checked), share_of(truth, checked)
+        places = {name: checked.part.output_dims.get(name.removeprefix("output ")) for name in own}
+        departures = {
+            name: (each, _apart(wanted[name], own[name], places[name]))
+            for name, each in discrepancies(wanted, own).items()
+        }
     return BothRuns(model, truth, noisy, checked, recorder, departures)
+
+
+def _apart(x: Tensor, y: Tensor, places: SequenceDim) -> tuple[int, int]:
+    """At how many positions of this rank two tensors differ, and how many there are; (0, 0) where they have
+    none."""
+    if places is None:
+        return 0, 0
+    dims = places if isinstance(places, tuple) else (places,)
+    differ = ((x - y).abs() > _SAME * x.abs().max()).movedim(dims, tuple(range(len(dims))))
+    differ = differ.flatten(0, len(dims) - 1).flatten(1).any(1)
+    return int(differ.sum()), len(differ)
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
@@ -156,7 +175,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     runs = both_runs(mesh, case)
     model, truth, checked, recorder = runs.model, runs.truth, runs.checked, runs.recorder
     return [
-        *(Finding(name, each, 0.0, departs=True) for name, each in runs.departures.items()),
+        *(Finding(name, each, 0.0, apart=at) for name, (each, at) in runs.departures.items()),
         *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),

@@ -62,7 +62,9 @@ def test_it_is_as_published_and_departs_from_the_model(pool: RankPool, size: int
     assert row.error is not None
     assert row.error < 1e-12
     assert OpenSoraUlysses.departs in row.verdict
+    # all places of all frames
     assert "output predicted differs by" in row.verdict
+    assert f"at 24 of 24 positions on {size} ranks" in row.verdict
 
 
 def test_on_one_rank_it_is_the_model(pool: RankPool) -> None:
