@@ -51,6 +51,7 @@ def test_no_text_is_in_the_encoding_of_the_locale(room: str) -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_a_command_in_the_plainest_locale(tmp_path: Path) -> None:
     """Its files have characters beyond ASCII, and so has what it prints."""
     locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -132,6 +132,7 @@ def run(cluster: str, settings: dict[str, Any]) -> Measurement:
     return VirtualEngine().measure(changed(cell, settings))
 
 
+@pytest.mark.slow
 def test_each_change_that_is_said_to_fit_does(fit: Run, few_changes: None, tmp_path: Path) -> None:
     cluster = small_cards(tmp_path, 100)
     content = json.loads(fit(*longer(cluster), "--format", "json")[1])
