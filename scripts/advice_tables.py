@@ -32,7 +32,7 @@ PAGE = Path("docs", "advice.md")
 BEGIN, END = "<!-- scripts/advice_tables.py -->", "<!-- end -->"
 _K, _M = 2**10, 2**20
 #: what the P100 has no rates for
-_PRECISION = {"piz-daint-p100": "fp16"}
+PRECISION = {"piz-daint-p100": "fp16"}
 #: by name: model, cluster, GPUs, length, tokens of a batch
 QUESTIONS: Mapping[str, tuple[str, str, int, int, int]] = {
     "8b-8-8k": ("llama3-8b", "dgx-h100", 8, 8 * _K, _M),
@@ -67,7 +67,7 @@ def main(names: Sequence[str]) -> None:
         model, cluster, gpus, length, tokens = QUESTIONS[name]
         with tempfile.TemporaryDirectory() as cache:
             os.environ[CACHE_FOLDER] = cache
-            settings = {"seq_len": length, "precision": _PRECISION.get(cluster, "bf16")}
+            settings = {"seq_len": length, "precision": PRECISION.get(cluster, "bf16")}
             asked = question([model], Asked(cluster, gpus, None, settings), tokens)
             before = _busy_s()
             (answer,) = answered([asked], say=lambda text, share: message(text))

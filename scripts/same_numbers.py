@@ -1,0 +1,177 @@
+"""Whether the code still gives the numbers that are frozen, byte for byte.
+
+    python scripts/same_numbers.py [PART...]             # 0: the same; 1: a line for each number that moved
+    python scripts/same_numbers.py --freeze [PART...]    # write them anew
+
+The parts are in :data:`PARTS`; all if none is named. Each is asked through the command line, cold, and has
+one file in results/frozen: a line for each answer with its name, a few of its numbers, and a digest of its
+whole JSON without what differs from run to run (when, where and by which commit it was made, and how long it
+took). A change that moves a number on purpose freezes it again in the same commit, and says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from advice_tables import PRECISION, QUESTIONS
+
+TREE = Path(__file__).parents[1]
+FOLDER = TREE / "results" / "frozen"
+#: of an answer, what differs from run to run
+NOT_FROZEN = {"cpu_s", "elapsed_s", "host", "provenance", "rounds", "seconds", "time"}
+#: what a line shows beside its digest, where an answer has it
+SHOWN = ("status", "peak_memory_bytes", "step_time_s", "answer")
+#: cells, by scenario: which of them
+CELLS: dict[str, Sequence[str]] = {
+    "gate": (),
+    "max_seqlen": (),
+    "four_d": (),
+    "thousand_ranks": (),
+    "lasp_scalability": ("--world-size", "16,64"),
+    "dsp_scaling": ("--world-size", "8,32"),
+    "megatron_goldens": ("--where", "sizes.pp=2"),
+    "packed_placements": ("--world-size", "64"),
+    "lasp2_scalability": ("--world-size", "32"),
+}
+#: advice that takes the fewest seconds; `advice` asks all of scripts/advice_tables.py
+QUICK_QUESTIONS = ("8b-8-8k", "8b-8-128k", "tnl-64", "bert-64", "st-dit-128")
+
+
+def spbench(*words: str) -> str:
+    """What a command prints, whatever it exits with; SystemExit where it is refused."""
+    command = [sys.executable, "-m", "spbench", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TREE)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def frozen(answer: Any) -> Any:
+    """The answer without what differs from run to run."""
+    if isinstance(answer, dict):
+        return {key: frozen(value) for key, value in answer.items() if key not in NOT_FROZEN}
+    return [frozen(each) for each in answer] if isinstance(answer, list) else answer
+
+
+def line(name: str, answer: Any, numbers: Any = None) -> dict[str, str]:
+    """A line of a frozen file."""
+    text = json.dumps(frozen(answer), sort_keys=True)
+    shown = numbers if isinstance(numbers, dict) else {}
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {"name": name, "digest": digest, **{key: str(shown.get(key, "")) for key in SHOWN}}
+
+
+def cells(scenario: str) -> Iterator[dict[str, str]]:
+    """The measurements of cells of a scenario."""
+    with tempfile.TemporaryDirectory() as folder:
+        spbench(
+            "run", scenario, *CELLS[scenario], "--output", folder, "--fresh", "--quiet", "--format", "json"
+        )
+        for text in Path(folder, "cells.jsonl").read_text().splitlines():
+            row = json.loads(text)
+            yield line(row["key"], [row["status"], row["measurement"]], row["measurement"])
+
+
+def imports() -> Iterator[dict[str, str]]:
+    """The scenarios that Megatron-LM's functional tests are imported as, and why others are not."""
+    from spbench.bench.reproduction.megatron_cases import cases
+
+    for case in cases():
+        refusal = case.job.refusal()
+        text = refusal or case.job.scenario_text()
+        yield line(f"{case.case} {case.golden}", text, {"status": "refused" if refusal else "imported"})
+
+
+def fits() -> Iterator[dict[str, str]]:
+    """The answers of the commands of docs/fit.md."""
+    page = (TREE / "docs" / "fit.md").read_text(encoding="utf-8")
+    for command in re.findall(r"^\$ spbench (fit [^.].*)$", page, re.MULTILINE):
+        if "./" not in command and "job" not in command:
+            answer = json.loads(spbench(*command.split(), "--format", "json", "--quiet"))
+            yield line(command, answer)
+
+
+def advice(names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The layouts named first, their ties, and their times."""
+    for name in names:
+        model, cluster, gpus, length, tokens = QUESTIONS[name]
+        words = ("--model", model, "--cluster", cluster, "--gpus", str(gpus), "--seq-len", str(length))
+        precision = ("--set", f"precision={PRECISION.get(cluster, 'bf16')}")
+        asked = (*words, "--batch-tokens", str(tokens), *precision, "--format", "csv", "--quiet")
+        layouts = [*csv.DictReader(spbench("advise", *asked).splitlines())]
+        best = [row for row in layouts if row["tie"] == "True"] or layouts[:1]
+        yield line(name, best, best[0] | {"status": f"{len(best)} tie"} if best else {"status": "none fits"})
+
+
+def verdicts() -> Iterator[dict[str, str]]:
+    """The verdicts of `spbench verify`, of four ranks in float64."""
+    text = spbench("verify", "--world-size", "4", "--quiet", "--format", "csv")
+    for row in csv.DictReader(text.splitlines()):
+        name = " ".join(value for key, value in row.items() if key not in ("error", "where", "reason"))
+        yield line(name, row["status"] if "status" in row else row, {"status": row.get("status", "")})
+
+
+#: by name: what is frozen
+PARTS: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
+    **{scenario: partial(cells, scenario) for scenario in CELLS},
+    "imports": imports,
+    "fit": fits,
+    "advice": partial(advice, [name for name in QUESTIONS if name not in QUICK_QUESTIONS]),
+    "advice_quick": partial(advice, QUICK_QUESTIONS),
+    "verify": verdicts,
+}
+
+
+def moved(part: str, lines: Sequence[dict[str, str]]) -> Iterator[str]:
+    """What of a part is not as it is frozen."""
+    with (FOLDER / f"{part}.csv").open(newline="", encoding="utf-8") as file:
+        before = {each["name"]: each for each in csv.DictReader(file)}
+    after = {each["name"]: each for each in lines}
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None:
+            yield f"{name}: {'is new' if old is None else 'is gone'}"
+        elif old != new:
+            changes = [f"{key} {old[key]} -> {new[key]}" for key in SHOWN if old[key] != new[key]]
+            yield f"{name}: {', '.join(changes) or 'other numbers than those shown'}"
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--freeze", action="store_true")
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - PARTS.keys():
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    changed = 0
+    for part in asked.parts or PARTS:
+        lines = [*PARTS[part]()]
+        if asked.freeze:
+            FOLDER.mkdir(exist_ok=True)
+            with (FOLDER / f"{part}.csv").open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, ["name", "digest", *SHOWN], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(lines)
+            print(f"{part}: {len(lines)} frozen", flush=True)
+            continue
+        differing = [*moved(part, lines)]
+        changed += len(differing)
+        print(f"{part}: {len(lines)} asked, {len(differing)} moved", flush=True)
+        print("".join(f"  {each}\n" for each in differing), end="", flush=True)
+    return min(changed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
