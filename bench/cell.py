@@ -294,7 +294,7 @@ class Cell(StrictModel):
     @property
     def key(self) -> str:
         """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
-        its path: what it holds is in the digest of what made a row (:mod:`spbench.bench.sweep.digest`)."""
+        its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.digest`)."""
         defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
         content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]

@@ -1,5 +1,5 @@
 """CSV for people, who may open it in a spreadsheet. What spbench reads again is written by
-:mod:`spbench.bench.published.comparison`, as it is."""
+:mod:`tools.papers.comparison`, as it is."""
 
 from __future__ import annotations
 

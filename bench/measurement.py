@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
-
-from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError
-from spbench.bench.ranks.rank_job import RankError
-from spbench.impls.layout import Unavailable, Unsupported
-from spbench.impls.outside_code import exits_refused, printed, told
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result
@@ -67,7 +59,7 @@ class Measurement:
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
         rates: of a simulated step time, what the cluster's rates are; see :func:`rates_of_step`.
         priced_by: of a simulated step time, what has no rate of its own: ``work``, what it is priced ``by``,
-            the ``grade`` of that (:mod:`spbench.bench.simulator.substitutes`), and the ``share`` of the step
+            the ``grade`` of that (:mod:`measure.simulator.substitutes`), and the ``share`` of the step
             that such work takes by that price, hidden or not; the largest first.
         unpriced_operators: calls of operators whose cost is not known, by name; a simulated step time has
             them by the bytes that they move alone.
@@ -124,27 +116,6 @@ class Measurement:
         return asdict(self)
 
 
-Run = Callable[[Cell], Measurement]
-
-
-def run_cell(cell: Cell) -> Measurement:
-    """What a cell asks for, by its engine.
-
-    Raises:
-        Unsupported: the strategy cannot run these sizes, or the engine not what is asked.
-    """
-    from spbench.bench.engines.engine import engine_class
-
-    engine = engine_class(cell.engine)()
-    if cell.search is not None:
-        from spbench.bench.search.search import search  # torch, which a sweep's own process does without
-
-        return search(cell, engine)
-    if cell.learning is not None:
-        return engine.learn(cell)
-    return engine.measure(cell)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of a cell.
@@ -165,28 +136,6 @@ class Outcome:
     elapsed_s: float | None = None
     final: bool = True
     provenance: dict[str, str | None] | None = None
-
-
-def measure(run: Run, cell: Cell) -> Outcome:
-    """Run a cell; whatever it raises becomes an outcome."""
-    start = time.perf_counter()
-    try:
-        with exits_refused():
-            measurement = run(cell)
-        outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
-    except Unsupported as error:
-        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
-    except RankError as error:
-        reason = shortened(error.reason)
-        said = "" if error.status == "timeout" else str(error)
-        outcome = Outcome(error.status, reason, traceback=said, log=error.log)
-    except UserError as error:
-        outcome = Outcome("failed", str(error))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        outcome = Outcome("failed", shortened(told(error)), traceback=printed(error))
-    return replace(outcome, elapsed_s=time.perf_counter() - start)
 
 
 def shortened(text: str) -> str:

@@ -22,8 +22,7 @@ from spbench.impls.discovery import plugin_files
 #: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
 NOT_MEASURING = frozenset(
     {
-        *("calibration", "commands", "config", "doctor", "exports", "history", "published", "regressions"),
-        *("report", "reproduction", "sweep", "trust", "verification", "workers"),
+        *("command_line", "tools", "measure/scenarios", "measure/sweep", "measure/trust", "measure/verify"),
         *(
             "atomic_write.py",
             "csv_text.py",
@@ -59,7 +58,8 @@ def measuring_files(root: Path) -> Iterator[Path]:
     """The Python files below ``root``, which has the folders impls and bench, that a measurement may run."""
     yield from (root / "impls").rglob("*.py")
     for path in (root / "bench").rglob("*.py"):
-        if path.relative_to(root / "bench").parts[0] not in NOT_MEASURING:
+        within = path.relative_to(root / "bench")
+        if not NOT_MEASURING.intersection(each.as_posix() for each in (within, *within.parents)):
             yield path
 
 

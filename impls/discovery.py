@@ -122,18 +122,19 @@ def _named_values(
 class FunctionModules:
     """The functions in the modules of a package, each imported when it is loaded.
 
-    The function NAME is ``function`` in the module NAME of the package, or ``prefix`` NAME with ``_`` for
-    each ``-`` of the name; or it is assigned to ``function`` _ NAME in any module; or an entry point NAME of
-    the group. Modules without such a function do not count.
+    The function NAME is ``function`` in a module whose path below the package is ``pattern`` with NAME for
+    its last star, with ``_`` for each ``-`` of the name; or it is assigned to ``function`` _ NAME in any such
+    module; or an entry point NAME of the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
+        pattern: of the modules' paths below it, without ".py": "to_*", "*/*_command".
         function: of the modules; entry points name the function itself.
         kind: plural, for messages.
     """
 
     package: str
-    prefix: str
+    pattern: str
     function: str
     group: str
     kind: str
@@ -185,14 +186,16 @@ class FunctionModules:
         return sentences
 
     def _places(self) -> list[EntryPoint]:
+        before, _, after = self.pattern.rpartition("/")[2].partition("*")
         here = [
             EntryPoint(
-                named or path.stem.removeprefix(self.prefix).replace("_", "-" if self.prefix else "_"),
-                f"{self.package}.{path.stem}:{self.function}{'_' * bool(named)}{named}",
+                named
+                or path.stem.removeprefix(before).removesuffix(after).replace("_", "-" * bool(before) or "_"),
+                f"{self._module(folder, path)}:{self.function}{'_' * bool(named)}{named}",
                 self.group,
             )
             for folder in importlib.import_module(self.package).__path__
-            for path in sorted(Path(folder).glob(f"{self.prefix}*.py"))
+            for path in sorted(Path(folder).glob(f"{self.pattern}.py"))
             for named in dict.fromkeys(
                 re.findall(
                     rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
@@ -202,6 +205,9 @@ class FunctionModules:
             )
         ]
         return [*here, *_offered(self.group)]
+
+    def _module(self, folder: str, path: Path) -> str:
+        return ".".join([self.package, *path.relative_to(folder).with_suffix("").parts])
 
 
 @cache

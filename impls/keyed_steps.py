@@ -3,7 +3,7 @@
 What a rank does at a step of a ring depends on little: whether it is the first or the last step, and on which
 side of the rank the block's owner lies. Steps of one key post the same messages and call the same operators
 on tensors of the same shapes. So do the micro-batches of a pipeline's steady state. Training needs each step;
-a trace (:mod:`spbench.bench.meters.repeated_steps`) can run a few and write the others down.
+a trace (:mod:`measure.trace.repeated_steps`) can run a few and write the others down.
 """
 
 from __future__ import annotations

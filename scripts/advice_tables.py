@@ -19,13 +19,13 @@ from typing import Any
 
 import psutil
 
-from spbench.bench.advise.advice import Advice
-from spbench.bench.advise.ask import answered
-from spbench.bench.advise.question import question
-from spbench.bench.commands.progress import message
+from spbench.bench.command_line.progress import message
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.fit.subject import Asked
 from spbench.bench.measuring_code import code_digest
+from spbench.bench.tools.advise.advice import Advice
+from spbench.bench.tools.advise.ask import answered
+from spbench.bench.tools.advise.question import question
+from spbench.bench.tools.fit.subject import Asked
 
 FOLDER = Path("results", "advice")
 PAGE = Path("docs", "advice.md")

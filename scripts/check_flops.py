@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.engines.model_flops import model_flops
-from spbench.bench.sweep.results import read_rows
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.model_flops import model_flops
+from spbench.bench.measure.sweep.results import read_rows
 
 #: what the product of a row's numbers may be off by, of itself
 ROUNDING = 1e-9

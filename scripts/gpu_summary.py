@@ -18,8 +18,8 @@ from typing import Any
 import pandas as pd
 
 from spbench.bench.cell import Cell
-from spbench.bench.reproduction.findings import Line, markdown
-from spbench.bench.sweep.results import Row, read_rows
+from spbench.bench.measure.sweep.results import Row, read_rows
+from spbench.bench.tools.papers.paper_findings import Line, markdown
 
 #: of the peak of allocated bytes: libraries' workspaces are allocated on a card, and on fake tensors are not
 PEAK_TOLERANCE = 0.05

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from spbench.bench.clusters.cluster import load_cluster
-from spbench.bench.reproduction.findings import Line, markdown
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.tools.papers.paper_findings import Line, markdown
 from spbench.impls.kernels import flash_attention  # noqa: F401  (defines its operators)
 from spbench.impls.kernels.linear_attention import BLOCK, OPS, TILE
 from spbench.impls.models.causal_transformer import PRESETS as SOFTMAX_MODELS

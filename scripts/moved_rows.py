@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.sweep.results import read_rows
+from spbench.bench.measure.sweep.results import read_rows
 
 #: what is looked at, by its name in a line: where a measurement has it
 NUMBERS = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.reproduction.findings import Line, markdown
+from spbench.bench.tools.papers.paper_findings import Line, markdown
 
 FILE = Path(__file__).parents[1] / "results" / "benchmarks" / "performance.json"
 

@@ -78,14 +78,14 @@ def cells(scenario: str) -> Iterator[dict[str, str]]:
         spbench(
             "run", scenario, *CELLS[scenario], "--output", folder, "--fresh", "--quiet", "--format", "json"
         )
-        for text in Path(folder, "cells.jsonl").read_text().splitlines():
+        for text in Path(folder, "cells.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(text)
             yield line(row["key"], [row["status"], row["measurement"]], row["measurement"])
 
 
 def imports() -> Iterator[dict[str, str]]:
     """The scenarios that Megatron-LM's functional tests are imported as, and why others are not."""
-    from spbench.bench.reproduction.megatron_cases import cases
+    from spbench.bench.tools.papers.megatron_cases import cases
 
     for case in cases():
         refusal = case.job.refusal()
@@ -119,7 +119,7 @@ def verdicts() -> Iterator[dict[str, str]]:
     text = spbench("verify", "--world-size", "4", "--quiet", "--format", "csv")
     for row in csv.DictReader(text.splitlines()):
         name = " ".join(value for key, value in row.items() if key not in ("error", "where", "reason"))
-        yield line(name, row["status"] if "status" in row else row, {"status": row.get("status", "")})
+        yield line(name, row.get("status", row), {"status": row.get("status", "")})
 
 
 #: by name: what is frozen

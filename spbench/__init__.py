@@ -33,7 +33,18 @@ if TYPE_CHECKING:
     from typing import Any
 
     from spbench.api import advise, read_results, run, verify
-    from spbench.bench.calibration.findings import (
+    from spbench.bench.cell import Cell
+    from spbench.bench.command_line.options import printed
+    from spbench.bench.command_line.output import Output, Table
+    from spbench.bench.errors import UserError
+    from spbench.bench.measure.engines.engine import Engine
+    from spbench.bench.measure.engines.plan import plan
+    from spbench.bench.measure.engines.quantities import Quantity
+    from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+    from spbench.bench.measure.trace.meter import Call, Communication, Meter
+    from spbench.bench.measurement import Measurement
+    from spbench.bench.published_number import PublishedNumber
+    from spbench.bench.tools.calibrate.log_findings import (
         AttentionSpeed,
         Findings,
         LogFile,
@@ -41,25 +52,14 @@ if TYPE_CHECKING:
         TimedPass,
         TimedProduct,
     )
-    from spbench.bench.cell import Cell
-    from spbench.bench.commands.options import printed
-    from spbench.bench.commands.output import Output, Table
-    from spbench.bench.config.scenario import Scenario, load_scenario
-    from spbench.bench.engines.engine import Engine
-    from spbench.bench.engines.plan import plan
-    from spbench.bench.errors import UserError
-    from spbench.bench.exports.exported import Exported, ExportRequest
-    from spbench.bench.jobs.flags import Flag, Flags, program_flags
-    from spbench.bench.jobs.job import Argument, Job, Setting
-    from spbench.bench.jobs.job_files import JobFile, JobFiles
-    from spbench.bench.measurement import Measurement
-    from spbench.bench.meters.meter import Call, Communication, Meter
-    from spbench.bench.published.answer import Answer
-    from spbench.bench.published.comparison import Comparison
-    from spbench.bench.published.files import PublishedPlace
-    from spbench.bench.published.selector import Selector
-    from spbench.bench.published_number import PublishedNumber
-    from spbench.bench.search.quantities import Quantity
+    from spbench.bench.tools.changes.exported import Exported, ExportRequest
+    from spbench.bench.tools.jobs.flags import Flag, Flags, program_flags
+    from spbench.bench.tools.jobs.job import Argument, Job, Setting
+    from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
+    from spbench.bench.tools.papers.answer import Answer
+    from spbench.bench.tools.papers.comparison import Comparison
+    from spbench.bench.tools.papers.files import PublishedPlace
+    from spbench.bench.tools.papers.selector import Selector
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 #: the modules in which the public names are, for :func:`__getattr__`; type checkers read the imports above
 _HOMES = {
     "spbench.api": ("advise", "read_results", "run", "verify"),
-    "spbench.bench.calibration.findings": (
+    "spbench.bench.tools.calibrate.log_findings": (
         "AttentionSpeed",
         "Findings",
         "LogFile",
@@ -82,24 +82,24 @@ _HOMES = {
         "TimedProduct",
     ),
     "spbench.bench.cell": ("Cell",),
-    "spbench.bench.commands.options": ("printed",),
-    "spbench.bench.commands.output": ("Output", "Table"),
-    "spbench.bench.published.comparison": ("Comparison",),
-    "spbench.bench.published.files": ("PublishedPlace",),
-    "spbench.bench.published.selector": ("Selector",),
-    "spbench.bench.published.answer": ("Answer",),
+    "spbench.bench.command_line.options": ("printed",),
+    "spbench.bench.command_line.output": ("Output", "Table"),
+    "spbench.bench.tools.papers.comparison": ("Comparison",),
+    "spbench.bench.tools.papers.files": ("PublishedPlace",),
+    "spbench.bench.tools.papers.selector": ("Selector",),
+    "spbench.bench.tools.papers.answer": ("Answer",),
     "spbench.bench.published_number": ("PublishedNumber",),
-    "spbench.bench.config.scenario": ("Scenario", "load_scenario"),
-    "spbench.bench.engines.engine": ("Engine",),
-    "spbench.bench.engines.plan": ("plan",),
+    "spbench.bench.measure.scenarios.scenario": ("Scenario", "load_scenario"),
+    "spbench.bench.measure.engines.engine": ("Engine",),
+    "spbench.bench.measure.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),
-    "spbench.bench.exports.exported": ("ExportRequest", "Exported"),
-    "spbench.bench.meters.meter": ("Call", "Communication", "Meter"),
-    "spbench.bench.jobs.flags": ("Flag", "Flags", "program_flags"),
-    "spbench.bench.jobs.job": ("Argument", "Job", "Setting"),
-    "spbench.bench.jobs.job_files": ("JobFile", "JobFiles"),
+    "spbench.bench.tools.changes.exported": ("ExportRequest", "Exported"),
+    "spbench.bench.measure.trace.meter": ("Call", "Communication", "Meter"),
+    "spbench.bench.tools.jobs.flags": ("Flag", "Flags", "program_flags"),
+    "spbench.bench.tools.jobs.job": ("Argument", "Job", "Setting"),
+    "spbench.bench.tools.jobs.job_files": ("JobFile", "JobFiles"),
     "spbench.bench.measurement": ("Measurement",),
-    "spbench.bench.search.quantities": ("Quantity",),
+    "spbench.bench.measure.engines.quantities": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),

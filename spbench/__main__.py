@@ -7,7 +7,7 @@ def main() -> None:
     """The command `spbench`. The command line is imported here, so that an interrupt during the import is
     reported like any other."""
     try:
-        from spbench.bench.commands.cli import main as run
+        from spbench.bench.command_line.cli import main as run
 
         run()
     except KeyboardInterrupt:

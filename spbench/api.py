@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.expand import impossible
-from spbench.bench.config.scenario import Scenario, load_scenario
-from spbench.bench.config.select import Narrowing, narrowed_cells
 from spbench.bench.errors import UserError
-from spbench.bench.measurement import measure, run_cell
-from spbench.bench.provenance import project_commit
-from spbench.bench.sweep.digest import digests_of_a_run
-from spbench.bench.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
-from spbench.bench.sweep.sweep import as_row, sweep, unfinished, unproven
+from spbench.bench.measure.engines.run_cell import measure, run_cell
+from spbench.bench.measure.scenarios.expand import impossible
+from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.sweep.digest import digests_of_a_run
+from spbench.bench.measure.sweep.provenance import project_commit
+from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
+from spbench.bench.measure.sweep.sweep import as_row, sweep, unfinished, unproven
 from spbench.bench.yaml_files import dotted
 from spbench.impls.registries import DEFAULT_BACKEND
 
@@ -146,9 +146,9 @@ def advise(
     """
     from pandas import DataFrame
 
-    from spbench.bench.advise.ask import answered
-    from spbench.bench.advise.question import question
-    from spbench.bench.fit.subject import Asked
+    from spbench.bench.tools.advise.ask import answered
+    from spbench.bench.tools.advise.question import question
+    from spbench.bench.tools.fit.subject import Asked
 
     lengths, ranks = ([each] if each is None or isinstance(each, int) else each for each in (seq_len, gpus))
     questions = [
@@ -221,7 +221,7 @@ def verify(
     """
     from pandas import DataFrame
 
-    from spbench.bench.verification import cases
+    from spbench.bench.measure.verify import cases
 
     try:
         rows = list(cases.verify(strategies, models, world_sizes, dtypes, parts, backend=backend))

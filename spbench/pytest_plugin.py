@@ -21,8 +21,8 @@ import pytest
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from spbench.bench.published.comparison import Comparison
-    from spbench.bench.regressions.judgement import Judgement
+    from spbench.bench.tools.changes.judgement import Judgement
+    from spbench.bench.tools.papers.comparison import Comparison
 
 WRITE_BASELINE = "--spbench-write-baseline"
 
@@ -93,9 +93,9 @@ class ScenarioRuns:
             baseline: a folder that ``--spbench-write-baseline``, `spbench baseline` or a run has written.
             subset: the cells that are measured may be fewer than those of the baseline.
         """
-        from spbench.bench.regressions.judgement import judge
-        from spbench.bench.regressions.result_files import read_results
-        from spbench.bench.sweep.results import FAULTS
+        from spbench.bench.measure.sweep.results import FAULTS
+        from spbench.bench.tools.changes.judgement import judge
+        from spbench.bench.tools.changes.result_files import read_results
 
         target, folder = self._beside_the_test(baseline), self._folders.mktemp("spbench")
         writes = self._request.config.getoption(WRITE_BASELINE)
@@ -122,10 +122,10 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.config.scenario import compare, load_scenario
-        from spbench.bench.config.select import Narrowing, declared_cells
-        from spbench.bench.published.comparison import write
-        from spbench.bench.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.measure.scenarios.scenario import compare, load_scenario
+        from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+        from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.tools.papers.comparison import write
 
         beside = self._beside_the_test(scenario)
         loaded = load_scenario(beside if beside.is_file() else scenario)
@@ -138,8 +138,8 @@ class ScenarioRuns:
 
     def _write_baseline(self, folder: Path, comparisons: Sequence[Comparison], target: Path) -> None:
         """Make a run's results a baseline; fails the test if a cell has none."""
-        from spbench.bench.commands.baseline import write_baseline
-        from spbench.bench.sweep.results import FAULTS, RESULTS_FILE, read_rows
+        from spbench.bench.measure.sweep.results import FAULTS, RESULTS_FILE, read_rows
+        from spbench.bench.tools.changes.baseline_command import write_baseline
 
         rows = read_rows(folder / RESULTS_FILE)[0]
         if failed := [row for row in rows if row["status"] in FAULTS]:
@@ -154,8 +154,8 @@ class ScenarioRuns:
 
 def _printed(judgement: Judgement, title: str) -> str:
     """What `spbench compare` prints."""
-    from spbench.bench.commands.forms.as_table import show
-    from spbench.bench.commands.judgement_report import judgement_report
+    from spbench.bench.command_line.forms.as_table import show
+    from spbench.bench.tools.changes.judgement_report import judgement_report
 
     text = StringIO()
     show(judgement_report(judgement, title), text, text)

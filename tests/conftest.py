@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
-from spbench.bench.ranks import processes
+from spbench.bench.measure.processes import starting as processes
 from tests.slow import thin
 
 # torch is imported where it is used: the first process of xdist, for which the others wait, needs none
 if TYPE_CHECKING:
-    from spbench.bench.ranks.rank_pool import RankPool
+    from spbench.bench.measure.processes.rank_pool import RankPool
 
 #: the environment may forbid it, as images of containers do; each worker would compile all tests again
 sys.dont_write_bytecode = False
@@ -45,49 +45,49 @@ def pytest_configure(config: pytest.Config) -> None:
 #: the files whose tests take longest, from 5 s of a core on, the longest first: files whose ranks wait for
 #: each other, in turns with files of one process, which fill the gaps
 LONGEST = (
-    "bench/verification/test_cases.py",
-    "bench/reproduction/test_committed_reproduction.py",
+    "bench/measure/verify/test_cases.py",
+    "bench/tools/papers/test_committed_reproduction.py",
     "impls/backends/test_backends.py",
-    "bench/advise/test_advise.py",
-    "bench/engines/test_peaks.py",
-    "bench/engines/test_virtual.py",
+    "bench/tools/advise/test_advise.py",
+    "bench/measure/engines/test_peaks.py",
+    "bench/measure/engines/test_virtual.py",
     "impls/backends/test_megatron.py",
     "docs/test_command_blocks.py",
     "impls/backends/test_host_states.py",
-    "bench/workers/test_executors.py",
-    "bench/fit/test_fit.py",
-    "bench/published/test_roles.py",
+    "bench/measure/processes/test_executors.py",
+    "bench/tools/fit/test_fit.py",
+    "bench/tools/papers/test_roles.py",
     "impls/training/test_composition.py",
-    "bench/meters/test_repeated_steps.py",
-    "bench/commands/test_calibrate.py",
+    "bench/measure/trace/test_repeated_steps.py",
+    "bench/command_line/test_calibrate.py",
     "plugins/test_one_file.py",
-    "bench/verification/test_planted_faults.py",
+    "bench/measure/verify/test_planted_faults.py",
     "plots/test_every_figure.py",
-    "bench/verification/test_nesting_checker.py",
-    "bench/engines/test_pipeline_stages.py",
+    "bench/measure/verify/test_nesting_checker.py",
+    "bench/measure/engines/test_pipeline_stages.py",
     "impls/backends/test_fully_shard.py",
     "plugins/test_loose_files.py",
     "api/test_api.py",
     "impls/kernels/test_fakes.py",
     "impls/strategies/test_grouped_query.py",
-    "bench/sweep/test_digest.py",
+    "bench/measure/sweep/test_digest.py",
     "impls/strategies/test_gated_recurrence.py",
     "impls/strategies/test_packed_recurrences.py",
     "impls/kernels/test_linear_attention_triton.py",
     "impls/models/test_tiles.py",
-    "bench/engines/test_grid_steps.py",
-    "bench/commands/test_cli.py",
-    "bench/report/test_strategy_pages.py",
-    "bench/search/test_boundary.py",
-    "bench/verification/test_documents.py",
-    "bench/meters/test_fast_recorder.py",
-    "bench/engines/test_learning.py",
-    "bench/engines/test_splits.py",
-    "bench/calibration/test_measured_cluster.py",
-    "bench/engines/test_sequence_steps.py",
-    "bench/engines/test_emulated.py",
-    "bench/search/test_extrapolate.py",
-    "bench/engines/test_nested_steps.py",
+    "bench/measure/engines/test_grid_steps.py",
+    "bench/command_line/test_cli.py",
+    "bench/tools/report/test_strategy_pages.py",
+    "bench/measure/engines/test_boundary.py",
+    "bench/measure/verify/test_documents.py",
+    "bench/measure/trace/test_fast_recorder.py",
+    "bench/measure/engines/test_learning.py",
+    "bench/measure/engines/test_splits.py",
+    "bench/tools/calibrate/test_measured_cluster.py",
+    "bench/measure/engines/test_sequence_steps.py",
+    "bench/measure/engines/test_emulated.py",
+    "bench/measure/engines/test_extrapolate.py",
+    "bench/measure/engines/test_nested_steps.py",
 )
 
 
@@ -124,7 +124,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
-    from spbench.bench.engines import trace_cache
+    from spbench.bench.measure.engines import trace_cache
 
     with pytest.MonkeyPatch.context() as patched:
         kept = DiskCache(tmp_path_factory.mktemp("traces"), trace_cache.LIMIT_BYTES)
@@ -136,7 +136,7 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def pool() -> Iterator[RankPool]:
     """A pool of four ranks that tests use in turn; its processes start with the first job. A job that hangs,
     as for a message that is never sent, ends in time to name its test."""
-    from spbench.bench.ranks.rank_pool import RankPool
+    from spbench.bench.measure.processes.rank_pool import RankPool
 
     with RankPool(4, timeout_s=120.0) as ranks:  # a machine that does ten other things included
         yield ranks

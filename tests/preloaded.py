@@ -3,4 +3,4 @@
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 
-import spbench.bench.ranks.preloaded  # noqa: F401
+import spbench.bench.measure.processes.preloaded  # noqa: F401

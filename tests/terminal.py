@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TextIO
 from unittest.mock import patch
 
-from spbench.bench.commands.forms import as_table
-from spbench.bench.commands.forms.columns import text_of
-from spbench.bench.commands.output import Output, Verbatim, View
+from spbench.bench.command_line.forms import as_table
+from spbench.bench.command_line.forms.columns import text_of
+from spbench.bench.command_line.output import Output, Verbatim, View
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 100, 120)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import spbench
-from spbench.bench.sweep.results import RESULTS_FILE
+from spbench.bench.measure.sweep.results import RESULTS_FILE
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = """

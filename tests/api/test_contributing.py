@@ -5,28 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from tests.plugins.additions import ADDITIONS, EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-#: what every room may import: the modules at the top
-EVERYWHERE = {path.stem for path in (ROOT / "bench").glob("*.py")}
 
 
 def table(header: str) -> list[list[str]]:
     """The cells of the Markdown table whose first column has that header."""
     lines = TEXT[TEXT.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-ALLOWED = {
-    room.strip("`").removeprefix("bench/"): {*may.split(", ")} - {"nothing"} for room, _, may in table("room")
-}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -39,33 +29,6 @@ def imported(path: Path) -> Iterator[str]:
         else:
             continue
         yield from (name.removeprefix("spbench.") for name in names if name.startswith("spbench."))
-
-
-def test_every_room_is_in_the_table() -> None:
-    assert set(ALLOWED) == {path.parent.name for path in (ROOT / "bench").glob("*/__init__.py")}
-
-
-@pytest.mark.parametrize("room", ALLOWED)
-def test_a_room_imports_what_it_may(room: str) -> None:
-    allowed = set(ALLOWED) if ALLOWED[room] == {"all"} else ALLOWED[room]
-    assert allowed <= set(ALLOWED)
-    others = {
-        name.split(".")[1]
-        for path in (ROOT / "bench" / room).rglob("*.py")
-        for name in imported(path)
-        if name.startswith("bench.")
-    }
-    assert others - {room} - EVERYWHERE <= allowed
-    if ALLOWED[room] != {"all"}:
-        assert allowed <= others, "the table allows more than there is"
-
-
-def test_rooms_import_each_other_in_no_circle() -> None:
-    rooms = {room: may for room, may in ALLOWED.items() if may != {"all"}}
-    assert not {"commands"} & set().union(*rooms.values())
-    top = {name for path in (ROOT / "bench").glob("*.py") for name in imported(path)}
-    assert not [name for name in top if name.startswith("bench.commands")]
-    TopologicalSorter(rooms).prepare()  # raises CycleError
 
 
 def test_impls_and_plots_know_nothing_of_bench() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # pytester forgets what a run has imported, but torch's operators can be defined once alone
-import spbench.bench.ranks.preloaded  # noqa: F401
+import spbench.bench.measure.processes.preloaded  # noqa: F401
 
 pytest_plugins = ["pytester"]
 

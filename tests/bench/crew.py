@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measurement import Outcome, Run, measure
+from spbench.bench.measure.engines.run_cell import Run, measure
+from spbench.bench.measurement import Outcome
 
 
 class CrewHere:

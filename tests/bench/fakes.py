@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 
@@ -119,7 +119,7 @@ def waits_for_ever() -> None:
 
 def faulty(cell: Cell) -> Measurement:
     """As :func:`answer`, after two real ranks have met; rank 1 does what the cell's variant names."""
-    from spbench.bench.engines.distributed import launch
+    from spbench.bench.measure.engines.distributed import launch
 
     launch(cell, meet_unless)
     return answer(cell)

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from spbench.bench.ranks.rank_agent import Launched, serve
-from spbench.bench.ranks.torchrun import coordinating
-from spbench.bench.sweep.results import ResultsFile
-from spbench.bench.sweep.sweep import sweep
+from spbench.bench.measure.processes.rank_agent import Launched, serve
+from spbench.bench.measure.processes.torchrun import coordinating
+from spbench.bench.measure.sweep.results import ResultsFile
+from spbench.bench.measure.sweep.sweep import sweep
 from tests.bench import fakes
 
 
@@ -27,7 +27,7 @@ def under_launcher(work: Callable[[], None]) -> None:
 
 
 def sweep_into(folder: Path, *faults: str) -> None:
-    from tests.bench.sweep.test_rank_faults import cells
+    from tests.measure.sweep.test_rank_faults import cells
 
     with ResultsFile(folder) as results:
         sweep(cells(*faults), results, run=fakes.faulty)

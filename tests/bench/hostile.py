@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.bench.exports.rows import CLAIM, folder
-from tests.bench.jobs.job_inputs import GPUS, INPUTS, JOBS
 from tests.bench.test_damaged_files import ROWS, damaged
 from tests.bench.test_damaged_inputs import TEXTS
+from tests.tools.changes.rows import CLAIM, folder
+from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS
 
-SAMPLES = Path(__file__).parent / "calibration" / "samples"
+SAMPLES = Path(__file__).parents[1] / "tools" / "calibrate" / "samples"
 
 
 def split(text: str) -> list[str]:

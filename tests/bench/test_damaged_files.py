@@ -19,12 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.commands.cli import exit_code
+from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.history.run_record import as_lines
-from spbench.bench.verification.verdicts import read_verdicts
-from tests.bench.exports.rows import CLAIM, commit_all, folder, made_up
-from tests.bench.history.records import cell, commit, record
+from spbench.bench.measure.verify.verdicts import read_verdicts
+from spbench.bench.tools.changes.run_record import as_lines
+from tests.tools.changes.records import cell, commit, record
+from tests.tools.changes.rows import CLAIM, commit_all, folder, made_up
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ_EXAMPLES", "0"))
 few = settings(

@@ -20,8 +20,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.commands.cli import exit_code
-from tests.bench.config.test_model_files import TINY
+from spbench.bench.command_line.cli import exit_code
+from tests.measure.scenarios.test_model_files import TINY
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "25"))
 LONGEST_S = 30

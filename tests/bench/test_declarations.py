@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.commands import list as listing
-from spbench.bench.config import choices
 from spbench.bench.declarations import declared, kept_on_disk, state_of_code
 from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
-from spbench.bench.ranks import answers
-from spbench.bench.ranks.answers import answers_of_server
+from spbench.bench.measure.processes import answering as answers
+from spbench.bench.measure.processes.answering import answers_of_server
+from spbench.bench.measure.scenarios import choices
+from spbench.bench.tools.run import list_command as listing
 from spbench.impls.loose_files import LOOSE_FILES
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ class Listed(spbench.Strategy):
 #: prints, after what each command line prints, whether torch was imported
 SEVERAL_COMMANDS = """
 import sys
-from spbench.bench.commands.cli import main
+from spbench.bench.command_line.cli import main
 for line in sys.argv[1:]:
     try:
         main(line.split())
@@ -187,7 +187,7 @@ def test_a_spoilt_file_or_folder_costs_time_alone(folder: Path) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A package with one strategy."""
-    for name in ("impls/strategies/lasp.py", "bench/engines/virtual.py"):
+    for name in ("impls/strategies/lasp.py", "bench/measure/engines/virtual.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("a = 1")
     return tmp_path
@@ -206,13 +206,13 @@ def test_another_state_of_the_code(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not same()
     (root / "impls/strategies/dsp.py").rename(root / "impls/strategies/rsa.py")
     assert not same()
-    (root / "bench/engines/virtual.py").write_text("a = 2")
+    (root / "bench/measure/engines/virtual.py").write_text("a = 2")
     assert not same()
     # with the times of the file before, as `cp --preserve` leaves them
     (root / "new").write_text("a = 3")
-    status = (root / "bench/engines/virtual.py").stat()
+    status = (root / "bench/measure/engines/virtual.py").stat()
     os.utime(root / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
-    (root / "new").rename(root / "bench/engines/virtual.py")
+    (root / "new").rename(root / "bench/measure/engines/virtual.py")
     assert not same()
     monkeypatch.syspath_prepend(root / "site")
     metadata = root / "site" / "state-1.dist-info"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.commands.cli import exit_code
+from spbench.bench.command_line.cli import exit_code
 from spbench.impls.loose_files import LOOSE_FILES
 from tests.bench.hostile import KINDS, Case, as_json, case
 from tests.bench.test_damaged_inputs import at_most

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import spbench.bench.provenance as bench_provenance
-from spbench.bench.provenance import machine_facts, provenance
+import spbench.bench.measure.sweep.provenance as bench_provenance
+from spbench.bench.measure.sweep.provenance import machine_facts, provenance
 from tests.bench.nvml_library import built, printed
 
 CODE = """
 import json, sys
-from spbench.bench.provenance import machine_facts
+from spbench.bench.measure.sweep.provenance import machine_facts
 print(json.dumps([machine_facts(), "torch" in sys.modules]))
 """
 

@@ -8,14 +8,14 @@ import pytest
 import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked, commit_of_files, git, own_checkout
-from spbench.bench.provenance import (
+from spbench.bench.measure.sweep.provenance import (
     MADE_FROM_ROWS,
     check_same_code,
     commit_of,
     project_commit,
     provenance,
 )
-from spbench.bench.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from spbench.bench import yaml_text
 from spbench.bench.yaml_files import packaged
 from spbench.bench.yaml_text import YAMLProblem, dump, load
 
-PACKAGES = ("spbench.scenarios", "spbench.scenarios.clusters", "spbench.bench.jobs")
+PACKAGES = ("spbench.scenarios", "spbench.scenarios.clusters", "spbench.bench.tools.jobs")
 PACKAGED = [path for package in PACKAGES for path in packaged(package).values()]
 
 #: a letter for each of nine aliases of the line before

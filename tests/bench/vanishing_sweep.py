@@ -4,8 +4,8 @@ of the first argument; a file ``done`` says that all have rows."""
 import sys
 from pathlib import Path
 
-from spbench.bench.sweep.results import ResultsFile
-from spbench.bench.sweep.sweep import sweep
+from spbench.bench.measure.sweep.results import ResultsFile
+from spbench.bench.measure.sweep.sweep import sweep
 from tests.bench import fakes
 from tests.bench.fakes import cell
 from tests.bench.faulty_sweep import under_launcher

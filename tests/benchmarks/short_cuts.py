@@ -17,13 +17,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.config.scenario import load_scenario
-from spbench.bench.engines import trace_cache, traces, virtual
-from spbench.bench.measurement import run_cell
-from spbench.bench.meters import fast_recorder
-from spbench.bench.ranks import processes
-from spbench.bench.search import search
-from spbench.bench.search.extrapolate import NotOneProgram
+from spbench.bench.measure.engines import search, trace_cache, traces, virtual
+from spbench.bench.measure.engines.extrapolate import NotOneProgram
+from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.processes import starting as processes
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.trace import fast_recorder
 from spbench.impls.layout import Unsupported
 
 

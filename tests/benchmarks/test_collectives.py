@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.engines.timed_steps import seconds
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.engines.timed_steps import seconds
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls import collectives
 
 SAMPLES = 10

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.engines import virtual
-from spbench.bench.meters.replay import replay
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.memory.replay import replay
 
 
 def cell(ranks: int) -> Cell:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from tests.bench.engines.memory_tracker import tracked_peak
+from spbench.bench.measure.engines import virtual
 from tests.benchmarks.test_engine_cost import cell
+from tests.measure.engines.memory_tracker import tracked_peak
 
 
 def peak(asked: Cell) -> int:

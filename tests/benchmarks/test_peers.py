@@ -23,9 +23,9 @@ import pandas as pd
 import pytest
 import torch
 
-from spbench.bench.commands.forms.as_table import markdown
-from spbench.bench.commands.output import Table
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.command_line.forms.as_table import markdown
+from spbench.bench.command_line.output import Table
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.registries import absent, peers
 from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended

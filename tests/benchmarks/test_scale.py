@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
+from spbench.bench.measure.engines import virtual
 
 RANKS = (8, 64, 256, 1024)
 #: from this one on a power law is fitted; below it most of the time is the same whatever the ranks

@@ -15,10 +15,10 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.measure.processes import starting as processes
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.sweep.worker import Worker
 from spbench.bench.measurement import Measurement
-from spbench.bench.ranks import processes
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.workers.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 #: whole command lines

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.commands.cli import COMMANDS
-from spbench.bench.exports.to_markdown import MARK
+from spbench.bench.command_line.cli import COMMANDS
+from spbench.bench.tools.changes.to_markdown import MARK
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

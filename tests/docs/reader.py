@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from spbench.bench.commands.cli import exit_code
+from spbench.bench.command_line.cli import exit_code
 from tests.docs.blocks import ROOT, Block, Command, simple_commands
 from tests.terminal import outputs_checked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from spbench.bench.commands.cli import COMMANDS, exit_code
+from spbench.bench.command_line.cli import COMMANDS, exit_code
 
 COLUMNS = 100
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from spbench.bench.cell import TrainingOptions
-from spbench.bench.config.choices import option_mistakes
-from spbench.bench.jobs.megatron_arguments import known_arguments
+from spbench.bench.measure.scenarios.choices import option_mistakes
+from spbench.bench.tools.jobs.megatron_arguments import known_arguments
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends
 

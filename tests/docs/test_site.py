@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import spbench
-from spbench.bench.commands.cli import COMMANDS
+from spbench.bench.command_line.cli import COMMANDS
 from tests.docs.blocks import ROOT
 
 #: what a browser fetches by itself: not the targets of links

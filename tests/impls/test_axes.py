@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.axes import (
     ALONE,
     MESH_AXES,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.collectives import (
     all_gather,
     all_reduce,

@@ -136,7 +136,7 @@ def test_a_module_offers_one_function_by_its_name_or_several_by_theirs(install: 
     several = 'draw_a = abs\n"""The first. More."""\ndraw_b = len\n"""The second."""\n'
     one = '"""The third."""\n\n\ndef draw(x):\n    """Draws."""\n\n\ndef draw_bars(x): ...\n'
     functions = FunctionModules(
-        install({"several": several, "one": one, "none": ""}), "", "draw", "", "figures"
+        install({"several": several, "one": one, "none": ""}), "*", "draw", "", "figures"
     )
     assert functions.names() == ["a", "b", "one"]
     assert functions.summaries() == {"a": "The first", "b": "The second", "one": "The third"}

@@ -84,7 +84,7 @@ groups:
 RUN_AND_REFUSE = """
 import sys
 import spbench
-from spbench.bench.commands.cli import exit_code
+from spbench.bench.command_line.cli import exit_code
 
 spbench.run("mine.yaml", output="found", jobs=0)
 sys.exit(exit_code(["run", "--scenario", "wrong.yaml"]))

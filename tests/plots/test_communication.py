@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.plots.communication import deviations, draw, sent_bytes
 from tests.plots.drawn import artists, assert_below_zero, legend, points
 from tests.plots.drawn import drawn as drawn_by

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from spbench.bench.config.scenario import load_scenario
-from spbench.bench.config.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.plots import FIGURES
 from spbench.plots.grid import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES

@@ -39,18 +39,20 @@ ADDITIONS = (
     Addition("gathered_attention.py", "spbench.strategies", "impls/strategies"),
     Addition("one_layer_lm.py", "spbench.models", "impls/models"),
     Addition("unbucketed.py", "spbench.backends", "impls/backends"),
-    Addition("closed_form.py", "spbench.engines", "bench/engines"),
-    Addition("flops.py", "spbench.meters", "bench/meters"),
-    Addition("vocabulary.py", "spbench.searches", "bench/search"),
-    Addition("bounds.py", "spbench.answers", "bench/published/answers"),
-    Addition("as_yaml.py", "spbench.forms", "bench/commands/forms", "yaml = as_yaml:show"),
-    Addition("to_prometheus.py", "spbench.exports", "bench/exports", "prometheus = to_prometheus:export"),
+    Addition("closed_form.py", "spbench.engines", "bench/measure/engines"),
+    Addition("flops.py", "spbench.meters", "bench/measure/trace"),
+    Addition("vocabulary.py", "spbench.searches", "bench/measure/engines"),
+    Addition("bounds.py", "spbench.answers", "bench/tools/papers/answers"),
+    Addition("as_yaml.py", "spbench.forms", "bench/command_line/forms", "yaml = as_yaml:show"),
     Addition(
-        "from_osu_latency.py", "spbench.logs", "bench/calibration", "osu-latency = from_osu_latency:read"
+        "to_prometheus.py", "spbench.exports", "bench/tools/changes", "prometheus = to_prometheus:export"
     ),
-    Addition("sizes.py", "spbench.jobs", "bench/jobs", "sizes = sizes:read"),
-    Addition("to_sizes.py", "spbench.flags", "bench/jobs", "sizes = to_sizes:flags"),
-    Addition("peaks.py", "spbench.commands", "bench/commands", "peaks = peaks:command"),
+    Addition(
+        "from_osu_latency.py", "spbench.logs", "bench/tools/calibrate", "osu-latency = from_osu_latency:read"
+    ),
+    Addition("sizes.py", "spbench.jobs", "bench/tools/jobs", "sizes = sizes:read"),
+    Addition("to_sizes.py", "spbench.flags", "bench/tools/jobs", "sizes = to_sizes:flags"),
+    Addition("peaks_command.py", "spbench.commands", "bench/tools/run", "peaks = peaks_command:command"),
     Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),
 )
 

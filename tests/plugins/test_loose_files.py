@@ -8,12 +8,12 @@ import pytest
 
 import spbench
 from spbench.bench.cell import Cell
-from spbench.bench.commands.cli import exit_code
-from spbench.bench.config.choices import cell_names
-from spbench.bench.config.select import Narrowing, narrowed_cells
+from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.choices import cell_names
+from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.sweep.executor import Installation
 from spbench.bench.measuring_code import code_digest
-from spbench.bench.workers.executor import Installation
 from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES
 from spbench.impls.outside_code import exits_refused

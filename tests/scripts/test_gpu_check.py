@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.config.scenario import load_scenario
-from spbench.bench.engines.plan import plan
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
-from spbench.bench.sweep.sweep import as_row
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SUMMARY = runpy.run_path(str(SCRIPTS / "gpu_summary.py"), run_name="summary")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import plan
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import verify_case
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.as_published.ulysses_opensora import JoinedFrames, OpenSoraUlysses
 from spbench.impls.collectives import scatter_to_group
 from spbench.impls.models.model import model_preset
@@ -23,7 +23,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.grid import attend_along, whole_attention
 from spbench.impls.strategies.nesting import pairs
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.bench.verification.assertions import assert_green, assert_red
+from tests.measure.verify.assertions import assert_green, assert_red
 
 TINY = model_preset("st-dit-tiny", {"layers": 1})
 

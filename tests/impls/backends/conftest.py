@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module", autouse=True)

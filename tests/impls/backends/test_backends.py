@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import model_parameters, rank_classes
-from spbench.bench.engines.setup import build_training, rank_inputs, record_step
-from spbench.bench.engines.traces import Trace
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.plan import model_parameters, rank_classes
+from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
+from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.trace.communication import Operation
+from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measurement import Measurement
-from spbench.bench.meters.communication import Operation
-from spbench.bench.meters.recorder import Recorder
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.discrepancy import relative_errors
-from spbench.bench.verification.verified_run import Case
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
@@ -36,8 +36,8 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.training.step import Training, initialize
-from tests.bench.verification import backend_faults as faults
-from tests.bench.verification.assertions import assert_green
+from tests.measure.verify import backend_faults as faults
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 
 LENGTH, STEPS = 24, 2

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import model_parameters
-from spbench.bench.meters.memory_log import MemoryLog
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
-from tests.bench.verification.assertions import assert_green
+from tests.measure.verify.assertions import assert_green
 
 WIDE = {"layers": 2, "hidden": 192, "inner": 512, "vocabulary": 1024}
 

@@ -1,5 +1,5 @@
 """The options of torch's fully_shard: each trains as one device does and sends what its closed form says.
-Their memory is compared with that of real ranks in tests/bench/engines/test_peaks.py."""
+Their memory is compared with that of real ranks in tests/measure/engines/test_peaks.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import sharded_pieces
 from spbench.impls.backends.fully_shard import FullySharded
 from spbench.impls.layout import Unsupported
-from tests.bench.meters.same_traces import differences
 from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+from tests.measure.trace.same_traces import differences
 from tests.slow import slow
 
 #: as torchtitan has them, if its training.dtype is bfloat16

@@ -1,5 +1,5 @@
 """States of training on the host: the same weights as one device has, the same bytes sent, and planted faults
-that are seen. Their memory is compared with that of real ranks in tests/bench/engines/test_peaks.py."""
+that are seen. Their memory is compared with that of real ranks in tests/measure/engines/test_peaks.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.ranks.rank_pool import RankError, RankPool
+from spbench.bench.measure.processes.rank_pool import RankError, RankPool
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.legacy_ddp import LegacyOptions
@@ -21,7 +21,6 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backends
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
-from tests.bench.verification import host_faults as faults
 from tests.impls.backends.test_backends import (
     assert_first_wrong,
     assert_right,
@@ -29,6 +28,7 @@ from tests.impls.backends.test_backends import (
     cell,
 )
 from tests.impls.models.deferred_streams import Device
+from tests.measure.verify import host_faults as faults
 
 OPTIMIZER = {"optimizer": "host"}
 PARAMETERS = {"optimizer": "host", "parameters": "host"}

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import model_parameters
-from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import late_gradients
 from spbench.impls.backends.late_gradients import LateGradients, Take
 from spbench.impls.backends.zero1 import ShardedOptimizer

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import model_parameters
-from spbench.bench.engines.virtual import VirtualEngine, only_plain_traces
-from spbench.bench.meters.allocator import GRANULE
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.virtual import VirtualEngine, only_plain_traces
+from spbench.bench.measure.memory.allocator import GRANULE
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron
@@ -27,7 +27,6 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
 from spbench.impls.training.turns import Turns
-from tests.bench.verification import megatron_faults as faults
 from tests.impls.backends.test_backends import (
     HEAVY,
     assert_first_wrong,
@@ -35,6 +34,7 @@ from tests.impls.backends.test_backends import (
     assert_sends_its_closed_form,
     cell,
 )
+from tests.measure.verify import megatron_faults as faults
 from tests.slow import slow
 
 SHARDED = {"distributed_optimizer": True}

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import model_parameters
-from spbench.bench.engines.setup import build_training
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.setup import build_training
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.training.step import initialize
 
 

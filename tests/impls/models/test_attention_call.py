@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import plan
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock
 from spbench.impls.models.blocks.places import Places

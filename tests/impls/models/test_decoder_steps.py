@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from tests.slow import slow
 
 

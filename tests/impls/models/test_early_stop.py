@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.traces import Trace
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.traces import Trace
 from spbench.impls.models.model import model_preset
 from tests.impls.models.test_recomputed_dropout import gradients
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.meters.allocator import MIB, rounded
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.memory.allocator import MIB, rounded
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
-from tests.bench.engines.real_ranks import on_real_ranks, seen
-from tests.bench.verification.assertions import assert_green
 from tests.impls.models.test_kept_by_libraries import SMALL, L, kept_by_a_layer
+from tests.measure.engines.real_ranks import on_real_ranks, seen
+from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
 LOCAL = {"library": "megatron-local", "attention": "unfused"}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.simulator.program import KERNEL
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.simulator.program import KERNEL
 from spbench.impls.models.blocks import host_checkpoints
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.model import model_preset

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.collectives import reduce_from_group
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.models.blocks import recomputation

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
+from spbench.bench.measure.engines import virtual
 from spbench.impls.models.blocks import recomputation
 from spbench.impls.models.model import model_preset
 from tests.impls.models.test_recomputed_dropout import gradients

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import VerifyRow, verify_case
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import VerifyRow, verify_case
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends import fully_shard
 from spbench.impls.models.blocks import tiles
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, DecoderMlp
@@ -25,9 +25,9 @@ from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.tiles import Tiling
-from tests.bench.verification.assertions import assert_green
 from tests.impls.models.test_early_stop import kernels, trace
 from tests.impls.models.test_recomputed_dropout import gradients
+from tests.measure.verify.assertions import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"
 TILES = {"mlp_tile": 5, "loss_tile": 5}

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.plan import plan
-from spbench.bench.engines.traces import merged
-from spbench.bench.engines.virtual import trace
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import VerifyRow, verify_case
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.traces import merged
+from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import VerifyRow, verify_case
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import INSTALL, absent, peers
 from spbench.impls.strategies.nesting import nesting

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import spbench.impls.peers
-from spbench.bench.config.choices import strategy_problem
+from spbench.bench.measure.scenarios.choices import strategy_problem
 from spbench.impls import registries
 from spbench.impls.axes import Place
 from spbench.impls.layout import Unsupported

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.engines.virtual import fake_mesh
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import verify_case
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
@@ -21,9 +21,9 @@ from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.bench.verification import state_faults
-from tests.bench.verification.assertions import assert_green, assert_red
-from tests.bench.verification.attention_model import AttentionModel, formula, metered
+from tests.measure.verify import state_faults
+from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.attention_model import AttentionModel, formula, metered
 from tests.slow import slow
 
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")

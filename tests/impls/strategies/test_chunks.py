@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.axes import ALONE
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.models.model import model_preset
@@ -23,8 +23,8 @@ from spbench.impls.strategies.fpdt import FPDT, FPDTOptions
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.upipe import UPipe, rounds_of
 from spbench.impls.training.step import default_dtype, initialize
-from tests.bench.verification.assertions import assert_green
 from tests.impls.models.deferred_streams import Device
+from tests.measure.verify.assertions import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
 

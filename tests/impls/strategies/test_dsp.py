@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from spbench.impls.strategies.grid import Grid, part_of
-from tests.bench.verification.assertions import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow
 
 # -- plans -------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
@@ -18,8 +18,8 @@ from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.bench.verification import recurrence_faults as faults
-from tests.bench.verification.assertions import assert_green, assert_red
+from tests.measure.verify import recurrence_faults as faults
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.slow import slow
 
 ONE = {"layers": 1}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.cases import verify_case
-from spbench.bench.verification.oracle import check_rank
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import verify_case
+from spbench.bench.measure.verify.oracle import check_rank
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
@@ -22,8 +22,8 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.bench.engines.real_ranks import assert_real_ranks_send_the_same
-from tests.bench.verification.assertions import assert_green
+from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 
 #: 12 heads, 4 of keys and values, norms of queries and keys

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
-from tests.bench.verification.assertions import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
 #: strategy -> the options with which it splits the vocabulary

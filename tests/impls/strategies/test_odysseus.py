@@ -9,16 +9,16 @@ import pytest
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.collectives import gather_from_group
 from spbench.impls.kernels.projection import project
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.odysseus import Odysseus
-from tests.bench.verification.assertions import assert_green, assert_red
+from tests.measure.verify.assertions import assert_green, assert_red
 
 GROUPED = "causal-transformer-tiny-gqa"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.ranks.rank_pool import RankPool
-from spbench.bench.verification.verified_run import Case
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp import Lasp
@@ -14,8 +14,8 @@ from spbench.impls.strategies.lasp2h import Lasp2H
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.bench.verification import document_faults as faults
-from tests.bench.verification.assertions import assert_green, assert_red
+from tests.measure.verify import document_faults as faults
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.slow import slow
 
 #: on 4 ranks of 6 positions: one begins right before an edge, one at it, one is longer than a rank; on 2

@@ -15,7 +15,7 @@ from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOption
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
-from tests.bench.verification.attention_model import AttentionModel
+from tests.measure.verify.attention_model import AttentionModel
 
 PLACED: list[type[PlacedChunks]] = [RingAttention, AllGatherKV]
 GRID = AttentionModel("full_attention")

@@ -9,17 +9,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.engines import virtual
-from spbench.bench.engines.plan import rank_classes
-from spbench.bench.engines.virtual import VirtualEngine
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.axes import Place
 from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
-from tests.bench.verification.attention_model import AttentionModel, formula
+from tests.measure.verify.attention_model import AttentionModel, formula
 from tests.slow import slow
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
-from spbench.bench.engines.virtual import VirtualEngine
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.turns import Turns

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.ranks.rank_pool import RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.axes import Place
 from spbench.impls.kernels.dropout import DropoutRandom, masked_dropout
 from spbench.impls.models.model import Model, model_preset

@@ -1,0 +1,221 @@
+"""The command line. Results go to standard output, progress and messages to standard error.
+
+Exit codes: 0 done; 1 a cell failed or a strategy is not green; 2 something the user can mend, told in one
+line; 70 a fault of the program; 130 interrupted; 141 the reader of the output went away. With
+SPBENCH_DEBUG=1 errors keep their traceback.
+
+The command NAME is the function ``command`` of the module NAME_command in a room of bench/tools, or an entry
+point of the group ``spbench.commands``. Only the one that is asked for is imported; what help says
+of the others is read from their files.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Any, TextIO
+
+import click
+
+from spbench.bench.command_line.wrapping import for_stream
+from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
+from spbench.impls.discovery import DiscoveryError, FunctionModules
+from spbench.impls.outside_code import exits_refused, place
+
+COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "spbench.commands", "commands")
+
+_NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
+#: of the linker, where memory is short
+_UNLOADABLE = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
+
+#: of the environment, what launchers set for each process that they start; some clusters set all of these but
+#: LOCAL_RANK for every process of a machine
+_LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+class _StreamError(Exception):
+    """Standard output could not be written; the cause is the OSError.
+
+    Not an OSError itself, so that it differs from those of files, processes and sockets."""
+
+
+class _CheckedStream:
+    """Standard output, whose errors are raised as :class:`_StreamError`."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _StreamError from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _StreamError from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Commands(click.Group):
+    """The commands, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return COMMANDS.names()
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"unknown command {shown(args[0])}{suggestion(args[0], COMMANDS.names())}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        helps = [click.Command(name, help=text) for name, text in COMMANDS.docstrings().items()]
+        width = formatter.width - 6 - max(len(str(each.name)) for each in helps)
+        with formatter.section("Commands"):
+            formatter.write_dl([(str(each.name), each.get_short_help_str(width)) for each in helps])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # of another process; click would take it for the output's
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from spbench.impls.discovery import installed_version
+
+        click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
+        context.exit()
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
+)
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show it."
+)
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Benchmark and reproduce sequence parallelism."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `spbench`."""
+    from spbench.bench.declarations import kept_on_disk
+
+    with kept_on_disk():
+        code = launched_exit_code(arguments) if os.environ.keys() >= _LAUNCHED else exit_code(arguments)
+    sys.exit(code)
+
+
+def launched_exit_code(arguments: Sequence[str] | None) -> int:
+    """Of a process that torchrun, or a launcher like it, has started: the first runs the command line, on the
+    ranks of all of them, and the others are what runs these."""
+    from spbench.bench.measure.processes.torchrun import Launched, coordinating, serve
+
+    try:
+        launched = Launched.here()
+        if launched.rank:
+            return serve(launched)
+        with coordinating(launched):
+            return exit_code(arguments)
+    except UserError as error:  # before there are ranks
+        return _complain(str(error), 2, traced=True)
+
+
+def exit_code(arguments: Sequence[str] | None) -> int:
+    """Run a command line, print its errors in one line each, and return its exit code."""
+    _fill_closed_streams()
+    output = sys.stdout
+    if output is None:
+        return _complain("standard output is closed; send it to a file, or to /dev/null", 2)
+    if isinstance(output, io.TextIOWrapper):  # a character that its encoding lacks is written as its number
+        output.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except OSError:
+        return _complain("the working directory is gone; change to one that is there", 2)
+    try:
+        with redirect_stdout(_CheckedStream(output)), exits_refused():
+            code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
+            sys.stdout.flush()
+        return code or 0
+    except _StreamError as error:
+        cause = error.__cause__
+        assert isinstance(cause, OSError)
+        _discard_unwritten(output)
+        if isinstance(cause, BrokenPipeError):
+            return 141
+        return _complain(f"standard output: {cause.strerror}", 2, traced=True)
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        return _complain(str(interrupt) or "interrupted", 130)
+    except click.ClickException as error:
+        return _complain(_without_long_words(error.format_message(), arguments), 2)
+    except (UserError, DiscoveryError) as error:
+        return _complain(_without_long_words(str(error), arguments), 2, traced=True)
+    except UnicodeEncodeError as error:
+        around = shown(error.object[max(0, error.start - 60) : error.end + 60])
+        return _complain(f"{around} is no UTF-8; rename what has such a name", 2, traced=True)
+    except MemoryError as error:
+        return _complain(f"{_NO_MEMORY}: {error}".removesuffix(": "), 2, traced=True)
+    except Exception as error:
+        if isinstance(error, ImportError) and any(words in str(error) for words in _UNLOADABLE):
+            return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
+        if isinstance(error, OSError) and error.filename is not None:
+            return _complain(f"{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
+        if at := place(error):
+            return _complain(f"{at}: {described(error)}", 2, traced=True)
+        return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
+    except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        at = place(error) or f"{frame.f_code.co_filename}:{line}"
+        return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
+
+
+def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
+    """A message with the long ones of the words of the command line cut, which click and others repeat."""
+    for word in sys.argv[1:] if arguments is None else arguments:
+        for part in (word, word.partition("=")[2], " ".join(word.split())):
+            if len(part) > MOST_SHOWN:
+                text = text.replace(part, shortened(part)).replace(repr(part), shown(part))
+    return text
+
+
+def _fill_closed_streams() -> None:
+    """Let what is closed of standard input, output and error be nothing, so that no file takes its number;
+    standard error also for Python, which else prints errors to standard output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _complain(text: str, code: int, *, traced: bool = False) -> int:
+    if traced and os.environ.get("SPBENCH_DEBUG", "") not in ("", "0"):
+        traceback.print_exc()
+    print(for_stream(f"spbench: {one_line(text)}", sys.stderr), file=sys.stderr)
+    return code
+
+
+def _discard_unwritten(output: TextIO) -> None:
+    """Let what the output still buffers go nowhere; it would fail again as the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+
+
+if __name__ == "__main__":
+    main()

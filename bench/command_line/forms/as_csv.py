@@ -1,0 +1,15 @@
+"""CSV: the records of an output; notes and paths of files go to standard error."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from spbench.bench.command_line.output import Output
+from spbench.bench.csv_text import csv_text
+
+
+def show(output: Output, out: TextIO, err: TextIO) -> None:
+    """Write the records under a line of column names; a value that is None or absent is empty."""
+    out.write(csv_text(output.all_columns(), output.records))
+    for line in (*output.notes, *output.files):
+        print(line, file=err)

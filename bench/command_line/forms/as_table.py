@@ -1,0 +1,93 @@
+"""Tables for people: fitted to a terminal, Markdown with everything in it elsewhere, which reads as plain
+text. The files stand before the notes, so that the verdict is the last line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from spbench.bench.command_line.forms.columns import filled, is_number, text_of
+from spbench.bench.command_line.output import Output, Table, Verbatim
+
+#: files of a folder, and sections that are not shown, which a terminal names
+_NAMED = 3
+
+
+def show(output: Output, out: TextIO, err: TextIO) -> None:
+    """Write sections, details, paths of files and notes to ``out``, with a blank line between."""
+    if out.isatty():
+        blocks = _on_a_terminal(output, out)
+    else:
+        blocks = _elsewhere(output)
+    if text := "\n\n".join(block for block in blocks if block):
+        print(text, file=out)
+
+
+def _elsewhere(output: Output) -> Iterator[str]:
+    for section in (*output.sections, *output.details):
+        yield section if isinstance(section, str) else markdown(section)
+    yield "\n".join(map(str, output.files))
+    yield "\n".join(output.notes)
+
+
+def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
+    from spbench.bench.command_line.forms.screen import Screen
+
+    screen = Screen(out, output.view)
+    shown = [*output.sections, *(output.details if output.view.details else ())]
+    for section in shown:
+        if isinstance(section, Verbatim):
+            yield section
+        else:
+            yield screen.paragraph(section) if isinstance(section, str) else screen.table(section)
+    yield screen.paragraph("\n".join(_files_by_folder(output.files)))
+    if output.details and not output.view.details:
+        names = [*dict.fromkeys(map(_name_of, output.details))]
+        yield screen.aside(f"--details shows: {_first(names, '; ')}")
+    yield screen.paragraph("\n".join(output.notes))
+
+
+def _name_of(section: Table | str) -> str:
+    """What a section is called where it is not shown: the first words of its title or text, without what
+    stands after a colon or in brackets."""
+    title = section.title if isinstance(section, Table) else section.split("\n")[0]
+    return title.split(": ")[0].split(" (")[0].rstrip(":")
+
+
+def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:
+    """A line for each file, or of many in a folder one that counts them and names the first."""
+    by_folder: dict[Path, list[Path]] = {}
+    for path in files:
+        by_folder.setdefault(path.parent, []).append(path)
+    for folder, paths in by_folder.items():
+        if len(paths) <= _NAMED:
+            yield from map(str, paths)
+        else:
+            yield f"{len(paths)} files in {folder}: {_first([path.name for path in paths])}"
+
+
+def _first(texts: Sequence[str], between: str = ", ") -> str:
+    """A list cut to its first entries, with a count of the others."""
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return f"{between.join(texts[:_NAMED])}{more}"
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown: numbers are aligned to the right, columns without any value are left out."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table as Drawing
+
+    console = Console(width=10_000, highlight=False, force_terminal=False, color_system=None)
+    drawing = Drawing(box=box.MARKDOWN)
+    columns = filled(table.lines)
+    for name in columns:
+        drawing.add_column(name, justify="right" if is_number(table.lines, name) else "left")
+    for line in table.lines:
+        drawing.add_row(*(escape(text_of(line[name])) for name in columns))
+    with console.capture() as text:
+        console.print(escape(table.title), soft_wrap=True)
+        console.print(drawing)
+    return "\n".join(line for line in text.get().splitlines() if line.strip())

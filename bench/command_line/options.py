@@ -1,0 +1,288 @@
+"""What the commands' options have in common: kinds of values, and options that several commands have.
+
+Nothing here imports torch or pandas when it is imported, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+
+from spbench.bench.command_line.forms import FORMS
+from spbench.bench.command_line.output import Output, View
+from spbench.bench.command_line.progress import silence
+from spbench.bench.errors import shown
+
+DEFAULT_FORM = "table"
+_GIVEN = click.core.ParameterSource.COMMANDLINE
+Function = Callable[..., Any]
+Command = TypeVar("Command", bound=Function)
+
+
+class Several(click.ParamType[tuple[Any, ...]]):
+    """Values separated by commas; ``read`` makes each of a word, or raises ValueError with what is wrong."""
+
+    def __init__(self, name: str, read: Callable[[str], Any] = str):
+        self.name, self.read = name, read
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
+        except ValueError as error:
+            return self.fail(str(error), param, ctx)
+
+
+def numbers(least: int = 1) -> Several:
+    """Whole numbers of at least ``least``."""
+
+    def number(word: str) -> int:
+        from spbench.bench.counts import size
+
+        found = size(word)
+        if found is None or found < least:
+            raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
+        return found
+
+    return Several("n[,n...]", number)
+
+
+def _setting(word: str) -> tuple[str, str]:
+    name, _, wanted = map(str.strip, word.partition("="))
+    if not (name and wanted):
+        raise ValueError(f"{shown(word)} is not SETTING=VALUE, such as training.backend=zero1")
+    return name, wanted
+
+
+WORDS = Several("name[,name...]")
+#: pairs of a setting's name and its value
+SETTINGS = Several("setting=value[,...]", _setting)
+
+
+class Length(click.ParamType[int]):
+    """A size: a whole number of at least 1, which may end in K, M or G: powers of 1024."""
+
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from spbench.bench.counts import MOST_POSITIONS, no_size, size
+
+        number = value if isinstance(value, int) else size(value)
+        if number is None:
+            self.fail(no_size(str(value)), param, ctx)
+        if not 1 <= number <= MOST_POSITIONS:
+            self.fail(f"{number} is not in the range 1 to {MOST_POSITIONS}", param, ctx)
+        return number
+
+
+class Limit(click.ParamType[float]):
+    """A time in seconds after which something is given up."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from spbench.bench.counts import MOST_SECONDS
+
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{shown(value)} is not a number of seconds", param, ctx)
+        if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
+            self.fail(f"{value} is no time to wait: give seconds above 0, up to {MOST_SECONDS}", param, ctx)
+        return seconds
+
+
+class Counts(click.ParamType[tuple[int, ...]]):
+    """Whole numbers as :class:`Length` has them, separated by commas; ``8..512`` is 8 and its doublings up to
+    512."""
+
+    name = "n[,n...]"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        found: list[int] = []
+        for word in str(value).split(","):
+            first, *last = (Length().convert(end.strip(), param, ctx) for end in word.split("..", 1))
+            found.append(first)
+            if last and last[0] < first:
+                self.fail(f"{word}: write the smaller number first", param, ctx)
+            while last and found[-1] * 2 <= last[0]:
+                found.append(found[-1] * 2)
+        return tuple(dict.fromkeys(found))
+
+
+def refuse_given(names: Iterable[str], why: str) -> None:
+    """UsageError where one of the options of the running command, by the names of its parameters, is given on
+    the command line, where it would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and context.get_parameter_source(parameter.name) is _GIVEN:
+            raise click.UsageError(f"{parameter.opts[0]} {why}")
+
+
+def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(value for several in values for value in several))
+
+
+def many(flag: str, kind: Several, text: str) -> Callable[[Command], Command]:
+    """An option that may be repeated, or given several values at once."""
+    return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
+
+
+def path_option(flag: str, text: str, **further: Any) -> Callable[[Command], Command]:
+    """An option that is a path; ``text`` says what it is for and what its default is."""
+    return click.option(flag, type=click.Path(path_type=Path), help=text, **further)
+
+
+device = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where tensors are; CUDA if left out and this machine has it. Virtual tensors are nowhere.",
+)
+fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
+jobs = click.option(
+    "--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out."
+)
+executor = click.option(
+    "--executor",
+    metavar="ADDRESS",
+    help="Spread cells of exact engines over other machines: dask://HOST:PORT, the workers of a Dask "
+    "scheduler (under Slurm, for example, of dask-jobqueue). Needs the extra 'cluster'.",
+)
+variant = click.option(
+    "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
+)
+changes = click.option(
+    "--set",
+    "changes",
+    type=SETTINGS,
+    multiple=True,
+    callback=_joined,
+    help="Give the chosen cells another value of a setting, such as training.backend=zero1 or sizes.tp=2.",
+)
+quiet = click.option(
+    "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."
+)
+
+
+def scenario(command: Command) -> Function:
+    """Add SCENARIO and --scenario, which are two ways to say one thing; the command gets ``scenario``."""
+
+    @functools.wraps(command)
+    def named(placed: str | None, scenario: str | None, **arguments: Any) -> Any:
+        if (placed is None) == (scenario is None):
+            context = click.get_current_context()
+            wrong = "name a scenario" if placed is None else "name one scenario, once"
+            raise click.UsageError(f"{wrong}: {context.command_path} SCENARIO (see spbench list scenarios)")
+        return command(scenario=scenario if placed is None else placed, **arguments)
+
+    text = "Name (see spbench list), or path of a YAML file of your own; SCENARIO is the same."
+    return click.argument("placed", metavar="[SCENARIO]", required=False)(
+        click.option("--scenario", help=text)(named)
+    )
+
+
+def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command], Command]:
+    """An option that only loads what Python files of the user's define."""
+
+    def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
+        from spbench.bench.measure.scenarios.choices import cell_names
+
+        for path in paths:
+            if cell_names(kind, path) == [path]:
+                raise click.BadParameter(f"{path!r} is no path of a .py file", ctx, param)
+
+    return click.option(
+        f"--{kind}", metavar="FILE.py", multiple=True, callback=load, expose_value=False, help=text
+    )
+
+
+def choosing_cells(command: Function) -> Function:
+    """Add the options that name a scenario and choose among its cells.
+
+    The command gets ``scenario``, and the :class:`Narrowing` of the others as ``narrowing``.
+    """
+
+    @functools.wraps(command)
+    def narrowed(
+        strategy: tuple[str, ...],
+        model: tuple[str, ...],
+        cluster: tuple[str, ...],
+        world_size: tuple[int, ...],
+        where: tuple[tuple[str, str], ...],
+        changes: tuple[tuple[str, str], ...],
+        variant: str | None,
+        **arguments: Any,
+    ) -> Any:
+        from spbench.bench.measure.scenarios.select import Narrowing
+
+        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where=where, changes=changes)
+        return command(narrowing=chosen, **arguments)
+
+    options = [
+        scenario,
+        many(
+            "--strategy",
+            WORDS,
+            "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
+            "sample over the same axes. Repeatable, or a comma list.",
+        ),
+        many(
+            "--model",
+            WORDS,
+            "Only these models; one of your own (FILE.py, config.json) in the place of all.",
+        ),
+        many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
+        many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
+        many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),
+        changes,
+        variant,
+    ]
+    return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)
+
+
+def shape(command: Command) -> Function:
+    """Add --batch and --seq-len, which the command gets as ``shape``, by the names of a cell's fields."""
+
+    @functools.wraps(command)
+    def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
+        return command(shape={"batch": batch, "seq_len": seq_len}, **arguments)
+
+    of_batch = click.option("--batch", type=Length(), help="Only this batch; where one is searched for, it.")
+    length = "Likewise for the sequence length, as 131072 or 128K."
+    return of_batch(click.option("--seq-len", type=Length(), help=length)(shaped))
+
+
+def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
+    """Add --format, --wide, --details and --quiet, and print in that form what the command returns: an
+    :class:`Output`, or several, each as soon as it is made. The command's exit code is the largest of theirs.
+    """
+
+    @click.option(
+        "--format",
+        "form",
+        type=click.Choice(FORMS.names()),
+        default=DEFAULT_FORM,
+        show_default=True,
+        help="What is printed.",
+    )
+    @click.option("--wide", is_flag=True, help="On a terminal: all columns of tables, below rows if need be.")
+    @click.option("--details", is_flag=True, help="On a terminal: all sections, and all rows of tables.")
+    @quiet
+    @functools.wraps(command)
+    def printed(form: str, wide: bool, details: bool, **arguments: Any) -> int:
+        show = FORMS.load(form)
+        result = command(**arguments)
+        code = 0
+        for output in [result] if isinstance(result, Output) else result:
+            show(dataclasses.replace(output, view=View(wide, details)), sys.stdout, sys.stderr)
+            code = max(code, output.code)
+        return code
+
+    return printed

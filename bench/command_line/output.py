@@ -1,0 +1,83 @@
+"""What a command has found, as plain values that a form (:mod:`command_line.forms`) prints.
+
+Nothing here imports torch, pandas or rich.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people. A terminal shows as much of it as has room, with no word broken and no row wrapped;
+    elsewhere all of it is printed.
+
+    Attributes:
+        lines: the values of each line by column, as they are shown; all lines have the same columns. None
+            is shown as a blank.
+        important: columns in the order in which a terminal gives them room; those that are not named follow
+            as the lines have them. Columns that get no room are named below the table.
+        below: columns of sentences. One without room for its longest stands below its row.
+        folded: what a terminal says in the place of a line, by its index; lines of which the same is said are
+            counted.
+        most: lines that a terminal shows, the first ones; None: all.
+    """
+
+    title: str
+    lines: Sequence[Mapping[str, Any]]
+    important: Sequence[str] = ()
+    below: Sequence[str] = ()
+    folded: Mapping[int, str] = field(default_factory=dict)
+    most: int | None = None
+
+
+class Verbatim(str):
+    """A section that is the text of a file, which people copy: its lines are never broken."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How much of an output a person at a terminal asks to see.
+
+    Attributes:
+        wide: all columns of tables, those without room in lines below each row.
+        details: all sections, and all lines of tables.
+    """
+
+    wide: bool = False
+    details: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """The outcome of a command.
+
+    Attributes:
+        sections: tables and paragraphs for people, in the order in which they are read.
+        details: further ones, which a terminal shows if they are asked for.
+        content: all of it for programs, in JSON's types; no infinities and no not-a-number.
+        records: the main table for programs: one mapping from column to value for each line.
+        columns: of ``records``; empty: those that the records have, in the order of their appearance.
+        notes: remarks on the result, one a line; the verdict, if there is one, is the last.
+        files: the files that the command wrote.
+        code: the exit code.
+        view: how much of it is shown on a terminal.
+    """
+
+    sections: Sequence[Table | str] = ()
+    content: Any = None
+    records: Sequence[Mapping[str, Any]] = ()
+    columns: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    files: Sequence[Path] = ()
+    code: int = 0
+    details: Sequence[Table | str] = ()
+    view: View = View()
+
+    def all_columns(self) -> list[str]:
+        """The columns of ``records``, in order."""
+        return list(self.columns or dict.fromkeys(name for record in self.records for name in record))

@@ -1,0 +1,318 @@
+"""Clusters: devices and links, each rate and limit with its source.
+
+One that is not known is null: nothing is timed or limited by it. A file may say ``extends: NAME`` and
+only what differs from that packaged cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.measure.clusters.host import Host
+from spbench.bench.measure.clusters.host_limits import HostMemory
+from spbench.bench.measure.clusters.links import CollectiveModel, Link, NcclSettings, Network
+from spbench.bench.measure.clusters.rates import AttentionRates, OperatorTimes, ProductRate
+from spbench.bench.measure.clusters.sourced import Sourced
+from spbench.bench.published_number import InferredSetting
+from spbench.bench.user_files import read_file
+from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, validate
+
+PACKAGE = "spbench.scenarios.clusters"
+
+Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+Library = Literal["cublas", "transformer_engine"]
+#: how wrong a rate may be that stands for another; see :mod:`measure.simulator.substitutes`
+Grade = Literal["extrapolated", "transferred", "substituted"]
+Rates = Literal["datasheet", "sourced", "fitted"] | Grade
+NOT_MEASURED: Any = Sourced(value=None, source="not measured")
+#: a model with more freedom than this explains nothing
+MAX_SCALARS = 3
+
+
+class Device(StrictModel):
+    """One accelerator.
+
+    Attributes:
+        memory_total_bytes: what the card has.
+        memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
+        memory_peer_bytes: what NCCL takes beside that for each other device of the node that is in a group of
+            all-to-alls; null counts as none.
+        memory_bandwidth_bytes_per_s: of the card's own memory.
+        peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
+        products: by precision, in place of ``compute_efficiency``.
+        attention: what attention kernels reach, by kernel, direction, mask, head size and length.
+        memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
+        attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
+            where of a causal mask only what it leaves is counted; null: they reach what matrix products do.
+        attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
+            null counts as none.
+        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
+            since it takes multiprocessors and memory bandwidth; null counts as none.
+        operators: of operators that move memory, by name, what calls of some sizes take (see
+            :func:`operator_seconds`), in place of the memory bandwidth.
+        launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
+        kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
+            launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
+        multiprocessors: streaming multiprocessors, on which a kernel's thread blocks run; null: kernels of
+            few blocks are not slowed down.
+        l2_cache_bytes: of the cache that all multiprocessors share.
+        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
+            of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
+            its first product. One that is left out, or null, takes none.
+    """
+
+    name: str
+    memory_total_bytes: Sourced[PositiveInt]
+    memory_context_bytes: Sourced[NonNegativeInt]
+    memory_peer_bytes: Sourced[NonNegativeInt] = NOT_MEASURED
+    memory_bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
+    compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    products: dict[Precision, ProductRate] | None = None
+    memory_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    attention_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    attention: AttentionRates | None = None
+    attention_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    overlap_loss: Sourced[NonNegativeFloat] = NOT_MEASURED
+    operators: dict[str, Sourced[OperatorTimes]] = {}
+    launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
+    multiprocessors: Sourced[PositiveInt] = NOT_MEASURED
+    l2_cache_bytes: Sourced[PositiveInt] = NOT_MEASURED
+    workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
+
+    @model_validator(mode="after")
+    def _operators_in_order(self) -> Self:
+        for name, times in self.operators.items():
+            sizes = [pair[0] for pair in times.value or () if len(pair) == 2]
+            if not sizes or len(sizes) < len(times.value or ()) or sizes != sorted(set(sizes)):
+                raise ValueError(
+                    f"operators.{name}: give [bytes, seconds] of one call or more, by ascending bytes"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_launch(self) -> Self:
+        if self.launch_overhead_s.value and self.kernel_floor_s.value:
+            raise ValueError(
+                "launch_overhead_s and kernel_floor_s exclude each other: set one of them to null"
+            )
+        return self
+
+
+class Calibration(StrictModel):
+    """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
+
+    Attributes:
+        efficiency: of all that a device does, beside the three below and the device's own: every kernel and
+            message takes 1 / efficiency times as long.
+        compute_efficiency: of matrix products, beside the device's; of attention kernels too where the device
+            has none for them.
+        memory_efficiency: of kernels, beside the device's.
+        link_efficiency: share of every link's bandwidth that communication reaches.
+        step_overhead_s: added to each step.
+        parameter_overhead_s: added to each step for each parameter of the model, whole.
+        strided_element_s: for each element of a matrix product's operands and result that lies in a block
+            of a wider matrix (block-wise attention scores).
+        fitted_on: the cells that the values were fitted on.
+    """
+
+    efficiency: PositiveFloat = 1.0
+    compute_efficiency: PositiveFloat = 1.0
+    memory_efficiency: PositiveFloat = 1.0
+    link_efficiency: PositiveFloat = 1.0
+    step_overhead_s: NonNegativeFloat = 0.0
+    parameter_overhead_s: NonNegativeFloat = 0.0
+    strided_element_s: NonNegativeFloat = 0.0
+    fitted_on: list[str] = []
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values that differ from their defaults."""
+        return {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "fitted_on"}
+
+    @property
+    def label(self) -> str:
+        """ "calibrated" or "uncalibrated"."""
+        return "calibrated" if self.scalars else "uncalibrated"
+
+    @model_validator(mode="after")
+    def _few(self) -> Self:
+        if len(self.scalars) > MAX_SCALARS:
+            raise ValueError(f"at most {MAX_SCALARS} values may differ from their defaults: {self.scalars}")
+        return self
+
+
+class MeasuredRate(StrictModel):
+    """What one operation of one size took on a machine; see :class:`RatePoint`.
+
+    Attributes:
+        bytes_per_s: of a rank's own memory, or the algorithm bandwidth of a collective.
+        bus_bytes_per_s: the bus bandwidth of a collective.
+    """
+
+    operation: str
+    size: str
+    precision: Precision
+    ranks: PositiveInt
+    seconds: PositiveFloat
+    flops_per_s: PositiveFloat | None = None
+    bytes_per_s: PositiveFloat | None = None
+    bus_bytes_per_s: PositiveFloat | None = None
+
+
+class Cluster(StrictModel):
+    """A kind of machine that cells run on, or are taken to run on.
+
+    Attributes:
+        name: its file's, without the suffix.
+        collective_model: how collectives are timed: "ring" by latency and bandwidth of each hop,
+            "measured" by the links' ``collectives``, "nccl" by NCCL's own model of its algorithms, which
+            needs ``nccl``.
+        measured: rates by size; nothing is computed from them.
+    """
+
+    name: str
+    about: str
+    device: Device
+    devices_per_node: PositiveInt = 1
+    #: between the devices of a node, a device; unknown or missing: they talk through the network
+    node_link: Link | None = None
+    network: Network
+    collective_model: CollectiveModel = "ring"
+    nccl: NcclSettings | None = None
+    #: the process that launches each device's kernels; unknown: launching takes it no time
+    host: Host | None = None
+    host_memory: HostMemory = HostMemory()
+    calibration: dict[Precision, Calibration] = {}
+    measured: list[MeasuredRate] = []
+
+    @model_validator(mode="after")
+    def _collectives_known(self) -> Self:
+        links = [link for link in (self.node_link, self.network) if link is not None]
+        if self.collective_model == "measured" and not any(link.collectives for link in links):
+            raise ValueError("collective_model: measured needs collectives of node_link or network")
+        if self.collective_model == "nccl" and self.nccl is None:
+            raise ValueError("collective_model: nccl needs the settings nccl, with a generation")
+        return self
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """Bytes of a device that tensors, the allocator's own waste and NCCL's buffers of all-to-alls can
+        have; None: no limit."""
+        total = self.device.memory_total_bytes.value
+        return None if total is None else total - (self.device.memory_context_bytes.value or 0)
+
+    def calibration_of(self, precision: str) -> Calibration:
+        """The calibration of a precision; where there is none, what datasheets promise."""
+        return {str(name): each for name, each in self.calibration.items()}.get(precision, Calibration())
+
+    def rates_of(self, precision: str) -> Rates:
+        """What the times of a precision rest on. "fitted": a scalar or rate was fitted to published step
+        times; "sourced": benchmarks of kernels, with what these reach of the datasheet; "datasheet": no more
+        than that."""
+        fitted = any(each.fitted_on for _, each in self.sourced())
+        if fitted or self.calibration_of(precision).scalars:
+            return "fitted"
+        products = {str(name): each for name, each in (self.device.products or {}).items()}.get(precision)
+        share = products.share if products else self.device.compute_efficiency
+        return "datasheet" if share.value is None else "sourced"
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What a file of this cluster holds, without ``extends``; whole numbers as keys stay such, which JSON
+        has not."""
+        return self.model_dump(exclude={"name"})
+
+    def sourced(self) -> Iterator[tuple[str, Sourced[Any]]]:
+        """Every rate and limit under its key path, as device.memory_total_bytes."""
+        return _sourced(self, "")
+
+    @property
+    def inferences(self) -> list[InferredSetting]:
+        """What of the cluster was chosen by looking at published numbers."""
+        return [*self.network.inferred_from, *(i for _, each in self.sourced() for i in each.inferred_from)]
+
+
+def _sourced(part: Any, path: str) -> Iterator[tuple[str, Sourced[Any]]]:
+    """The rates and limits of a part of a cluster file; entries of a list under their number."""
+    if isinstance(part, list):
+        part = {str(number): item for number, item in enumerate(part)}
+    for key, value in part.items() if isinstance(part, dict) else part:
+        if isinstance(value, Sourced):
+            yield f"{path}{key}", value
+        elif isinstance(value, BaseModel | dict | list):
+            yield from _sourced(value, f"{path}{key}.")
+
+
+def cluster_names() -> list[str]:
+    """The clusters that come with the package."""
+    return list(packaged(PACKAGE))
+
+
+def load_cluster(name: str) -> Cluster:
+    """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now;
+    UserError if there is none, or its file is wrong."""
+    path = find_file(name, PACKAGE, "cluster")
+    return cluster_of_content(path, read_file(path))
+
+
+@cache
+def cluster_of_content(path: Path, content: bytes) -> Cluster:
+    """The cluster that a file at that path with that content is; errors are those of :func:`load_cluster`."""
+    declared = _resolved(path, content)
+    if "name" in declared:
+        raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
+    cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
+    usable = cluster.usable_memory_bytes
+    if usable is not None and usable <= 0:
+        raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")
+    return cluster
+
+
+def _resolved(path: Path, content: bytes) -> dict[str, Any]:
+    """What a file says and, below it, what the packaged cluster says that it extends."""
+    own = parse_yaml(path, content)
+    host = own.get("host")
+    if isinstance(host, dict) and "extends" in host:
+        below = _packaged_below(path, host.pop("extends"), "host.extends")
+        own["host"] = merge(below.get("host") or {}, host)
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    below = _packaged_below(path, base, "extends")
+    _drop_words_on_other_values(below, own)
+    return merge(below, own)
+
+
+#: what a figure's file says of its value, which a file that gives another value does not take over
+_OF_THE_VALUE = ("note", "substitute", "fitted_on", "inferred_from")
+
+
+def _drop_words_on_other_values(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Take out of ``below`` what it says of figures of which ``above`` gives another value."""
+    for key, value in above.items():
+        own = below.get(key)
+        if isinstance(value, dict) and isinstance(own, dict):
+            if "value" in value:
+                below[key] = {name: each for name, each in own.items() if name not in _OF_THE_VALUE}
+            else:
+                below[key] = own = dict(own)
+                _drop_words_on_other_values(own, value)
+
+
+def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
+    """What the packaged cluster says that a file extends; UserError, with ``where`` it says so, if there is
+    none but itself."""
+    known = packaged(PACKAGE)
+    others = [name for name, file in known.items() if file != path]
+    if base not in others:
+        raise UserError(f"{path}: {where}: unknown cluster {base!r}{suggestion(base, others)}")
+    return _resolved(known[base], read_file(known[base]))

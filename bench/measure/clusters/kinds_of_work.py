@@ -1,0 +1,213 @@
+"""What is known of a cluster by the kind of work that a step is made of, and what counts where nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, get_args
+
+from spbench.bench.measure.clusters.cluster import Cluster, Precision
+from spbench.bench.measure.clusters.links import Link, RatedCollective
+from spbench.bench.measure.clusters.rates import AttentionRate
+from spbench.bench.measure.clusters.sourced import Sourced
+
+GAP = "not known"
+#: before what stands for a figure of its own
+STANDS_IN = "not its own"
+
+
+class KindOfWork(NamedTuple):
+    """A kind of work on a cluster.
+
+    Attributes:
+        work: as "matrix products, bf16".
+        figure: what it reaches, for people, or "not known: " and what counts instead.
+        source: of the figure; "" where there is none.
+    """
+
+    work: str
+    figure: str
+    source: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a figure."""
+        return not self.figure.startswith(GAP)
+
+
+def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
+    """What the cluster's file has of each kind of work, those that it lacks too."""
+    of_device = *_products(cluster), *_attention(cluster), *_kernels(cluster)
+    return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
+
+
+def without_own_rates(cluster: Cluster) -> list[str]:
+    """The kinds of work of which a cluster has no rate of its own, so that times by it rest on something
+    else: in one word each."""
+    device, host, node = cluster.device, cluster.host, cluster.node_link
+    rates = {cluster.rates_of(precision) for precision in device.peak_flops_per_s}
+    if not rates - {"datasheet"}:
+        return ["all, by the datasheet alone"] if rates else []
+    lacking = {
+        "attention": device.attention is None and device.attention_efficiency.value is None,
+        "memory": device.memory_efficiency.value is None,
+        "host": host is None or bool(host.scale.substitute),
+        "links within a node": node is not None and _lacks(node),
+        "network": _lacks(cluster.network),
+    }
+    found = [work for work, lacks in lacking.items() if lacks]
+    known = {} if device.attention is None else device.attention.kernels
+    return found + [kernel for kernel, of in known.items() if all(r.limit_flops_per_s.substitute for r in of)]
+
+
+def _lacks(link: Link) -> bool:
+    rates = [
+        link.bandwidth_bytes_per_s,
+        *(r.bandwidth_bytes_per_s for of in link.collectives.values() for r in of),
+    ]
+    return any(rate.substitute for rate in rates)
+
+
+def _of(work: str, figure: Sourced[float], text: str, without: str) -> KindOfWork:
+    """The kind of one figure: ``text`` with its value, or what counts without it."""
+    if figure.value is None:
+        return KindOfWork(work, f"{GAP}: {without}")
+    return KindOfWork(work, text.format(figure.value) + _substitute(figure), _source(figure))
+
+
+def _substitute(figure: Sourced[float]) -> str:
+    """What stands for the figure's own value, after it; "" where that is its own."""
+    return f" ({STANDS_IN}: {figure.substitute})" if figure.substitute else ""
+
+
+def _source(figure: Sourced[float]) -> str:
+    return ": ".join(filter(None, (figure.source, figure.note)))
+
+
+def _products(cluster: Cluster) -> Iterator[KindOfWork]:
+    device = cluster.device
+    for precision in get_args(Precision):
+        peak, own = device.peak_flops_per_s.get(precision), (device.products or {}).get(precision)
+        if peak is None or peak.value is None:
+            continue
+        work, of_peak = f"matrix products, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
+        share = device.compute_efficiency if own is None else own.share
+        if own is not None and own.bandwidth_bytes_per_s.value is not None:
+            of_peak += f", and {own.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s of operands"
+        fitted = cluster.calibration_of(precision)
+        if share.value is None and fitted.compute_efficiency != 1:
+            text = of_peak.format(fitted.compute_efficiency)
+            yield KindOfWork(work, text, f"calibration.{precision}, fitted on {len(fitted.fitted_on)} cells")
+            continue
+        yield _of(work, share, of_peak, "they count as at the peak")
+
+
+def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
+    device, rates = cluster.device, cluster.device.attention
+    for kernel, of_kernel in rates.kernels.items() if rates is not None else ():
+        default = ", the default" if rates is not None and kernel == rates.default else ""
+        for rate in of_kernel:
+            limit = rate.limit_flops_per_s
+            words = _attention_words(rate) + _substitute(limit)
+            yield KindOfWork(f"attention, {kernel}{default}", words, _source(limit))
+    work = f"attention, {'every kernel' if rates is None else 'other kernels'}"
+    yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matrix products")
+
+
+def _attention_words(rate: AttentionRate) -> str:
+    """As "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
+    curve = f" / (1 + {rate.half_length.value:g} / length)" if rate.half_length.value else ""
+    limit = (rate.limit_flops_per_s.value or 0.0) / 1e12
+    words = [f"{limit:.4g} TFLOP/s{curve}", f"head {rate.head_size}", rate.mask, rate.direction]
+    return ", ".join(filter(None, words))
+
+
+def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
+    device = cluster.device
+    bandwidth = (device.memory_bandwidth_bytes_per_s.value or 0.0) / 1e9
+    memory = f"{{:.3g}} of {bandwidth:.4g} GB/s"
+    yield _of("memory", device.memory_efficiency, memory, "it counts as at the datasheet's bandwidth")
+    if device.operators:
+        sizes = sum(len(times.value or ()) for times in device.operators.values())
+        source = next(iter(device.operators.values())).source
+        figure = f"{len(device.operators)} operators by what they took at {sizes} sizes"
+        yield KindOfWork("memory, by operator", figure, source)
+    floor = device.kernel_floor_s
+    if floor.value is None:
+        floor = device.launch_overhead_s
+    yield _of("launch of a kernel", floor, "{:.3g} s", "it takes no time")
+    yield _of(
+        "computing beside a collective", device.overlap_loss, "loses {:.3g} s a second", "loses nothing"
+    )
+
+
+_HOST = {
+    "operator_s": "operator that launches",
+    "view_s": "operator that launches nothing",
+    "node_s": "node of autograd",
+    "module_s": "call of a module",
+    "collective_s": "communication posted",
+    "step_s": "step",
+    "launch_latency_s": "launch to start",
+}
+
+
+def _host(cluster: Cluster) -> Iterator[KindOfWork]:
+    """The figures as they are on the measured host, then what this one takes beside it."""
+    host = cluster.host
+    if host is None:
+        yield KindOfWork("host", f"{GAP}: it launches in no time")
+        return
+    for name, words in _HOST.items():
+        yield _of(f"host, {words}", getattr(host, name), "{:.3g} s", "it takes no time")
+    yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")  # type: ignore[arg-type]
+    yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
+
+
+def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
+    memory = cluster.host_memory
+    shared = f", of a link of {memory.devices_per_link} devices" if memory.devices_per_link > 1 else ""
+    rate = f"{(memory.bytes_per_s or 0.0) / 1e9:.4g} GB/s a device{shared}"
+    yield _of("copy to or from the host", memory.link_bandwidth_bytes_per_s, rate, "it cannot be timed")
+    for way, figure in (
+        ("to", memory.pageable_to_host_bytes_per_s),
+        ("from", memory.pageable_to_device_bytes_per_s),
+    ):
+        text = f"{(figure.value or 0.0) / 1e9:.4g} GB/s a device"
+        yield _of(f"copy {way} pageable memory", figure, text, "as pinned memory")
+    update = f"{(memory.update_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s a node"
+    yield _of("update on the host's cores", memory.update_bytes_per_s, update, "it cannot be timed")
+    total = f"{(memory.total_bytes.value or 0) / 2**30:.4g} GiB a node"
+    yield _of("memory of the host", memory.total_bytes, total, "it has no limit")  # type: ignore[arg-type]
+
+
+def _links(cluster: Cluster) -> Iterator[KindOfWork]:
+    links = {"within a node": cluster.node_link if cluster.devices_per_node > 1 else None}
+    for where, link in {**links, "between nodes": cluster.network}.items():
+        if link is None:
+            continue
+        bandwidth = link.bandwidth_bytes_per_s
+        without = "it cannot be timed"
+        text = f"{(bandwidth.value or 0.0) / 1e9:.4g} GB/s"
+        yield _of(f"send, {where}", bandwidth, text, without)
+        yield from _collectives(cluster, link, where)
+
+
+def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWork]:
+    """The kinds that have rates of their own, and the rest."""
+    without = "by latency and bandwidth of a send's hops"
+    if cluster.collective_model == "nccl":
+        yield KindOfWork(f"collectives, {where}", "by NCCL's own model", "nccl")
+        return
+    rated = link.collectives if cluster.collective_model == "measured" else {}
+    for kind in get_args(RatedCollective):
+        work = f"{'other collectives' if kind == 'any' else kind}, {where}"
+        for rate in rated.get(kind, ()):
+            ranks = "" if rate.ranks is None else f", {rate.ranks} ranks"
+            yield _of(
+                work + ranks,
+                rate.bandwidth_bytes_per_s,
+                f"{(rate.bandwidth_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s and {rate.latency(2):.3g} s",
+                without,
+            )
+    if "any" not in rated:
+        yield KindOfWork(f"other collectives, {where}", f"{GAP}: {without}")

@@ -1,0 +1,226 @@
+"""The lockstep engine: all ranks of a cell in one process, in turns, and how far they are from float64.
+
+The strategy's own code runs on all ranks (:mod:`measure.processes.lockstep_ranks`), in the cell's precision.
+The reference is one device in float64, with weights and inputs that hold the very values which the cell's
+precision can hold, so that the errors are those of arithmetic alone. An error is that of a whole tensor, over
+all ranks: ||x - ref|| / ||ref||.
+
+- Of a model with weights: the loss, and the gradients as the backend leaves them for the optimizer; all of
+  them as one vector, and the one that is farthest off.
+- Of a model without weights, as one attention: its outputs, and the gradients of its inputs from a gradient
+  of the outputs that is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.measure.engines.distributed import SEED, learned, losses_of_rank
+from spbench.bench.measure.engines.engine import Engine
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.setup import build_module, build_training, rank_inputs, refuse_variables
+from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
+from spbench.bench.measurement import Measurement
+from spbench.impls.collectives import all_reduce
+from spbench.impls.layout import Shard, Unsupported, shard_of
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.training.step import PRECISIONS, default_dtype, initialize
+
+#: of the weights of models: 0.02 belongs to hidden sizes of 768 and more, and these are small
+DEVIATION = 0.08
+
+#: the square of a distance from the reference, and that of the reference
+Squares = tuple[float, float]
+#: what a rank has of a tensor, and what takes the same part of the whole one
+Computed = tuple[Tensor, Callable[[Tensor], Tensor]]
+
+
+class LockstepEngine(Engine):
+    """Runs all ranks in turns: no processes, no times, but every value."""
+
+    name = "lockstep"
+    summary = "every rank in turn in one process: errors of outputs and gradients against float64"
+
+    def check(self, cell: Cell) -> None:
+        super().check(cell)
+        refuse_variables(cell)
+        if cell.learning is None:
+            _refuse(cell)
+
+    def measure(self, cell: Cell) -> Measurement:
+        """:attr:`Measurement.errors`; status numerics where one is not finite.
+
+        Raises:
+            Unsupported: the strategy cannot run these sizes.
+        """
+        self.check(cell)
+        plan(cell)
+        ranks, values = LockstepRanks(), drawn(cell)
+        (reference,) = ranks.run({}, on_one_device, cell, values)
+        by_rank = ranks.run(cell.mesh_sizes, squares_of_rank, cell, replace(values, reference=reference))
+        squares = {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+        errors = {name: _error(each) for name, each in squares.items()}
+        shown = dict(_summed_up(errors, squares) if _has_weights(cell) else errors)
+        for name, error in shown.items():
+            if not math.isfinite(error):
+                return Measurement("numerics", f"{name} is not finite")
+        return Measurement(errors=shown)
+
+    def learn(self, cell: Cell) -> Measurement:
+        """As on real ranks, which compute the same but for the order of sums.
+
+        Raises:
+            Unsupported: the strategy cannot run these sizes, or there is no data for the model.
+        """
+        return learned(cell, lambda: LockstepRanks().run(cell.mesh_sizes, losses_of_rank, cell)[0])
+
+
+def _has_weights(cell: Cell) -> bool:
+    return model_preset(*cell.model_arguments).has_weights
+
+
+def _refuse(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for what has no gradients that could be compared."""
+    if cell.sizes.pp > 1:
+        raise Unsupported("the engine lockstep compares no pipeline stages", "use pp 1")
+    if _has_weights(cell) and cell.training.step == "inference":
+        raise Unsupported("the engine lockstep compares gradients", "leave training.step out")
+
+
+def _error(squares: list[Squares]) -> float:
+    """The relative error of a tensor of which ranks have parts, or the whole."""
+    distance, norm = (sum(each) for each in zip(*squares, strict=True))
+    return math.sqrt(distance / norm) if norm else math.sqrt(distance)
+
+
+def _summed_up(
+    errors: Mapping[str, float], squares: Mapping[str, list[Squares]]
+) -> Iterator[tuple[str, float]]:
+    """Of many gradients, that of all as one vector and the largest."""
+    yield "loss", errors["loss"]
+    gradients = [name for name in errors if name != "loss"]
+    yield "gradients", _error([each for name in gradients for each in squares[name]])
+    yield "worst_gradient", max((errors[name] for name in gradients), key=lambda x: (math.isnan(x), x))
+
+
+def single(cell: Cell) -> Cell:
+    """The cell of one device in float64 that computes the same."""
+    training = TrainingOptions(step=cell.training.step)
+    change = {"strategy": "single", "sizes": Sizes(), "mesh": None, "strategy_options": {}}
+    return cell.model_copy(update={**change, "precision": "fp64", "training": training})
+
+
+@dataclass(frozen=True)
+class Values:
+    """Whole tensors that a cell and its reference begin with.
+
+    Attributes:
+        weights, inputs: by name; of values that the cell's precision has.
+        reference: what one device made of them in float64, by name; nothing yet where that is what runs.
+    """
+
+    weights: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def drawn(cell: Cell) -> Values:
+    """The weights and the inputs of a cell, the same for every strategy and size."""
+    model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
+    batch, seq_len = cell.shape
+    with default_dtype(torch.float64):
+        module = model.build(Strategy(), seq_len)
+    initialize(module, SEED, deviation=DEVIATION, everything=True)
+    inputs = model.inputs(batch, seq_len, torch.Generator().manual_seed(SEED))
+    if not model.has_weights:
+        inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    return Values({name: p.detach().to(dtype) for name, p in module.named_parameters()}, inputs)
+
+
+def on_one_device(mesh: DeviceMesh, cell: Cell, values: Values) -> dict[str, Tensor]:
+    """The whole tensors of one device in float64, by name."""
+    return {name: x.double() for name, (x, _) in _computed(mesh, single(cell), values)}
+
+
+def squares_of_rank(mesh: DeviceMesh, cell: Cell, values: Values) -> dict[str, Squares]:
+    """What this rank has of each tensor beside the reference."""
+    return {
+        name: _squares(x.double(), mine(values.reference[name]).reshape(x.shape))
+        for name, (x, mine) in _computed(mesh, cell, values)
+    }
+
+
+def _squares(x: Tensor, reference: Tensor) -> Squares:
+    return (x - reference).square().sum().item(), reference.square().sum().item()
+
+
+def _computed(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
+    """What a rank computes, by name."""
+    return (_trained if _has_weights(cell) else _called)(mesh, cell, values)
+
+
+def _trained(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
+    """The loss, and what the rank keeps of the gradients of weights."""
+    shards: dict[str, Shard | None] = {}
+
+    def set_weights(module: nn.Module) -> None:
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                shards[name] = shard = shard_of(p)
+                p.copy_(shard.of(values.weights[name]) if shard else values.weights[name])
+
+    training, strategy, around = build_training(cell, mesh, set_weights)
+    model = model_preset(*cell.model_arguments)
+    loss = training.gradients(rank_inputs(model, strategy, around, values.inputs)).double()
+    for group in (strategy.place.group(*strategy.position_axes), around.dp_group):
+        all_reduce(loss, group)
+    yield "loss", (loss, lambda x: x)
+    scale = training.optimizer.scale.item() if PRECISIONS[cell.precision].loss_scale else 1.0
+    kept = training.backend.gradient_places()
+    for name, part in training.backend.gradient_parts().items():
+
+        def mine(x: Tensor, name: str = name) -> Tensor:
+            x, shard = x.view(values.weights[name].shape), shards[name]
+            return kept[name].of(shard.of(x) if shard else x)
+
+        yield name, (part.values.double() / scale, mine)
+
+
+def _called(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
+    """The rank's part of the outputs, and of the gradients of inputs."""
+    module, strategy, around = build_module(cell, mesh)
+    model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
+    batch = {name: x.to(dtype) for name, x in values.inputs.items()}
+    inputs = {name: x.clone() for name, x in rank_inputs(model, strategy, around, batch).items()}
+    outputs = module({name: x.requires_grad_() for name, x in inputs.items()})
+    dims = {**model.sequence_dims, **model.parts()["model"].output_dims}
+
+    def mine(x: Tensor, name: str) -> Tensor:
+        return strategy.shard(x.chunk(around.replicas)[around.replica], dims[name])
+
+    drawn_gradients = [
+        mine(_drawn_gradient(name, values.reference.get(name, o)).to(values.inputs["q"].dtype).to(o), name)
+        for name, o in outputs.items()
+    ]
+    torch.autograd.backward([*outputs.values()], drawn_gradients)
+    for name, x in outputs.items():
+        yield name, (x.detach(), partial(mine, name=name))
+    for name, x in inputs.items():
+        assert x.grad is not None, f"no output depends on the input {name}"
+        yield f"d_{name}", (x.grad, partial(mine, name=name))
+
+
+def _drawn_gradient(name: str, output: Tensor) -> Tensor:
+    """Of a whole output, the gradient that its backward begins with."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name}".encode()))
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64)

@@ -1,0 +1,301 @@
+"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.measure.clusters.attention_kernels import cannot_run
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.unlike_ranks import loads_along, marked_axis, roles_by_load
+from spbench.bench.measure.trace.communication import CommunicationMeter, as_number
+from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
+from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.options import set_options
+from spbench.impls.registries import backend_class
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
+from spbench.impls.strategies.nesting import nesting
+from spbench.impls.traffic import Traffic
+from spbench.impls.training.step import PRECISIONS, training_sites
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Global ranks of a cell that run the same program, so that a trace of one stands for all.
+
+    Attributes:
+        stage: their pipeline stage.
+        coordinates: along the strategy's axes, of the first of the ranks.
+        ranks: the first stands for all.
+    """
+
+    stage: Stage
+    coordinates: Mapping[str, int]
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The rank that is traced."""
+        return self.ranks[0]
+
+
+def rank_classes(cell: Cell) -> list[RankClass]:
+    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` and by their work
+    along each axis of the strategy, but where the step of one says what all have (:func:`marked_axis`). The
+    first class of each stage is the one that sends most."""
+    sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
+    along_axes = []
+    for axis in strategy.axes:
+        sets = strategy.roles(axis, sizes[axis])
+        along_axes.append(sets if axis == marked else roles_by_load(sets, loads_along(cell, axis)))
+    found = []
+    for stage in range(sizes["pp"]):
+        for roles in itertools.product(*along_axes):
+            members = dict(zip(strategy.axes, roles, strict=True))
+            first = {axis: coordinates[0] for axis, coordinates in members.items()}
+            ranks = global_ranks(sizes, {"pp": [stage], **members})
+            found.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
+    return found
+
+
+def sending_class(cell: Cell, rank: int) -> RankClass:
+    """The class of ranks that send most in the pipeline stage of a rank."""
+    classes = rank_classes(cell)
+    stage = next(each.stage for each in classes if rank in each.ranks)
+    return next(each for each in classes if each.stage == stage)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cell whose sizes have been checked.
+
+    Attributes:
+        classes: of its ranks.
+        traffic: for each class, the closed form of what a rank sends in a step.
+        sizes: ranks along each axis, in the order of the mesh.
+    """
+
+    classes: list[RankClass]
+    traffic: list[list[Traffic]]
+    sizes: Mapping[str, int]
+
+    def class_of(self, rank: int) -> RankClass:
+        """The class that a global rank belongs to."""
+        return next(each for each in self.classes if rank in each.ranks)
+
+    def traffic_of(self, rank: int) -> list[Traffic]:
+        """The closed form of what a global rank sends."""
+        return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
+
+    def formula(self, rank: int) -> list[dict[str, Any]]:
+        """What a global rank sends by the closed form, in rows: phase, purpose, collective, axis (the axes of
+        its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
+        return [
+            {
+                "phase": t.phase,
+                "purpose": t.purpose,
+                "collective": t.collective,
+                "axis": self._axis(t),
+                "count": t.count,
+                "payload_bytes": t.payload_bytes,
+                "sent_bytes": as_number(self._sent_bytes(t)),
+            }
+            for t in self.traffic_of(rank)
+        ]
+
+    def difference(self, meter: CommunicationMeter, rank: int) -> list[dict[str, Any]]:
+        """Where the meter of a rank saw other bytes than the closed form says, by phase, collective and axis;
+        empty where they agree exactly."""
+        expected: Counter[tuple[str, str, str]] = Counter()
+        for t in self.traffic_of(rank):
+            expected[t.phase, t.collective, self._axis(t)] += self._sent_bytes(t)  # type: ignore[assignment]
+        metered = meter.sent_bytes_by_axis()
+        return [
+            {
+                "rank": rank,
+                "phase": phase,
+                "collective": collective,
+                "axis": axis,
+                "formula_bytes": as_number(Fraction(expected[phase, collective, axis])),
+                "metered_bytes": as_number(metered.get((phase, collective, axis), Fraction(0))),
+            }
+            for phase, collective, axis in sorted(expected.keys() | metered.keys())
+            if expected[phase, collective, axis] != metered.get((phase, collective, axis), 0)
+        ]
+
+    def _axis(self, entry: Traffic) -> str:
+        return group_name(entry.axes, self.sizes)
+
+    def _sent_bytes(self, entry: Traffic) -> Fraction:
+        return entry.sent_bytes(entry.group_size(self.sizes))
+
+
+def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
+    """The cell's strategy without process groups. It can check sizes, and has the closed forms of what the
+    rank at these coordinates sends. An axis that is left out has the coordinate 0.
+
+    Raises:
+        Unsupported: an axis has more than one rank that the strategy does not use.
+    """
+    found = nesting(cell.strategy)
+    for axis in unused_axes(found.axes, cell.mesh_sizes):
+        raise Unsupported(
+            f"{found.name} does not use the axis {axis}",
+            f"give the ranks to {found.axes[0]}" if found.axes else "use one rank",
+        )
+    return found.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
+
+
+def composition(cell: Cell, place: Place) -> Composition:
+    """Data and pipeline parallelism of a cell at that place."""
+    return Composition(place, cell.training.virtual_stages, cell.training.stage_layers or ())
+
+
+def plan(cell: Cell) -> Plan:
+    """Check a cell and write down what it should send.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, the card not the attention kernel, or the batch or
+            the layers cannot be divided so.
+    """
+    strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
+    if why := cannot_run(load_cluster(cell.cluster).device, model.attention_kernel):
+        raise Unsupported(*why)
+    precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
+    parts = _batch_parts(cell)
+
+    def sites(stage: Stage) -> list[Site]:
+        return list(model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage))
+
+    strategy.check(sites(ONE_STAGE) + training_sites(precision))
+    forward_only = cell.training.step == "inference"
+    if forward_only:
+        _check_inference(cell)
+    elif not model.has_weights:
+        raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
+    width, micro_batches = precision.parameters.itemsize, cell.training.micro_batches
+    backend = backend_class(cell.training.backend)
+    if cell.sizes.pp > 1 and not backend.pipelined:
+        raise Unsupported(
+            f"the backend {backend.name} shards a whole model and has no pipeline stages",
+            "use pp 1, or the backend ddp",
+        )
+    traffic = []
+    classes = rank_classes(cell)
+    _check_schedule(cell)
+    for each in classes:
+        around = composition(cell, Place.of_rank(cell.mesh_sizes, each.first))
+        asked = [sites(stage) for stage in around.stages]
+        asked[0] += training_sites(precision)  # asked for once a step, whatever the stages
+        step = planned_step(cell, each.first, [*itertools.chain(*asked)])
+        gradient_bytes = backend.gradient_dtype(precision, step.options).itemsize
+        of_stages = (
+            composed_traffic(of_stage, step.strategy, stage, micro_batches, width, gradient_bytes)
+            for of_stage, stage in zip(asked, around.stages, strict=True)
+        )
+        entries = [*itertools.chain(*of_stages), *backend.traffic(step)]
+        if forward_only:
+            entries = [t for t in entries if t.phase == "forward"]
+        sizes = cell.mesh_sizes
+        traffic.append([t for t in entries if t.sent_bytes(t.group_size(sizes))])
+    return Plan(classes, traffic, cell.mesh_sizes)
+
+
+def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
+    """What closed forms of a cell's backend depend on, for a global rank.
+
+    Args:
+        asked: what its stages ask of its strategy.
+    """
+    place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
+    role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
+    build = partial(_without_values, model_preset(*cell.model_arguments), role, cell.shape[1], around)
+    backend, sums = backend_class(training.backend), planned_sums(asked, role, cell.sizes.dp)
+    options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
+    precision = PRECISIONS[cell.precision]
+    return PlannedStep(sums, training.micro_batches, precision, role, around, build, options)
+
+
+def _batch_parts(cell: Cell) -> int:
+    """The number of micro-batches that the batch is divided into, over all replicas.
+
+    Raises:
+        Unsupported: they do not divide the batch.
+    """
+    batch, _ = cell.shape
+    parts = cell.sizes.dp * cell.training.micro_batches
+    if batch % parts:
+        below = batch - batch % parts
+        raise Unsupported(
+            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
+            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
+        )
+    return parts
+
+
+def _check_inference(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
+    training = cell.training
+    for given, what in (
+        (cell.learning is not None, "learning"),
+        (cell.sizes.pp > 1, "pipeline stages"),
+        (training.micro_batches > 1, "micro-batches"),
+        (training.steps > 1, "steps before it"),
+        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
+    ):
+        if given:
+            raise Unsupported(f"an inference step has no {what}", "leave it out")
+
+
+def _check_schedule(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for a pipeline that its schedule cannot run."""
+    training, ranks = cell.training, cell.sizes.pp
+    if training.schedule != "interleaved":
+        return
+    if ranks == 1:
+        raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
+    group, micro_batches = training.microbatch_group_size or ranks, training.micro_batches
+    if not ranks <= group <= max(micro_batches, ranks):
+        raise Unsupported(
+            f"microbatch_group_size {group} is not between pp {ranks} and {micro_batches} micro-batches",
+            "set it within them, or leave it out",
+        )
+    left = micro_batches % group
+    if 0 < left < ranks:
+        below = micro_batches - left
+        raise Unsupported(
+            f"the interleaved schedule cannot run {micro_batches} micro-batches on pp {ranks}"
+            + (f" in groups of {group}" if group > ranks else ""),
+            f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
+        )
+
+
+def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:
+    """The module of a rank on the meta device: its parameters have shapes, and no values."""
+    with torch.device("meta"):
+        return rank_module(partial(model.build, strategy, seq_len), around)
+
+
+def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
+    """The module of the ranks of a class, on the meta device."""
+    around = composition(cell, Place.of_rank(cell.mesh_sizes, ranks.first))
+    role = planned_strategy(cell, ranks.coordinates)
+    return _without_values(model_preset(*cell.model_arguments), role, cell.shape[1], around)
+
+
+def model_parameters(cell: Cell) -> int:
+    """How many parameters the whole model has, with the padding of its vocabulary for the strategy."""
+    parts = planned_strategy(cell).vocabulary_parts
+    sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
+    return sum(site.dims["elements"] for site in sites if site.kind == "parameters")

@@ -1,0 +1,148 @@
+"""The memory of a rank as a card's allocator gives it out: its peaks, and where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, max_split_size_mb
+from spbench.bench.measure.engines.plan import RankClass
+from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, without_retries
+from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
+from spbench.bench.measure.memory.oversize_blocks import unsplit_from
+from spbench.bench.measure.memory.repeated_events import stretches
+from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
+
+
+def allocator_of(cell: Cell) -> type[CachingAllocator]:
+    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` and ``alloc_retries`` set it."""
+    kind: type[CachingAllocator] = CachingAllocator
+    conf = cell.training.cuda_alloc_conf
+    if conf is not None:
+        kind = ExpandableSegments if conf == EXPANDABLE_SEGMENTS else unsplit_from(max_split_size_mb(conf))
+    return kind if cell.training.alloc_retries else without_retries(kind)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a rank runs out of memory.
+
+    Attributes:
+        step: from 1; 0 is set-up.
+        phase: of the step, or SET_UP.
+        error: the request that has no room.
+        steps_fit: whether set-up alone does not fit.
+    """
+
+    step: int
+    phase: str
+    error: OutOfMemory
+    steps_fit: bool = False
+
+    def reason(self, ranks: RankClass) -> str:
+        """A line for a result row.
+
+        Args:
+            ranks: the class of the rank.
+        """
+        error, alike = self.error, len(ranks.ranks)
+        where = f"{self.phase} of step {self.step}" if self.step else self.phase
+        who = f"rank {ranks.first}" + (f", one of {alike} alike" if alike > 1 else "")
+        stage = f" (stage {ranks.stage.index})" if ranks.stage.count > 1 else ""
+        where += "" if error.retried else " without a retry of the allocator"
+        return (
+            f"no room for {error.requested / MIB:.0f} MiB with {error.allocated / MIB:.0f} MiB allocated "
+            f"and {error.reserved / MIB:.0f} MiB reserved, in {where} on {who}{stage}"
+        )
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's memory in set-up and at each traced step; of one that does not fit, as on a card without a
+    limit.
+
+    Attributes:
+        setup: the peak of set-up.
+        peaks: of each step.
+        reserved: the largest number of bytes reserved up to the end of set-up, and up to that of each step.
+        phase_ends: of set-up and of each step, its phases by name with the bytes ``allocated`` and
+            ``reserved`` where the last one of that name ends.
+        reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
+        failure: where it does not fit; None if it does.
+    """
+
+    setup: Peak
+    peaks: Sequence[Peak]
+    reserved: Sequence[int]
+    phase_ends: Sequence[Mapping[str, Mapping[str, int]]]
+    reserved_on_card: int
+    failure: Failure | None
+
+    @classmethod
+    def of(
+        cls,
+        log: MemoryLog,
+        capacity: int | None,
+        kind: type[CachingAllocator] = CachingAllocator,
+        whole: bool = False,
+    ) -> RankMemory:
+        """Replay a log.
+
+        Args:
+            capacity: bytes of the card that tensors can have; None: no limit.
+            kind: the allocator.
+            whole: whether each event is served, periods that are there again and again too.
+        """
+        repeated = [] if whole else stretches(log.sizes, log.events, log.streams)
+        ends = log.phase_ends()
+        stops = sorted({log.step_start, *log.step_ends, *(at for of_step in ends for at in of_step.values())})
+        found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind, repeated)
+        failure = None
+        if card.out_of_memory is not None:
+            at = card.events
+            step = log.step_of(at)
+            steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
+            fit = not step and steps.out_of_memory is None
+            failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
+            found = replay(log.sizes, log.events, None, stops, log.streams, kind, repeated)
+        live, setup, peaks = log.levels(found.blocks)
+        reserved = dict(zip(stops, found.reserved, strict=True))
+        phase_ends: list[Mapping[str, Mapping[str, int]]] = [
+            {name: {"allocated": int(live[at - 1]), "reserved": reserved[at]} for name, at in of_step.items()}
+            for of_step in ends
+        ]
+        by_step = [reserved[at] for at in (log.step_start, *log.step_ends)]
+        return cls(setup, peaks, by_step, [{}, *phase_ends], card.peak_reserved, failure)
+
+    @property
+    def peak(self) -> Peak:
+        """That of the step with the largest."""
+        return max(self.peaks, key=lambda peak: peak.nbytes)
+
+    def _fits(self, step: int) -> bool:
+        failure = self.failure
+        return failure is None or step < failure.step or (step > 0 and failure.steps_fit)
+
+    def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
+        """As :attr:`Measurement.by_class`, of the class of the rank."""
+        return [
+            {
+                "rank": ranks.first,
+                "ranks": len(ranks.ranks),
+                "stage": ranks.stage.index,
+                "step": step,
+                "status": "ok" if self._fits(step) else "oom",
+                "peak_memory_bytes": peak.nbytes,
+                "peak_phase": peak.phase,
+                "peak_held": {name: nbytes for name, nbytes in peak.held.items() if nbytes},
+                "reserved_memory_bytes": reserved,
+                "allocated_bytes": peak.at_end,
+                "phase_ends": ends,
+            }
+            for step, (peak, reserved, ends) in enumerate(
+                zip([self.setup, *self.peaks], self.reserved, self.phase_ends, strict=True)
+            )
+        ]

@@ -1,0 +1,227 @@
+"""Lists in which a deeper model has longer runs of like blocks: those of two depths say what another one is.
+
+The lists of a model of n layers (births and deaths of storages, the events of a program) have a run of like
+blocks for each pass over the layers: one of forward, one of backward, some of the optimizer. With a layer
+more each run has a block more. Two lists are aligned whose models differ by two layers: where they part, the
+deeper one has two like blocks more. What lies between runs is the same in both. So a block can begin anywhere
+in a layer, and the first and last layers may differ from the others: these lie between the runs.
+
+Entries refer to earlier ones, a death to a birth, a wait to what is waited for. In a deeper list that is the
+entry at the same place of a block, whose number is linear in the number of the referring block and in the
+number of layers: backward frees in its block j what forward made in block n - 1 - j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spbench.bench.measure.memory.repeated_events import in_common
+
+
+class NotAlike(ValueError):
+    """Lists of two depths do not say what that of a third is."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A list in order.
+
+    Attributes:
+        tokens: [entries]: what each is, all but what it refers to.
+        references: [entries]: the entry that each refers to; -1: none.
+    """
+
+    tokens: np.ndarray
+    references: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Run(NamedTuple):
+    """Like blocks in the list of the shallower model: ``blocks`` of ``length`` entries, up to entry ``end``,
+    and ``part``, the last entries of a further one before them."""
+
+    end: int
+    length: int
+    blocks: int
+    part: int
+
+    @property
+    def start(self) -> int:
+        return self.end - self.blocks * self.length
+
+
+def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:
+    """The runs of a list of tokens that have two blocks more in a deeper one.
+
+    Raises:
+        NotAlike: the lists differ otherwise.
+    """
+    runs: list[Run] = []
+    at = there = free = 0  # entries from `free` on belong to no run yet
+    while True:
+        alike = in_common(shallow[at:], deeper[there:])
+        at, there = at + alike, there + alike
+        if at == len(shallow) and there == len(deeper):
+            return runs
+        length = _inserted(shallow[at:], deeper[there:])
+        count = 0
+        block = deeper[there : there + length]
+        while (start := at - (count + 1) * length) >= free and np.array_equal(
+            shallow[start : start + length], block
+        ):
+            count += 1
+        before = shallow[max(free, at - (count + 1) * length + 1) : at - count * length]
+        differ = np.flatnonzero(before != block[length - len(before) :])
+        part = len(before) - 1 - int(differ[-1]) if len(differ) else len(before)
+        runs.append(Run(at, length, count, part))
+        free, there = at, there + 2 * length
+
+
+def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
+    """The length of the block with which a deeper list begins twice, and after which it has most in common
+    with the shallower one.
+
+    Raises:
+        NotAlike: there is none.
+    """
+    lengths = np.arange(1, (len(deeper) - len(shallow)) // 2 + 1)
+    if len(shallow):
+        lengths = lengths[deeper[2 * lengths] == shallow[0]] if len(lengths) else lengths
+    else:
+        lengths = lengths[2 * lengths == len(deeper)]
+    best, found = 0, 0
+    for length in lengths[deeper[lengths] == deeper[0]].tolist() if len(lengths) else []:
+        if np.array_equal(deeper[:length], deeper[length : 2 * length]):
+            alike = in_common(shallow, deeper[2 * length :]) + 1
+            if alike > best:
+                best, found = alike, length
+    if not found:
+        raise NotAlike("a list has more than two like blocks with two layers more")
+    return found
+
+
+class Deepened:
+    """What the lists of two models say of that of a deeper one.
+
+    Args:
+        shallow, deeper: of models of n and n + 2 layers.
+
+    Attributes:
+        counterpart: of each entry of the deeper list, the one in its place in the shallower; -1: there is
+            none, for it is of the two blocks that a run has more.
+
+    Raises:
+        NotAlike: they do not say it.
+    """
+
+    def __init__(self, shallow: Entries, deeper: Entries):
+        self._runs = runs_of(shallow.tokens, deeper.tokens)
+        self._deeper = deeper
+        # of each entry its place in the first block of its run, the number of its block (-1: the part before
+        # the first), and its run (-1: it is in none); of the shallower list in terms of the deeper one
+        self._base, self._block = np.arange(len(deeper)), np.zeros(len(deeper), dtype=np.int64)
+        self._run = np.full(len(deeper), -1)
+        base, block = np.arange(len(shallow)), np.zeros(len(shallow), dtype=np.int64)
+        self.counterpart = np.arange(len(deeper))
+        #: of each run, its first entry in the deeper list
+        self._starts: list[int] = []
+        for number, run in enumerate(self._runs):
+            more = 2 * run.length
+            start = run.start + 2 * sum(each.length for each in self._runs[:number])
+            self._starts.append(start)
+            end = start + run.blocks * run.length + more
+            for bases, blocks, first, last in (
+                (self._base, self._block, start, end),
+                (base, block, run.start, run.end),
+            ):
+                place = np.arange(-run.part, last - first)
+                bases[first - run.part : last] = start + place % run.length
+                blocks[first - run.part : last] = place // run.length
+            self._run[start - run.part : end] = number
+            base[run.end :] += more
+            self.counterpart[end:] -= more
+            self.counterpart[start:end] = -1
+        self._refers = deeper.references >= 0
+        self._target, self._of_block = self._base[deeper.references], self._block[deeper.references]
+        #: of each run, the first of the two blocks without counterparts, of which further ones are copies
+        self._copied = [self._split(number, shallow.references, base) for number in range(len(self._runs))]
+        self._refer(shallow.references, base, block)
+
+    def _split(self, number: int, references: np.ndarray, base: np.ndarray) -> slice:
+        """Tell which blocks of a run have counterparts in the shallower list: the first, the last, or some
+        of both."""
+        run, start = self._runs[number], self._starts[number]
+        shallow = np.arange(run.start, run.end)
+        targets = np.where(references[shallow] >= 0, base[references[shallow]], -1)
+        for after in sorted(range(run.blocks + 1), key=lambda after: abs(2 * after - run.blocks)):
+            copied = start + (run.blocks - after) * run.length
+            here = start + np.arange(len(shallow))
+            here[here >= copied] += 2 * run.length
+            if np.array_equal(targets, np.where(self._refers[here], self._target[here], -1)):
+                self.counterpart[here] = shallow
+                return slice(copied, copied + run.length)
+        raise NotAlike("blocks refer to other entries with two layers more")
+
+    def _refer(self, references: np.ndarray, base: np.ndarray, block: np.ndarray) -> None:
+        """Find how the blocks that entries refer to depend on the number of layers and on their own."""
+        has = self._refers & (self.counterpart >= 0)
+        there = references[self.counterpart[has]]
+        more = self._of_block[has] - block[there]
+        same = (there >= 0).all() and np.array_equal(base[there], self._target[has])
+        if not same or not np.isin(more, (0, 2)).all():
+            raise NotAlike("entries refer to other entries with two layers more")
+        #: by how much the number of that block grows with a layer, and from each block to the next
+        self._by_layer, self._by_block = (np.zeros(len(self._deeper), dtype=np.int64) for _ in range(2))
+        self._by_layer[has] = more // 2
+        for copied, run in zip(self._copied, self._runs, strict=True):
+            here = np.arange(copied.start, copied.stop)[self._refers[copied]]
+            after = here + run.length
+            by_block = self._of_block[after] - self._of_block[here]
+            if not np.array_equal(self._target[here], self._target[after]):
+                raise NotAlike("like blocks refer to other entries")
+            if not np.isin(by_block, (-1, 0, 1)).all():
+                raise NotAlike("like blocks refer to blocks further away each time")
+            self._by_block[here] = by_block
+            # blocks in reverse count from the last layer on, others from the first
+            self._by_layer[here] = by_block < 0
+
+    def by(self, layers: int) -> tuple[np.ndarray, np.ndarray]:
+        """The list of a model with that many layers more than the shallower one.
+
+        Returns:
+            (of each entry, the one of the deeper list that it is a copy of; what each refers to, -1 nothing)
+
+        Raises:
+            NotAlike: something would refer to what is not there.
+        """
+        pieces, copies, first = [], [], 0
+        begins = np.arange(len(self._deeper))  # where the first block of each entry's run has it
+        for start, copied, run in zip(self._starts, self._copied, self._runs, strict=True):
+            pieces += [np.arange(first, copied.start), np.tile(np.arange(copied.start, copied.stop), layers)]
+            copies += [np.zeros(copied.start - first, int), np.repeat(np.arange(layers), run.length)]
+            first = copied.stop + run.length
+            begins[start + (run.blocks + 2) * run.length :] += (layers - 2) * run.length
+        pieces.append(np.arange(first, len(self._deeper)))
+        copies.append(np.zeros(len(self._deeper) - first, int))
+        like, copy = np.concatenate(pieces), np.concatenate(copies)
+        # of what each entry of the deeper list refers to, by that entry's run; the last is of what is in none
+        target, run_of = self._target, self._run[self._target]
+        lengths = np.array([*(run.length for run in self._runs), 0])[run_of]
+        ends = np.array([*(run.blocks + layers for run in self._runs), 1])[run_of]
+        parts = np.array([*(run.part for run in self._runs), 0])[run_of]
+        place = target - np.array([*self._starts, 0])[run_of]
+        block = self._of_block + self._by_layer * (layers - 2)
+        # of the copies of those that refer to one
+        refers = np.flatnonzero(self._refers[like])
+        of = like[refers]
+        block = block[of] + self._by_block[of] * copy[refers]
+        if ((block * lengths[of] + place[of] < -parts[of]) | (block >= ends[of])).any():
+            raise NotAlike("an entry refers to a block that is not there")
+        references = np.full(len(like), -1)
+        references[refers] = begins[target[of]] + block * lengths[of]
+        return like, references

@@ -1,0 +1,302 @@
+"""A search on any engine: the largest value that fits, proved by a step at each value that was tried.
+
+On virtual ranks it is predicted from a few small traces (:mod:`measure.engines.extrapolate`), then
+proved by whole traces: the answer fits, one step more does not. So a search costs two whole traces where the
+prediction is right, one more where the allocator loses memory to fragmentation, and up to three more where
+the step is no multiple of what fused kernels take. The time of a step comes from the same traces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.engine import Engine
+from spbench.bench.measure.engines.extrapolate import DEPTHS, NotOneProgram, Programs
+from spbench.bench.measure.engines.host_memory import host_is_full
+from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.quantities import Candidates
+from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.shallow_needs import ShallowNeeds
+from spbench.bench.measure.engines.step_times import can_time
+from spbench.bench.measure.engines.traces import ClassTraces, Trace
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.memory.repeated_events import stretches
+from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measurement import Measurement
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+
+#: whole traces that a search may take before it is given up as a failure
+MAX_PROBES = 40
+#: fused kernels of attention take multiples of this only; other sizes run other kernels and need more memory
+KERNEL_MULTIPLE = 4
+
+
+class Probe(NamedTuple):
+    """A whole trace of the step at one value of the searched quantity."""
+
+    value: int
+    traces: ClassTraces
+    measurement: Measurement
+
+
+def proof_of(value: int, measurement: Measurement) -> dict[str, Any]:
+    """A line of a row's proof: what was measured at a value of the searched quantity."""
+    shown = ("status", "peak_memory_bytes", "reserved_memory_bytes", "reason")
+    return {"value": value, **{name: getattr(measurement, name) for name in shown}}
+
+
+class Boundary:
+    """The bracket around the largest value that fits, and the probes that narrowed it.
+
+    Values are counted in units here: of the search's step, or of the smallest multiple of it that all kernels
+    take, among which memory only grows. The values between two of those are tried last, by :meth:`refine`.
+
+    Args:
+        candidates: what may be tried.
+        capacity: bytes of the card that tensors can have.
+    """
+
+    def __init__(self, candidates: Candidates, capacity: int):
+        self.candidates, self.capacity = candidates, capacity
+        asked, step = candidates.asked, candidates.values.step
+        self.unit = step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, asked.step))
+        self.low, self.high = 0, asked.limit // self.unit + 1
+        self.timed = asked.timed and can_time(candidates.cell)
+        #: the newest probe, the best that fits, and the newest that does not
+        self.newest: Probe | None = None
+        self.best: Probe | None = None
+        self.too_large: Probe | None = None
+        self.proof: list[dict[str, Any]] = []
+        #: whether to look which program runs at a guess
+        self.confirming = True
+        #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
+        self.predicted = 0
+        #: how many sizes were out of memory that were said to fit
+        self.disappointed = 0
+        self._sample()
+
+    def _sample(self) -> None:
+        """Learn how the memory of the predicted class grows, from small shallow traces."""
+        cell, quantity = self.candidates.cell, self.candidates.quantity
+        smallest = quantity.smallest_sample(self.unit)
+        points = [smallest * n for n in range(1, quantity.degree + 2)]
+        model = model_preset(*cell.model_arguments)
+        layers, self.period = getattr(model, "layers", None), model.period
+        if self.period > 1 and layers and layers % (cell.sizes.pp * self.period):
+            layers = None  # stages differ, so the model is traced whole
+        depth = layers and layers // cell.sizes.pp // self.period
+        self.needs: ShallowNeeds | None = None
+        if depth and depth > max(DEPTHS):
+            self.needs = ShallowNeeds(cell, self._trace_at, depth, self.capacity)
+        try:
+            self.programs: Programs | None = Programs(
+                lambda units, layers: self._trace_at(units, layers).memory, points, depth
+            )
+        except NotOneProgram:
+            self.programs = None
+
+    def _trace_at(self, units: int, layers: int | None) -> Trace:
+        cell = self.candidates.at(units * self.unit)
+        if layers is not None:
+            options = {**cell.model_options, "layers": layers * cell.sizes.pp * self.period}
+            cell = cell.model_copy(update={"model_options": options})
+        return virtual.trace(cell, rank_classes(cell)[self.predicted].first)
+
+    def _last(self, fits: Callable[[int], bool]) -> int:
+        """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
+        low, high = self.low, self.high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _guess(self) -> int:
+        """The boundary as far as is known; blind bisection if no program could be sampled."""
+        if self.programs is None or not self.confirming or self._host_was_full():
+            return self._guess_of_needs()
+        while True:
+            guess = self._last(self._seems_to_fit)
+            if guess == self.low:
+                return guess
+            try:
+                if self.programs.confirm(guess):
+                    return guess
+            except NotOneProgram:
+                # programs change too often there, as with tiles, of which a longer sequence has more
+                self.confirming = False
+                return self._guess_of_needs()
+
+    def _guess_of_needs(self) -> int:
+        """The last size that fits by traces of few layers. These do not see what the allocator loses: the
+        first whole traces of one that may not flush tell it; else each disappointment goes further below."""
+        if self.needs is None:
+            return (self.low + self.high) // 2 if self._host_was_full() else self._between_probes()
+        if self.newest and len(self.proof) < 4 and not self.candidates.cell.training.alloc_retries:
+            return self.needs.last_that_fits(self.low, self.high, self._most(self.needs, self.newest))
+        if self.disappointed and not self.low:
+            return max(1, self.high - 2 ** (self.disappointed - 1))
+        if self.disappointed:
+            return (self.low + self.high) // 2
+        return self.needs.last_that_fits(self.low, self.high)
+
+    def _most(self, needs: ShallowNeeds, newest: Probe) -> float:
+        """The need, as a part of the card, at which all of it is reserved, as in the newest whole trace."""
+        reserved = max(row["reserved_memory_bytes"] for row in newest.measurement.by_class)
+        return needs.part(newest.value // self.unit) * self.capacity / reserved
+
+    def _between_probes(self) -> int:
+        """Where a line through the peaks of two probes meets the card's memory: of the nearest that fits and
+        that does not, or of the two largest or smallest. Memory grows evenly with the number of tiles."""
+        peaks = {each["value"] // self.unit: each["peak_memory_bytes"] for each in self.proof}
+        if not peaks:
+            return (self.low + self.high) // 2
+        least, most = peaks.get(self.low, 0), self.capacity
+        if (above := peaks.get(self.high, most + 1)) <= most:
+            # the card is full before its memory is: what is lost to fragments is at most a fifth
+            most = (max(least, most * 4 // 5) + above) // 2
+        inside = [units for units in (self.low, self.high) if units in peaks]
+        if len(inside) < 2:
+            inside = sorted(peaks)[-2:] if self.low in peaks else sorted(peaks)[:2]
+        a, *others = inside
+        b, of_b = (others[0], peaks[others[0]]) if others else (0, 0)
+        slope = (peaks[a] - of_b) / (a - b)
+        guess = int(a + (most - peaks[a]) / slope) if slope > 0 else (self.low + self.high) // 2
+        return max(self.low, min(self.high - 1, guess))
+
+    def _host_was_full(self) -> bool:
+        """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
+        return bool(self.too_large and host_is_full(self.too_large.measurement, self.candidates.cell))
+
+    def _seems_to_fit(self, units: int) -> bool:
+        """Whether the allocator serves the events of the newest whole trace, resized; if that is of another
+        program, or there is none yet, whether the predicted peak is below the card's memory."""
+        assert self.programs is not None
+        model = self.programs.model(units)
+        if self.newest is not None:
+            at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
+            if self.programs.model(at) is model:
+                sizes = model.resized(log, at, units)
+                kind = allocator_of(self.candidates.cell)
+                repeated = stretches(sizes, log.events, log.streams)
+                found = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
+                return found.out_of_memory is None
+        return model(units) <= self.capacity
+
+    def probe(self, value: int) -> bool:
+        """Trace the whole step at that value; returns whether it fits."""
+        traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
+        self.newest = probe = Probe(value, traces, traces.memory_measurement())
+        self.proof.append(proof_of(value, probe.measurement))
+        fits = probe.measurement.status != "oom"
+        if fits:
+            self.best = probe
+        else:
+            self.too_large = probe
+        largest = traces.traces.index(traces.worst())
+        if largest != self.predicted:
+            self.predicted = largest
+            self._sample()
+        return fits
+
+    def narrow(self) -> None:
+        """Probe until the bracket has no room."""
+        beyond = 1  # how far past a size that fits to look, when nothing more is predicted to fit
+        while self.high - self.low > 1:
+            if len(self.proof) == MAX_PROBES:
+                raise RuntimeError(
+                    f"no boundary after {MAX_PROBES} traces between {self.low} and {self.high}"
+                )
+            guess = self._guess()
+            predicted = guess > self.low
+            units = min(guess if predicted else self.low + beyond, self.high - 1)
+            fits = self.probe(units * self.unit)
+            self.disappointed += predicted and not fits
+            self.low, self.high = (units, self.high) if fits else (self.low, units)
+            beyond = 2 * beyond if fits and not predicted else 1
+
+    def refine(self) -> None:
+        """Probe the values inside the bracket that are not whole units, the largest first."""
+        inside = [value for value in self.candidates.values if self.low < value / self.unit < self.high]
+        next((value for value in reversed(inside) if self.probe(value)), None)
+
+
+def largest_that_fits(cell: Cell) -> Measurement:
+    """As :func:`search`, on virtual ranks."""
+    candidates = Candidates(cell)
+    capacity = usable_memory_bytes(cell.at(candidates.values[0]))
+    if capacity is None:
+        raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
+    boundary = Boundary(candidates, capacity)
+    boundary.narrow()
+    boundary.refine()
+    chosen = boundary.best or boundary.too_large
+    assert chosen is not None
+    measurement = chosen.traces.measurement() if boundary.best else chosen.measurement
+    measurement.proof = boundary.proof
+    measurement.answer = boundary.best.value if boundary.best else None
+    return measurement
+
+
+def search(cell: Cell, engine: Engine) -> Measurement:
+    """The measurement at the largest value that fits, with ``answer`` and ``proof``; status oom, if not even
+    the smallest value fits.
+
+    Virtual ranks predict the answer from small traces. On any other engine the virtual answer is tried first,
+    for the cell's rank or else the virtual one with the largest peak.
+
+    Raises:
+        Unsupported: the engine does not search, the strategy cannot run these sizes, the limit is below the
+            smallest value, or the cluster's memory has no limit.
+    """
+    if isinstance(engine, virtual.VirtualEngine):
+        return largest_that_fits(cell)
+    tried: dict[int, Measurement] = {}
+    with engine.probes(cell) as probe:
+        virtually, candidates = largest_that_fits(cell), Candidates(cell)
+        rank = virtually.peak_rank if cell.rank is None else cell.rank
+
+        def at(value: int) -> Cell:
+            return candidates.at(value).model_copy(update={"rank": rank})
+
+        def fits(number: int) -> bool:
+            value = candidates.values[number - 1]
+            tried[value] = probe(at(value))
+            return tried[value].status != "oom"
+
+        guess = candidates.values.index(virtually.answer) + 1 if virtually.answer else 1
+        best = largest_fitting(len(candidates.values), fits, guess)
+    answer = candidates.values[best - 1] if best else None
+    measurement = tried[answer or candidates.values[0]]
+    if answer and candidates.asked.timed:
+        measurement = engine.measure(at(answer))
+    measurement.answer = answer
+    measurement.proof = [proof_of(value, found) for value, found in tried.items()]
+    return measurement
+
+
+def largest_fitting(count: int, fits: Callable[[int], bool], guess: int) -> int:
+    """The largest of 1, ..., ``count`` for which ``fits`` is true; 0 if there is none.
+
+    Whatever is below a number that fits must fit too. The guess is tried first, then numbers at distances
+    that double from there until the answer changes, then the middle of what is left: two numbers where the
+    guess is right.
+    """
+    low, high, step = 0, count + 1, 1  # low fits, high does not
+    tried_low = tried_high = False
+    at = min(max(guess, 1), count)
+    while high - low > 1:
+        if fits(at):
+            low, tried_low = at, True
+        else:
+            high, tried_high = at, True
+        if tried_low and tried_high:
+            at = (low + high) // 2
+        else:
+            at = min(low + step, count) if tried_low else max(high - step, 1)
+            step *= 2
+    return low

@@ -1,0 +1,218 @@
+"""What every engine builds and runs: a cell's module, its training or inference step, and a rank's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell
+from spbench.bench.environment_variables import VARIABLES
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import composition
+from spbench.bench.measure.trace.memory import MemoryMeter
+from spbench.bench.measure.trace.recorder import Recorder
+from spbench.impls.axes import Place
+from spbench.impls.backends.meta_device import WholeParameters, attributes_of
+from spbench.impls.composition import Composition, Stage, rank_module
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.options import set_options
+from spbench.impls.registries import backend_class
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.nesting import nesting
+from spbench.impls.training.inference import Inference
+from spbench.impls.training.step import PRECISIONS, Training, default_dtype
+from spbench.impls.training.turns import Turns
+
+
+def set_up(
+    cell: Cell,
+    mesh: DeviceMesh,
+    generator: torch.Generator | None = None,
+    set_weights: Callable[[nn.Module], None] | None = None,
+    turns: Turns | None = None,
+) -> tuple[Training | Inference, dict[str, Tensor]]:
+    """Build what a cell runs on this rank, and this rank's inputs, with values from the two arguments after
+    the mesh, on the mesh's device; see :func:`record_step` for the last one."""
+    model = model_preset(*cell.model_arguments)
+    training: Training | Inference
+    left_out: frozenset[str] = frozenset()
+    if cell.training.step == "inference":
+        module, strategy, around = build_module(cell, mesh, set_weights)
+        training, left_out = Inference(module, around), model.targets
+    else:
+        training, strategy, around = build_training(cell, mesh, set_weights, turns=turns)
+    # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
+    batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
+    if not model.has_weights:
+        batch = {name: x.to(PRECISIONS[cell.precision].parameters) for name, x in batch.items()}
+    inputs = rank_inputs(model, strategy, around, batch)
+    inputs = {name: part for name, part in inputs.items() if name not in left_out}
+    if cell.training.batch_on_device == "part":
+        inputs = {name: part.clone() for name, part in inputs.items()}
+    return training, inputs
+
+
+def build_training(
+    cell: Cell,
+    mesh: DeviceMesh,
+    set_weights: Callable[[nn.Module], None] | None = None,
+    cls: type[Strategy] | None = None,
+    turns: Turns | None = None,
+) -> tuple[Training, Strategy, Composition]:
+    """The training of a cell on this rank, and what it was built with.
+
+    Args:
+        set_weights: gives the module its weights; before they are copied or sharded, unless the backend
+            starts on the meta device. None: they have none.
+        cls: the strategy, instead of the registered one of the cell's name.
+        turns: see :func:`record_step`.
+    """
+    backend = backend_class(cell.training.backend)
+    options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
+    deferred = backend.starts_on_meta(options)
+    before, device = (None, "meta") if deferred else (set_weights, None)
+    module, strategy, around = build_module(cell, mesh, before, cls, device)
+    attributes = attributes_of(module)
+    training = Training(
+        module,
+        strategy,
+        PRECISIONS[cell.precision],
+        moments=cell.training.moments,
+        backend=cell.training.backend,
+        backend_options=cell.training.backend_options,
+        around=around,
+        micro_batches=cell.training.micro_batches,
+        schedule=cell.training.schedule,
+        turns=turns or turns_of(cell, around.stage),
+    )
+    if deferred and set_weights is not None:
+        parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
+        set_weights(WholeParameters(module, parts, attributes, again))
+    return training, strategy, around
+
+
+def turns_of(cell: Cell, stage: Stage) -> Turns | None:
+    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
+
+    Args:
+        stage: which rank it is.
+    """
+    training = cell.training
+    if training.schedule != "interleaved":
+        return None
+    return Turns(
+        stage.index,
+        stage.count,
+        training.virtual_stages,
+        training.micro_batches,
+        training.microbatch_group_size,
+        training.overlap_p2p_communication,
+    )
+
+
+def build_module(
+    cell: Cell,
+    mesh: DeviceMesh,
+    set_weights: Callable[[nn.Module], None] | None = None,
+    cls: type[Strategy] | None = None,
+    device: str | None = None,
+) -> tuple[nn.Module, Strategy, Composition]:
+    """The module alone, with the arguments of :func:`build_training`; on the mesh's device, unless another
+    is given."""
+    place = Place.on(mesh)
+    strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
+    around = composition(cell, place)
+    module = _built(cell, strategy, around, device or mesh.device_type)
+    if set_weights is not None:
+        set_weights(module)
+    return module, strategy, around
+
+
+def _built(cell: Cell, strategy: Strategy, around: Composition, device: str) -> nn.Module:
+    model = model_preset(*cell.model_arguments)
+    with default_dtype(PRECISIONS[cell.precision].parameters), torch.device(device):
+        return rank_module(partial(model.build, strategy, cell.shape[1]), around)
+
+
+def rank_inputs(
+    model: Model, strategy: Strategy, around: Composition, batch: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's part of a whole batch (views)."""
+    return {
+        name: strategy.shard(
+            whole if name in model.unbatched else whole.chunk(around.replicas)[around.replica],
+            model.sequence_dims[name],
+        )
+        for name, whole in batch.items()
+    }
+
+
+def record_step(
+    cell: Cell,
+    mesh: DeviceMesh,
+    recorder: Recorder,
+    generator: torch.Generator | None = None,
+    set_weights: Callable[[nn.Module], None] | None = None,
+    turns: Turns | None = None,
+) -> tuple[Training | Inference, dict[str, Tensor]]:
+    """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
+
+    Args:
+        set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
+        turns: of an interleaved pipeline, which may be of fewer micro-batches than are set up; None: the
+            cell's.
+    """
+
+    def set_unseen(module: nn.Module) -> None:
+        if set_weights is not None:
+            with recorder.paused():
+                set_weights(module)
+
+    recorder.memory.attention = model_preset(*cell.model_arguments).attention_kernel
+    training, inputs = set_up(cell, mesh, generator, set_unseen, turns)
+    recorder.communication.axes.update(training.around.place.flattened)
+    _tag(recorder.memory, training, inputs)
+    for number in range(1, cell.training.steps + 1):
+        with recorder.step(last=number == cell.training.steps):
+            training.step(inputs, recorder.phase)
+    _tag(recorder.memory, training, inputs)  # what the steps have made and still hold, such as moments
+    return training, inputs
+
+
+def _tag(memory: MemoryMeter, training: Training | Inference, inputs: Mapping[str, Tensor]) -> None:
+    """In a function of its own, for a list of tensors that outlives it would keep them alive in the step."""
+    for category, tensors in training.held().items():
+        memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
+    memory.tag(inputs.values(), "inputs")
+
+
+def workspace_bytes(cell: Cell) -> dict[str, int]:
+    """Bytes of each workspace on the cell's cluster, by the name that :attr:`Device.workspaces` has for the
+    library; cuBLAS's as ``training.cublas_workspace`` says, if it does."""
+    limits = load_cluster(cell.cluster).device.workspaces
+    nbytes: dict[str, int] = {name: limit.value or 0 for name, limit in limits.items()}
+    config = cell.training.cublas_workspace
+    return nbytes if config is None else {**nbytes, "cublas": configured_bytes(config)}
+
+
+def configured_bytes(config: str) -> int:
+    """Bytes of a CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count as in ":4096:2:16:8", as torch adds them
+    up."""
+    numbers = [int(number) for number in config.split(":")[1:]]
+    return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def refuse_variables(cell: Cell) -> None:
+    """Raise :class:`Unsupported` if a cell that runs on real devices has a setting that its processes read
+    from their environment."""
+    for name, variable in VARIABLES.items():
+        if getattr(cell.training, name) is not None:
+            raise Unsupported(
+                f"the engine {cell.engine} does not set training.{name}",
+                f"leave it out, and set {variable} in the environment",
+            )

@@ -1,0 +1,183 @@
+"""Which ranks along a strategy's axis have other work than others, and which of them stand for which.
+
+Under a causal mask a rank's work follows from the positions that it holds. Of contiguous chunks rank r meets
+r + 1 blocks of keys; zigzag, all ranks meet as many; of packed documents, each what its documents leave.
+Ranks of equal work are one class. Where there are more than MOST_SETS kinds of work, ranks of much the same
+work are put together (:func:`roles_by_load`), and :func:`work_error` says how far that can be off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.simulator.lighter_ranks import odd_sets
+from spbench.impls.attended import Attended
+from spbench.impls.axes import Place
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.nesting import nesting
+
+#: sets of ranks at most, of those that have much the same work
+MOST_SETS = 8
+
+
+class Load(NamedTuple):
+    """What a rank has to do where positions meet, the heaviest last where sorted.
+
+    Attributes:
+        pairs: queries and keys that meet, in a head of each layer; summed over layers.
+        documents, parts: where states begin anew in each document, how many it has some of, and their parts'
+            lengths: each has states of its own.
+    """
+
+    pairs: int
+    documents: int = 0
+    parts: tuple[int, ...] = ()
+
+
+#: layers where positions meet under a causal mask: (kind of their sites, window, how many)
+_Layers = tuple[tuple[str, int | None, int], ...]
+
+
+def _attention_of(cell: Cell) -> tuple[Attended, _Layers]:
+    """What positions of the cell's sequences attend to in all layers, and in each."""
+    return _attention_in(json.dumps(cell.model_arguments), cell.shape[1])
+
+
+@lru_cache(maxsize=256)
+def _attention_in(model: str, length: int) -> tuple[Attended, _Layers]:
+    preset = model_preset(*json.loads(model))
+    layers = tuple(
+        (site.kind, site.dims.get("window"), site.count)
+        for site in preset.sites(1, length)
+        if site.kind in ("causal_attention", "linear_attention")
+    )
+    return preset.attended(length), layers
+
+
+def loads_along(cell: Cell, axis: str) -> Sequence[Load]:
+    """What each of the ranks along an axis of the strategy has to do."""
+    options = json.dumps(cell.strategy_options, sort_keys=True)
+    attended, layers = _attention_of(cell)
+    mesh = tuple(cell.mesh_sizes.items())
+    return _loads(cell.strategy, mesh, axis, options, attended, cell.shape[1], layers)
+
+
+@lru_cache(maxsize=64)
+def _loads(
+    strategy: str,
+    mesh: tuple[tuple[str, int], ...],
+    axis: str,
+    options: str,
+    attended: Attended,
+    length: int,
+    layers: _Layers,
+) -> Sequence[Load]:
+    found, sizes = nesting(strategy), dict(mesh)
+    chosen: Mapping[str, Any] = json.loads(options)
+
+    def load(each: Strategy) -> Load:
+        parts = each.document_parts(attended, length)
+        pairs = 0
+        for kind, window, count in layers:
+            if kind == "linear_attention":
+                pairs += count * each.scored_pairs(length)
+            else:
+                pairs += count * each.attended_pairs(attended.in_layer(window, length), length)
+        return Load(pairs, len(parts), tuple(parts))
+
+    def of_rank(rank: int) -> Load:
+        return load(found.configured(Place(sizes, {axis: rank}), chosen))
+
+    first, last = of_rank(0), of_rank(sizes[axis] - 1)
+    # of one text the work grows with the rank, or is even
+    if sizes[axis] == 1 or (not attended.documents and first == last):
+        return [first] * sizes[axis]
+    return [first, *map(of_rank, range(1, sizes[axis] - 1)), last]
+
+
+def _is_plain_text(cell: Cell) -> bool:
+    """Whether no layer attends to anything but all earlier positions of one text."""
+    attended, layers = _attention_of(cell)
+    return attended.plain and all(window is None for _, window, _ in layers)
+
+
+def is_uneven_text(cell: Cell) -> bool:
+    """Whether ranks have unlike work of one text, which a balanced placement would even out."""
+    return _is_plain_text(cell) and bool(_unlike(cell))
+
+
+def marked_axis(cell: Cell) -> str | None:
+    """The axis along which ranks have unlike work of which the last one's step says all (``marks_work``), so
+    that they are of one class; None: there is none."""
+    if not _is_plain_text(cell):
+        return None
+    strategy = nesting(cell.strategy)
+    for axis in strategy.axes:
+        # the last rank has most, as chunks lie in the order of the sequence
+        pairs = [load.pairs for load in loads_along(cell, axis)]
+        of_all = [rank for role in strategy.roles(axis, len(pairs)) for rank in role]
+        one_role = len(strategy.roles(axis, len(pairs))) == 1 and of_all[0] == len(pairs) - 1
+        if one_role and pairs != pairs[:1] * len(pairs) and strategy.owner(axis).marks_all_work():
+            return axis
+    return None
+
+
+def _unlike(cell: Cell) -> list[Sequence[Load]]:
+    """The loads along each axis of the strategy on which ranks have unlike work."""
+    along = (loads_along(cell, axis) for axis in nesting(cell.strategy).axes)
+    return [loads for loads in along if len(set(loads)) > 1]
+
+
+def imbalance(cell: Cell) -> float | None:
+    """The pairs of the rank that has most over their mean; None where all ranks have the same of one
+    unpacked text."""
+    unlike = _unlike(cell)
+    if not unlike and _attention_of(cell)[0].plain:
+        return None
+    most = 1.0
+    for loads in unlike:
+        pairs = [load.pairs for load in loads]
+        if total := sum(pairs):
+            most *= max(pairs) * len(pairs) / total
+    return most
+
+
+def work_error(cell: Cell) -> float | None:
+    """The most by which a rank's pairs differ from those of the rank that is traced for it, over the mean of
+    all ranks; None where each rank has exactly the pairs of the one that is traced for it."""
+    strategy, error, marked = nesting(cell.strategy), 0.0, marked_axis(cell)
+    for axis in strategy.axes:
+        if axis == marked:
+            continue
+        loads = loads_along(cell, axis)
+        mean = sum(load.pairs for load in loads) / len(loads)
+        for ranks in roles_by_load(strategy.roles(axis, len(loads)), loads):
+            off = (abs(loads[rank].pairs - loads[ranks[0]].pairs) for rank in ranks)
+            error = max(error, max(off) / mean if mean else 0.0)
+    return error or None
+
+
+def roles_by_load(roles: Sequence[Sequence[int]], loads: Sequence[Load]) -> list[list[int]]:
+    """The roles of ranks, with those of a role apart that have more or less to do: MOST_SETS sets of each at
+    most. The first rank of each set is traced for it.
+
+    Where there are more kinds of work, the rank that has most is a set of its own, since others wait for it
+    and its peak is the largest; the others are in sets of neighbours by load (:func:`odd_sets`).
+    """
+    found: list[list[int]] = []
+    for ranks in roles:
+        distinct = sorted({loads[rank] for rank in ranks}, reverse=True)
+        if len(distinct) == 1:
+            found.append([*ranks])
+            continue
+        order = sorted(sorted(ranks), key=lambda rank: loads[rank], reverse=True)
+        if len(distinct) <= MOST_SETS:
+            found += [[rank for rank in order if loads[rank] == each] for each in distinct]
+            continue
+        found += [[order[place] for place in each] for each in odd_sets(len(order), MOST_SETS)]
+    return found

@@ -1,0 +1,162 @@
+"""The caching allocator with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: Note [Expandable Segments], find_expandable_block,
+map_block, unmap_block, get_free_block, should_split. They differ from those of :mod:`.allocator` in this:
+
+- Each stream has one segment for small blocks and one for large ones, which grow by pages of 2 and of 20 MiB.
+- A request that no free block can serve is served at the lowest address where free blocks and pages that are
+  not there lie side by side and are together large enough; the missing pages are mapped.
+- What remains of a block is split off from 512 B on, in large blocks too, so what is allocated is what was
+  asked for in whole granules.
+- In best fit a block before missing pages counts as large as it can become, so others are taken first.
+- Where the card has no page left, all wholly free pages are unmapped, from within segments too, before the
+  request is tried again.
+
+Not replayed: torch reserves 9/8 of the card's memory as addresses of a segment, and begins a second one where
+these end; here they do not end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from spbench.bench.measure.memory.allocator import (
+    GRANULE,
+    LARGE_SEGMENT,
+    SMALL_SEGMENT,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+)
+
+#: more than any card has, and a multiple of each page
+_ADDRESSES = LARGE_SEGMENT * 2**40
+
+
+class ExpandableSegments(CachingAllocator):
+    """As :class:`CachingAllocator`, with segments that grow and shrink by pages."""
+
+    least_rest = GRANULE
+
+    def __init__(self, capacity: int | None = None):
+        super().__init__(capacity)
+        # addresses, ascending, of the ranges without pages, of each (stream, small)
+        self._holes: dict[tuple[int, bool], list[int]] = {}
+
+    def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
+        """As the base class's; each range of mapped pages is told as a segment, as torch's snapshot does."""
+        for first in self._blocks.values():
+            if self._is_hole(first) or not (first.previous is None or self._is_hole(first.previous)):
+                continue
+            blocks, block = [], first
+            while block is not None and not self._is_hole(block):
+                blocks.append((block.address, block.size, block.free))
+                block = block.next  # type: ignore[assignment]
+            yield blocks
+
+    def _is_hole(self, block: Block) -> bool:
+        holes = self._holes[block.pool]
+        at = bisect_left(holes, block.address)
+        return at < len(holes) and holes[at] == block.address
+
+    def _may_become(self, address: int) -> int:
+        """Bytes of a free block and of the missing pages behind it."""
+        block = self._blocks[address]
+        after = block.next
+        return block.size + (after.size if after is not None and self._is_hole(after) else 0)
+
+    def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
+        pool = self._free[of]
+        at = bisect_left(pool, (size, -1))
+        if at == len(pool):
+            return None
+        least = self._may_become(pool[at][1])
+        while at + 1 < len(pool) and (next_least := self._may_become(pool[at + 1][1])) < least:
+            at, least = at + 1, next_least
+        block = self._blocks[pool.pop(at)[1]]
+        block.free = False
+        return block
+
+    def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
+        block = self._grown(size, pool)
+        if block is None and self.retries:
+            self._release_cached()
+            block = self._grown(size, pool)
+        if block is None:
+            raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
+        self._remove_free(block)
+        return block
+
+    def _grown(self, size: int, pool: tuple[int, bool]) -> Block | None:
+        """A free block of at least that size, with pages mapped as needed; None: the card has too few. Those
+        that were mapped stay."""
+        first = self._lowest_room(size, pool)
+        block = self._map(first, min(first.size, size)) if self._is_hole(first) else first
+        while block is not None and block.size < size:
+            hole = block.next
+            assert hole is not None
+            block = self._map(hole, min(hole.size, size - block.size))
+        return block
+
+    def _lowest_room(self, size: int, pool: tuple[int, bool]) -> Block:
+        """The first of neighbours, free or without pages, that have room."""
+        if pool not in self._holes:
+            begin = len(self._holes) * _ADDRESSES
+            self._blocks[begin] = Block(begin, _ADDRESSES, pool)
+            self._holes[pool] = [begin]
+        for address in self._holes[pool]:
+            hole = self._blocks[address]
+            before = hole.previous
+            first = before if before is not None and before.free else hole
+            found, block = 0, first
+            while found < size and block is not None and (block.free or self._is_hole(block)):
+                found, block = found + block.size, block.next  # type: ignore[assignment]
+            if found >= size:
+                return first
+        raise AssertionError("the last range without pages has room for anything")
+
+    def _map(self, hole: Block, size: int) -> Block | None:
+        """Map the first pages of a range, as many as ``size`` bytes need; returns the free block that they
+        are part of, or None if the card has not that many."""
+        page = self._page(hole.pool)
+        mapped = -(-size // page) * page
+        if self.capacity is not None and self.reserved + mapped > self.capacity:
+            return None
+        self._holes[hole.pool].remove(hole.address)
+        if mapped < hole.size:
+            self._cut(hole, mapped)
+            insort(self._holes[hole.pool], hole.address + mapped)
+        self.reserved += mapped
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return self._join(hole)
+
+    def _release_cached(self) -> None:
+        for pool, free in [*self._free.items()]:
+            page = self._page(pool)
+            for size, address in [*free]:
+                begin, end = -(-address // page) * page, (address + size) // page * page
+                if begin < end:
+                    self._unmap(self._blocks[address], begin, end)
+
+    def _unmap(self, block: Block, begin: int, end: int) -> None:
+        """Take the pages between two addresses away from a free block."""
+        self._remove_free(block)
+        if block.address < begin:
+            before, block = block, self._cut(block, begin - block.address)
+            self._add_free(before)
+        if end < block.address + block.size:
+            self._add_free(self._cut(block, end - block.address))
+        self.reserved -= block.size
+        holes = self._holes[block.pool]
+        if block.next is not None and self._is_hole(block.next):
+            holes.remove(block.next.address)
+            self._merge(block, block.next)
+        if block.previous is not None and self._is_hole(block.previous):
+            self._merge(block.previous, block)
+        else:
+            insort(holes, block.address)
+
+    @staticmethod
+    def _page(pool: tuple[int, bool]) -> int:
+        return SMALL_SEGMENT if pool[1] else LARGE_SEGMENT

@@ -1,0 +1,228 @@
+"""Ranks on the machines of a torchrun job, or of any launcher that sets RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT for each process: the coordinator's side.
+
+The coordinator is the process of rank 0, which runs the command, or a worker of its sweep. The launcher's
+other processes become agents (:mod:`measure.processes.rank_agent`), on which jobs run.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from ipaddress import ip_address
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spbench.bench.errors import UserError
+from spbench.bench.measure.processes.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for
+from spbench.bench.measure.processes.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
+from spbench.bench.measure.processes.rank_pool import RankPool, Ranks, loopback_store
+from spbench.bench.measure.processes.rank_process import Rendezvous
+from spbench.bench.measure.processes.staged_group import STAGED
+from spbench.bench.measure.processes.starting import (
+    STACKS_S,
+    Surroundings,
+    interrupts_blocked,
+    main_module_hidden,
+    starting_context,
+    when_parent_is_gone,
+)
+from spbench.impls.layout import Unavailable
+
+#: seconds that an agent has to appear before a job of its rank fails
+_START_S = 120.0
+#: seconds that agents have to end once they are told to
+_LEAVE_S = 10.0
+
+
+@contextmanager
+def coordinating(launched: Launched) -> Iterator[None]:
+    """Inside, this process is the coordinator of all agents, and starts that of rank 0. They end with it.
+
+    Raises:
+        KeyboardInterrupt: the launcher is gone.
+        UserError: nobody can meet where the launcher says.
+    """
+    holder = None
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            holder = _listening(launched.rendezvous)
+        store = launched.rendezvous.store()
+    except (OSError, dist.DistError) as error:
+        place = f"MASTER_ADDR={launched.rendezvous.host} MASTER_PORT={launched.rendezvous.port}"
+        raise UserError(f"ranks cannot meet at {place}: {str(error).splitlines()[0]}") from error
+    context = starting_context()
+    agent = context.Process(target=_agent, args=(Surroundings(), launched))  # type: ignore[attr-defined]
+    with interrupts_blocked(), main_module_hidden():
+        agent.start()
+    os.environ[AGENTS] = pickle.dumps((launched.agents, launched.rendezvous)).hex()
+    when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        yield
+    finally:
+        del os.environ[AGENTS]
+        with suppress(dist.DistError):  # the store is gone with the launcher
+            number = _post(store, None)
+            wait_for(store, f"left/{number}/{launched.agents}", _LEAVE_S)  # it may end with this process
+        agent.join(GRACE_S)
+        agent.kill()
+        del holder
+
+
+def _listening(place: Rendezvous) -> dist.TCPStore:
+    """The store for all agents; on the loopback interface alone if that is where they look for it."""
+    if ip_address(socket.gethostbyname(place.host)).is_loopback:
+        return loopback_store(place.port)[0]
+    return dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+
+
+def _agent(surroundings: Surroundings, launched: Launched) -> None:
+    """The agent of rank 0, in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator's to handle
+    when_parent_is_gone()
+    surroundings.take_on()
+    serve(launched)
+
+
+def _post(store: dist.Store, job: Job | None) -> int:
+    """End the previous job, if it still runs, and post this one; None ends the agents. Returns its number."""
+    number = store.add("jobs", 1) - 1
+    if number:
+        store.set(f"over/{number - 1}", "")
+    store.set(f"job/{number}", pickle.dumps(job and replace(job, number=number)))  # type: ignore[arg-type]
+    return number
+
+
+class Agents(Ranks):
+    """The agents, the first of which are the ranks of a job. A rank whose machine is lost has failed.
+
+    Args:
+        size: how many agents there are.
+        fresh: whether each job gets new processes.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, size: int, fresh: bool):
+        self.size, self.fresh = size, fresh
+        self._store = rendezvous.store()
+
+    def close(self) -> None:
+        """The agents stay."""
+
+    def _run(self, job: Job) -> list[Any]:
+        try:
+            return self._answers_to(replace(job, fresh=self.fresh))
+        except dist.DistError as error:
+            raise RankError(0, "the launcher that holds the ranks' store is gone") from error
+
+    def _answers_to(self, job: Job) -> list[Any]:
+        number = _post(self._store, job)
+        answers = _Answers(self._store, number)
+        try:
+            return collect(job.ranks, job.timeout_s, answers.next)
+        except RankError as error:
+            if error.status == "timeout":
+                self._store.set(f"stacks/{number}", "")
+                self._store.set(f"over/{number}", "")
+                error.log += answers.logs(set(error.silent))
+            raise
+        finally:
+            self._store.set(f"over/{number}", "")
+
+
+class _Answers:
+    """The answers of the agents to a job, one after another."""
+
+    def __init__(self, store: dist.Store, number: int):
+        self.store, self.number = store, number
+        self.read = 0
+        self.beats: dict[int, tuple[bytes, float]] = {}
+
+    def next(self, waiting: Collection[int], timeout_s: float) -> Answer | None:
+        """As :func:`collect` asks for it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            key, left = f"answer/{self.number}/{self.read}", deadline - time.monotonic()
+            if wait_for(self.store, key, min(BEAT_S, left)):
+                self.read += 1
+                answer: Answer = pickle.loads(self.store.get(key))
+                return answer
+            for rank in waiting:
+                if lost := self._lost(rank):
+                    return Answer(rank, status="failed", text=lost)
+            if left <= 0:
+                return None
+
+    def logs(self, silent: set[int]) -> str:
+        """What the agents of these ranks answer when the job is over, in the order of ranks."""
+        logs: dict[int, str] = {}
+        deadline = time.monotonic() + 3 * STACKS_S + GRACE_S
+        while silent and (answer := self.next(silent, deadline - time.monotonic())) is not None:
+            silent.discard(answer.rank)
+            logs[answer.rank] = answer.log or f"-- rank {answer.rank}: {answer.text} --\n"
+        return "".join(logs[rank] for rank in sorted(logs))
+
+    def _lost(self, rank: int) -> str:
+        """Why an agent that shows no sign of life is taken for lost; "" if it is not."""
+        key, now = f"beat/{rank}", time.monotonic()
+        beat = self.store.get(key) if self.store.check([key]) else b""
+        before, since = self.beats.setdefault(rank, (beat, now))
+        if beat != before:
+            self.beats[rank] = (beat, now)
+        elif not beat and now - since > _START_S:
+            return f"its process has not come within {_START_S:g} s"
+        elif beat and now - since > LOST_S:
+            host = self.store.get(f"host/{rank}").decode()
+            return f"no sign of life from its machine, {host}, for {LOST_S:g} s"
+        return ""
+
+
+def check_gpus(ranks: int, device: str) -> None:
+    """Refuse ranks on GPUs of which this machine has fewer. Agents bring their own.
+
+    Raises:
+        Unavailable: names how many there are.
+    """
+    if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise Unavailable(f"needs {ranks} GPUs, and this machine has {there}", "start it with torchrun")
+
+
+def shared_backend(ranks: int, device: str) -> str:
+    """:data:`STAGED` for ranks that must share this machine's GPUs, "" (the usual backend) for all others.
+
+    Nothing should be timed on the staged backend.
+
+    Raises:
+        Unavailable: the ranks are to have GPUs, and this machine has none.
+    """
+    check_gpus(1, device)
+    try:
+        check_gpus(ranks, device)
+    except Unavailable:
+        return STAGED
+    return ""
+
+
+def ranks_for(size: int, *, fresh: bool = False) -> Ranks:
+    """Ranks for jobs of up to that size: agents, if a launcher has started this process, else a pool.
+
+    Args:
+        fresh: each job of the agents gets new processes; those of a pool are as old as the pool.
+
+    Raises:
+        Unavailable: there are fewer agents.
+    """
+    if AGENTS not in os.environ:
+        return RankPool(size)
+    agents, place = pickle.loads(bytes.fromhex(os.environ[AGENTS]))
+    if size > agents:
+        raise Unavailable(f"needs {size} ranks, and {agents} were started", "start more with torchrun")
+    return Agents(place, agents, fresh)

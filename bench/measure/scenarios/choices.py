@@ -1,0 +1,217 @@
+"""What cells may name, and what each of these takes, as plain data: known without torch where it is kept on
+disk (:mod:`spbench.bench.declarations`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from spbench.bench.cell import Cell, TrainingOptions, requirements
+from spbench.bench.declarations import declared
+from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.measure.engines.engine import engine_class, engines
+from spbench.bench.measure.engines.quantities import Candidates, quantities
+from spbench.bench.measure.trace.meter import meters
+from spbench.bench.model_files import remote_name
+from spbench.bench.user_files import resolved
+from spbench.impls import loose_files
+from spbench.impls.layout import Unsupported
+from spbench.impls.options import wrong_values
+from spbench.impls.outside_code import place, raised
+from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
+from spbench.impls.strategies.nesting import PLUS, nesting
+
+
+@declared
+def names(kind: str) -> list[str]:
+    """The names of all models, strategies, peers, code as published, engines, meters, quantities or
+    backends, sorted."""
+    known: Mapping[str, Any] = {
+        "strategy": strategies,
+        "peer": peers,
+        "as-published": as_published,
+        "backend": backends,
+        "engine": engines,
+        "meter": meters,
+        "quantity": quantities,
+    }
+    if kind == "model":
+        from spbench.impls.models.model import models
+
+        return sorted(models())
+    every: Iterable[str] = known[kind]()
+    return sorted(every) if kind in ("strategy", "peer", "as-published", "backend") else list(every)
+
+
+#: by kind: names that others have for what has an unlike one here
+ELSEWHERE = {
+    "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
+    "backend": {
+        **dict.fromkeys(("fsdp", "fsdp2"), "zero3 (fully_shard), or fsdp_flat (one flat buffer a layer)"),
+        "ddp": "legacy_ddp",
+    },
+}
+
+
+#: by kind of name, the files of a user's that may stand in its place
+FILES = {"strategy": ".py file", "model": "config.json or .py file"}
+#: by kind of name, what spbench list calls it
+LISTED = {
+    **{kind: f"{kind}s" for kind in ("model", "backend", "engine", "meter", "figure", "cluster", "scenario")},
+    "strategy": "strategies",
+    "quantity": "quantities",
+}
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """What is wrong with a name that nothing of a kind has, and what to write instead."""
+    here = ELSEWHERE.get(kind, {}).get(name.lower())
+    listed = LISTED.get(kind)
+    mend = f"; here that is {here}" if here else suggestion(name, known, f"spbench list {listed}")
+    mend = (remote_name(name) if kind == "model" else "") or mend
+    file = f"; or give the path of a {FILES[kind]}" if kind in FILES else ""
+    return f"unknown {kind} {shown(name)}{mend}{file}"
+
+
+def check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """UserError for the first of some names that nothing of a kind has."""
+    for name in given:
+        if name not in known:
+            raise UserError(unknown(kind, name, known))
+
+
+def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
+    """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
+    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them. UserError if
+    there is no such file, it cannot be imported, or has nothing of that kind or name.
+
+    Args:
+        text: of strategies also several around each other, with plus signs between.
+        folder: what a relative path starts from.
+    """
+    if loose_files.SUFFIX not in text:
+        return [text]
+    if kind == "strategy" and PLUS in text:
+        parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
+        return [PLUS.join(each) for each in itertools.product(*parts)]
+    file, _, name = text.partition(f"{loose_files.SUFFIX}:")
+    path = resolved(folder / Path(file + loose_files.SUFFIX if name else file).expanduser())
+    if path.suffix != loose_files.SUFFIX:
+        return [text]
+    if not path.is_file():
+        raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
+    try:
+        module = loose_files.add(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
+    if kind == "model":
+        presets = vars(module).get("PRESETS")
+        found, base = list(presets) if isinstance(presets, Mapping) else [], "mapping PRESETS of models"
+    else:
+        found = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
+        base = "class derived from spbench.Strategy with a name"
+    if not found:
+        raise UserError(f"{path}: has no {base}")
+    if name and name not in found:
+        raise UserError(f"{path}: {unknown(kind, name, found)}")
+    return [name] if name else found
+
+
+def strategy_problem(name: str) -> str:
+    """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
+    whose package is not installed cannot be named."""
+    if problem := _name_problem(name):
+        return problem
+    missing = absent(requirements(name))
+    return f"strategy {name} needs {' and '.join(missing)}; {INSTALL}" if missing else ""
+
+
+@declared
+def _name_problem(name: str) -> str:
+    known = [*names("strategy"), *names("peer")]
+    for part in name.split(PLUS):
+        if part not in known and part not in names("as-published"):
+            return unknown("strategy", part, known)
+    try:
+        nesting(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusal(cell: Cell) -> str:
+    """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search cannot
+    where neither the smallest nor the largest value can that it may try."""
+    return _refusal(cell.model_dump(mode="json"))
+
+
+@declared
+def _refusal(content: Mapping[str, Any]) -> str:
+    from spbench.bench.measure.engines.plan import plan
+
+    cell = Cell.model_validate(content)
+    reason = ""
+    try:
+        engine_class(cell.engine)().check(cell)
+        search = Candidates(cell) if cell.search is not None else None
+        for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
+            try:
+                plan(tried)
+            except Unsupported as error:
+                reason = str(error)
+            else:
+                return ""
+    except Unsupported as error:
+        reason = str(error)
+    return reason
+
+
+@declared
+def option_mistakes(
+    section: str, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> list[tuple[list[str], str]]:
+    """What is wrong with options, as (path below ``section``, message).
+
+    Args:
+        section: the key under which they stand in a cell: model_options, strategy_options or training.
+        name: of the model, strategy or backend whose options they are.
+        config: of a model, the config.json that it is made of.
+    """
+    others: list[str] = []
+    defaults: Any
+    if section == "model_options":
+        from spbench.impls.models.model import unchanged_model
+
+        defaults = unchanged_model(name, config)
+    elif section == "strategy_options":
+        defaults = nesting(name).options_type()
+    else:
+        defaults, others = backends()[name].options_type(), list(TrainingOptions.model_fields)
+    return list(_mistakes(given, defaults, others))
+
+
+def _mistakes(
+    given: Mapping[str, Any], defaults: Any, others: Sequence[str]
+) -> Iterator[tuple[list[str], str]]:
+    """As :func:`option_mistakes`; ``others`` are further keys that may stand there."""
+    own = [field.name for field in fields(defaults)]
+    known = [*others, *own]
+    what = "unknown key" if others else "unknown option"
+    mistakes = [
+        ([name], what + (suggestion(name, known) or "; there are none"))
+        for name in given
+        if name not in known
+    ]
+    here = {name: value for name, value in given.items() if name in own}
+    mistakes += [([name], message) for name, message in wrong_values(defaults, here)]
+    yield from mistakes
+    if not mistakes:
+        try:
+            replace(defaults, **here)
+        except ValueError as error:
+            yield [], str(error)

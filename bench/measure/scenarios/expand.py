@@ -1,0 +1,227 @@
+"""From the settings of a scenario file to cells, and what a cell cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.document_files import OPTION, with_documents
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.choices import (
+    cell_names,
+    names,
+    option_mistakes,
+    strategy_problem,
+    unknown,
+)
+from spbench.bench.measure.scenarios.heeded import ignored
+from spbench.bench.model_files import names_a_file, read_model_file
+from spbench.bench.yaml_files import dotted, first_problem, merge
+from spbench.impls.axes import unused_axes
+
+#: keys of a group that may be lists; so may each axis of sizes, and mesh, itself a list, a list of lists
+MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
+
+#: cells of a scenario at most, of all variants: more run for weeks, and a list of them takes all memory
+MOST_CELLS = 100_000
+#: fields of a cell that no group sets
+_GIVEN_OTHERWISE = {
+    "variant": "variants have a section of their own",
+    "model_config_json": "give the path of the config.json as the model",
+    "device": "where real tensors are is said by --device",
+}
+
+
+class Problem(ValueError):
+    """What is wrong in a scenario file, at a key path."""
+
+    def __init__(self, path: Sequence[str | int], message: str):
+        super().__init__(f"{dotted(path)}: {message}")
+
+
+_Layers = list[tuple[tuple[str | int, ...], Mapping[str, Any]]]
+
+
+def expand(
+    defaults: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    variants: Mapping[str, Mapping[str, Any]],
+    variant: str,
+    folder: Path,
+) -> list[Cell]:
+    """The cells of a scenario's groups under one of its variants ("": there are none). ``folder`` is that
+    of the scenario's file, where paths of models start. Raises the first Problem, at its key path."""
+    group_of: dict[str, int] = {}
+    cells: list[Cell] = []
+    counted = 0
+    for number, group in enumerate(groups):
+        # the last word first, as a reader looks for where a setting comes from
+        layers: _Layers = [(("groups", number), group), (("defaults",), defaults)]
+        if variant:
+            layers.insert(0, (("variants", variant), variants[variant]))
+        merged: dict[str, Any] = {}
+        for place, layer in reversed(layers):
+            for key, instead in _GIVEN_OTHERWISE.items():
+                if key in layer:
+                    raise Problem([*place, key], f"unknown key; {instead}")
+            merged = merge(merged, layer)
+        lists = _lists(merged, layers)
+        counted += math.prod(map(len, lists.values()))
+        if counted * max(1, len(variants)) > MOST_CELLS:
+            raise Problem(["groups", number], f"there are more than {MOST_CELLS} cells; leave out values")
+        for values in itertools.product(*lists.values()):
+            cell = _cell(_content(merged, dict(zip(lists, values, strict=True)), variant), layers, folder)
+            if cell.key in group_of:
+                other = group_of[cell.key]
+                where = "twice here" if other == number else f"in groups[{other}] too"
+                raise Problem(["groups", number], f"the cell {cell.key} is declared {where}; leave one out")
+            group_of[cell.key] = number
+            cells.append(cell)
+        of_group = [cell for cell in cells if group_of[cell.key] == number]
+        for path, message in ignored(of_group):
+            if (origin := _origin(path, layers))[0] == "groups":  # what all groups have may be for others
+                raise Problem(origin, message)
+    for path, message in ignored(cells):
+        raise Problem(_origin(path, layers), message)
+    return cells
+
+
+def _lists(merged: Mapping[str, Any], layers: _Layers) -> dict[tuple[str, ...], list[Any]]:
+    """The settings of a group that multiply, by their paths, each as the list of its values."""
+    given: dict[tuple[str, ...], Any] = {(key,): merged[key] for key in MULTIPLYING if key in merged}
+    if isinstance(sizes := merged.get("sizes"), dict):
+        given |= {("sizes", axis): value for axis, value in sizes.items()}
+    mesh = merged.get("mesh")
+    if isinstance(mesh, list) and all(order is None or isinstance(order, list) for order in mesh):
+        given["mesh",] = mesh
+    for path, value in given.items():
+        if value == []:
+            raise Problem(_origin(path, layers), "is an empty list, which leaves no cell; give a value")
+    return {path: value if isinstance(value, list) else [value] for path, value in given.items()}
+
+
+def _content(
+    merged: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any], variant: str
+) -> dict[str, Any]:
+    """The settings of a cell: those of its group, with one value of each list."""
+    content = {**merged, "variant": variant}
+    for path, value in chosen.items():
+        if len(path) == 1:
+            content[path[0]] = value
+        else:
+            content["sizes"] = {**content["sizes"], path[1]: value}
+    return content
+
+
+def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
+    """The path of a setting in the file, from its path in a cell: in the layer that has the last word."""
+    for place, layer in layers:
+        at: Any = layer
+        for step in path:
+            if not isinstance(at, Mapping) or step not in at:
+                break
+            at = at[step]
+        else:
+            return [*place, *path]
+    return [*next(place for place, _ in layers if place[0] == "groups"), *path]
+
+
+def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
+    for key in ("strategy", "model"):
+        try:
+            content = _with_file(content, key, folder)
+        except UserError as error:
+            raise Problem(_origin((key,), layers), str(error)) from error
+    try:
+        content = with_documents(content, folder)
+    except UserError as error:
+        raise Problem(_origin(("model_options", OPTION), layers), str(error)) from error
+    try:
+        cell = Cell.model_validate(content, strict=True)
+    except ValidationError as error:
+        path, message = first_problem(Cell, error)
+        raise Problem(_origin(path, layers), message + _sweep(content, path)) from error
+    for path, message in impossible(cell):
+        raise Problem(_origin(path, layers), message + _sweep(content, path))
+    return cell
+
+
+def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
+    """How a sweep over a setting is written whose value is a list, where lists do not multiply."""
+    at: Any = content
+    for step in path:
+        at = at[step] if isinstance(at, Mapping) and step in at else None
+    if not isinstance(at, list) or not path or path[0] in (*MULTIPLYING, "mesh", "meters"):
+        return ""
+    return "; a list here is no sweep: write a group, or a variant, for each value"
+
+
+def _with_file(
+    content: Mapping[str, Any], key: Literal["strategy", "model"], folder: Path
+) -> Mapping[str, Any]:
+    """The settings with the name of what a Python file defines, or with what counts of a config.json, where
+    the strategy or model is the path of one."""
+    value = content.get(key)
+    if not isinstance(value, str):
+        return content
+    name, *others = cell_names(key, value, folder)
+    if others:
+        raise UserError(f"{value} has several: {', '.join([name, *others])}; write {value}:{name}")
+    if key == "model" and names_a_file(name):
+        return {**content, "model_config_json": read_model_file(name, folder)}
+    return {**content, key: name}
+
+
+def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
+    searched_for = [cell.search.quantity] if cell.search is not None else []
+    named: list[tuple[tuple[str, ...], str, list[str]]] = [
+        (("model",), "model", [cell.model] if cell.model_config_json is None else []),
+        (("engine",), "engine", [cell.engine]),
+        (("meters",), "meter", cell.meters),
+        (("search", "quantity"), "quantity", searched_for),
+        (("training", "backend"), "backend", [cell.training.backend]),
+    ]
+    for path, kind, wanted in named:
+        for name in wanted:
+            if name not in names(kind):
+                yield path, unknown(kind, name, names(kind))
+    if problem := strategy_problem(cell.strategy):
+        yield ("strategy",), problem
+    try:
+        load_cluster(cell.cluster)
+    except UserError as error:
+        yield ("cluster",), str(error)
+    yield from _impossible_sizes(cell)
+    if cell.learning is not None and cell.search is not None:
+        yield ("learning",), "cannot be together with a search; leave one out"
+    for quantity in ("batch", "seq_len"):
+        searched = cell.search is not None and cell.search.quantity == quantity
+        given = getattr(cell, quantity) is not None
+        if searched and given:
+            yield (quantity,), f"is what the search is to find; leave out {quantity} or the search"
+        if not searched and not given:
+            yield (quantity,), "is missing; give it, or a search for it"
+    for section, name, options in (
+        ("model_options", cell.model, cell.model_options),
+        ("strategy_options", cell.strategy, cell.strategy_options),
+        ("training", cell.training.backend, dict(cell.training.backend_options)),
+    ):
+        config = cell.model_config_json if section == "model_options" else None
+        for below, message in option_mistakes(section, name, options, config) if options else ():
+            yield (section, *below), message
+
+
+def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    axes = strategy_axes(cell.strategy)
+    for axis in unused_axes(axes, cell.sizes.by_axis):
+        n = cell.sizes.by_axis[axis]
+        mend = f"write sizes: {{{axes[0]}: {n}}}" if axes else "leave it out"
+        yield ("sizes", axis), f"{n}: the strategy {cell.strategy} does not use the axis {axis}; {mend}"

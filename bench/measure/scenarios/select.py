@@ -1,0 +1,233 @@
+"""Narrowing: which of a scenario's cells a user wants, and on what they are to run.
+
+``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
+``engines`` replace what the scenario names; so does a strategy or a model in a Python file of the user's. A
+world size that no chosen cell has is made of each, along the last of its strategy's axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import lexists
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.counts import size
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.choices import cell_names, check_known, names, strategy_problem
+from spbench.bench.measure.scenarios.heeded import ignored
+from spbench.bench.measure.scenarios.placement import Asked, on_device, playing_rank
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.setting_changes import changed, given
+from spbench.bench.model_files import names_a_file, read_model_file
+from spbench.bench.yaml_files import dotted
+
+ALL = "all"
+
+#: the value of a setting that a cell leaves out
+UNSET = "unset"
+
+#: cells that are named where more than one is left
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What the command line asks for; empty: whatever the scenario declares.
+
+    Attributes:
+        variant: a variant's name, "all", or None for the first.
+        device: where the tensors of engines are that use devices of this machine.
+        rank: the rank that is played where an engine plays one alone.
+        where: pairs of a setting's name and its value, as in :func:`settings_of`; of each name that is
+            given, a cell has one of its values.
+        changes: likewise pairs, which the chosen cells are given instead of their own; see :func:`changed`.
+    """
+
+    strategies: Sequence[str] = ()
+    models: Sequence[str] = ()
+    clusters: Sequence[str] = ()
+    engines: Sequence[str] = ()
+    world_sizes: Sequence[int] = ()
+    variant: str | None = None
+    device: Asked | None = None
+    rank: int | None = None
+    where: Sequence[tuple[str, str]] = ()
+    changes: Sequence[tuple[str, str]] = ()
+
+
+def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
+    """The scenario's own cells, in the variants and on the clusters and engines that are asked for; UserError
+    for an unknown variant, cluster or engine, or a device that cannot be used."""
+    variants = list(scenario.cells)
+    if narrowing.variant == ALL:
+        chosen = variants
+    elif narrowing.variant is None:
+        chosen = variants[:1]
+    elif narrowing.variant in variants and narrowing.variant:
+        chosen = [narrowing.variant]
+    elif variants == [""]:
+        raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
+    else:
+        hint = suggestion(narrowing.variant, [*variants, ALL])
+        raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
+    for cluster in narrowing.clusters:
+        load_cluster(cluster)
+    check_known("engine", narrowing.engines, names("engine"))
+    cells = [cell for name in chosen for cell in scenario.cells[name]]
+    for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
+        if values:
+            cells = [cell.model_copy(update={field: value}) for cell in cells for value in values]
+    if narrowing.device is not None:
+        cells = on_device(cells, narrowing.device)
+    return _distinct(cells)
+
+
+def narrowed_cells(
+    scenario: Scenario, narrowing: Narrowing, declared: Sequence[Cell] | None = None
+) -> list[Cell]:
+    """The cells to run. ``declared``: those of :func:`declared_cells`, where they are known. UserError, with
+    what there is, for an unknown name, a rank or device that cannot be, or if nothing is left."""
+    cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
+    strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
+    models = [name for text in narrowing.models for name in cell_names("model", text)]
+    known = [*names("model"), *{c.model for c in cells if c.model_config_json}]
+    configs = {n for n in models if n not in known and names_a_file(n) and lexists(Path(n).expanduser())}
+    check_known("model", [name for name in models if name not in configs], known)
+    for name in strategies:
+        if problem := strategy_problem(name):
+            raise UserError(problem)
+    of_files = {*strategies} - {*narrowing.strategies} | {*models} - {*narrowing.models} | configs
+    for field, values in (("strategy", strategies), ("model", models)):
+        has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
+        if values:
+            others = [name for name in values if name in of_files - {*has}]
+            made = [cell for name in others for cell in _with_other(cells, field, name)]
+            cells = [cell for cell in cells if getattr(cell, field) in values] + made
+        if not cells:
+            wanted = f"{field} {' or '.join(values)}; it has: {', '.join(has)}"
+            raise UserError(f"scenario {scenario.name} has no cell with {wanted}")
+    if narrowing.world_sizes:
+        cells = [cell for size in narrowing.world_sizes for cell in _of_size(cells, size)]
+        if not cells:
+            sizes = " or ".join(map(str, narrowing.world_sizes))
+            raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
+    cells = _with_settings(cells, narrowing.where)
+    if narrowing.changes:
+        changes = given(narrowing.changes)
+        cells = [changed(cell, changes) for cell in cells]
+        for path, message in ignored(cells):
+            if (name := dotted(path)) in changes:
+                raise UserError(f"--set {name}: {message}")
+    return _distinct(playing_rank(cells, narrowing.rank))
+
+
+def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:
+    """The cells with another model, or with another strategy where it spreads a sample over the same axes."""
+    for cell in cells:
+        if field == "model":
+            config = read_model_file(name) if names_a_file(name) else None
+            yield cell.model_copy(update={"model": name, "model_options": {}, "model_config_json": config})
+        elif {*strategy_axes(cell.strategy)} == {*strategy_axes(name)}:
+            yield cell.model_copy(update={"strategy": name, "strategy_options": {}})
+
+
+def settings_of(cell: Cell) -> dict[str, str]:
+    """What defines a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
+    ``model_options.layers``, ``mesh`` as "sp dp"); without what is None or an empty list."""
+    return dict(_flattened(cell.model_dump(), ""))
+
+
+def _flattened(content: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{above}{name}.")
+        elif value is not None and value != []:
+            yield f"{above}{name}", " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """The settings that are not the same in all cells, each with the values it has, UNSET among them."""
+    settings = [settings_of(cell) for cell in cells]
+    names = dict.fromkeys(name for has in settings for name in has)
+    values = {name: list(dict.fromkeys(has.get(name, UNSET) for has in settings)) for name in names}
+    return {name: several for name, several in values.items() if len(several) > 1}
+
+
+def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[Cell]:
+    wanted: dict[str, list[str]] = {}
+    for name, value in where:
+        count = name in ("batch", "seq_len")
+        wanted.setdefault(name, []).append(str(size(value) or value) if count else value)
+    for name, values in wanted.items():
+        settings = [settings_of(cell) for cell in cells]
+        known = list(dict.fromkeys(known for has in settings for known in has))
+        check_known("setting", [name], known)
+        has = [of_cell.get(name, UNSET) for of_cell in settings]
+        cells = [cell for cell, value in zip(cells, has, strict=True) if value in values]
+        if not cells:
+            there = ", ".join(dict.fromkeys(has))
+            raise UserError(f"no cell that is left has {name} {' or '.join(values)}; they have: {there}")
+    return cells
+
+
+def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
+    """The cells of that world size; where there is none, the cells remade with that size."""
+    if size < 1:
+        raise UserError(f"--world-size {size}: must be at least 1")
+    declared = [cell for cell in cells if cell.sizes.world == size]
+    if declared:
+        return declared
+    made = []
+    for cell in cells:
+        if axes := strategy_axes(cell.strategy):
+            around = cell.sizes.world // cell.sizes.by_axis[axes[-1]]
+            if size % around:
+                others = cell.sizes.model_copy(update={axes[-1]: 1})
+                raise UserError(
+                    f"--world-size {size}: not divisible by the {around} ranks {others} of {cell.key}; "
+                    f"use {max(1, size // around) * around}"
+                )
+            sizes = cell.sizes.model_copy(update={axes[-1]: size // around})
+            # an axis that the order leaves out varies fastest, as in the default order
+            mesh = cell.mesh if cell.mesh is None or axes[-1] in cell.mesh else [*cell.mesh, axes[-1]]
+            made.append(cell.model_copy(update={"sizes": sizes, "mesh": mesh}))
+    return made
+
+
+def _distinct(cells: Iterable[Cell]) -> list[Cell]:
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def the_cell(what: str, scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int | None]) -> Cell:
+    """The cell that is left, with the shape that is asked for where the scenario searches; ``what``: is made
+    of it, for messages.
+
+    Raises:
+        UserError: none is left, more than one is, or it searches for something that is not given.
+    """
+    cells = narrowed_cells(scenario, narrowing)
+    for field, value in shape.items():
+        if value is None:
+            continue
+        has = list(dict.fromkeys(str(getattr(cell, field)) for cell in cells))
+        cells = [cell if getattr(cell, field) else cell.at(value) for cell in cells]
+        cells = [cell for cell in cells if getattr(cell, field) == value]
+        if not cells:
+            raise UserError(f"no cell that is left has {field} {value}; they have: {', '.join(has)}")
+    if len(cells) > 1:
+        named = ", ".join(cell.key for cell in cells[:_NAMED])
+        more = ", ..." if len(cells) > _NAMED else ""
+        differ = ", ".join(f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items())
+        raise UserError(
+            f"{len(cells)} cells are left, {what} is of one: {named}{more}; "
+            f"they differ in {differ}: choose with --where SETTING=VALUE"
+        )
+    (cell,) = cells
+    if cell.search is not None:
+        quantity = cell.search.quantity
+        raise UserError(f"{cell.key} searches for its {quantity}: give one, --{quantity.replace('_', '-')} N")
+    return cell

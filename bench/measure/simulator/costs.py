@@ -1,0 +1,304 @@
+"""What a kernel, a transfer and a collective cost on a cluster.
+
+Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
+floor; products and attention by the rates of their kind (:mod:`measure.clusters.rates`). Copies between
+device and host: bytes over the device's share of the link; what the host's cores do: bytes over their share.
+Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
+Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
+once share the node's network cards. Different collectives that overlap in time do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TypeVar
+
+import numpy as np
+
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster
+from spbench.bench.measure.clusters.links import CollectiveModel
+from spbench.bench.measure.clusters.rates import AttentionRates, ProductRate, operator_seconds
+from spbench.bench.measure.simulator import flash_attention_grid as grid
+from spbench.bench.measure.simulator.attention_calls import attention_calls
+from spbench.bench.measure.simulator.collective_costs import (
+    GroupLinks,
+    LinkRate,
+    measured_seconds,
+    ring_seconds,
+)
+from spbench.bench.measure.simulator.nccl import nccl_seconds
+from spbench.bench.measure.simulator.program import (
+    ATTENTION,
+    HOST_COPY,
+    HOST_UPDATE,
+    KERNEL,
+    MATRIX_PRODUCT,
+    PRECISION_NAMES,
+    Program,
+)
+from spbench.impls.kernels.host_copies import FROM_PAGEABLE, TO_PAGEABLE
+
+#: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
+_COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {
+    "ring": ring_seconds,
+    "measured": measured_seconds,
+    "nccl": nccl_seconds,
+}
+
+
+class RatesUnknown(ValueError):
+    """The cluster profile lacks a figure without which a time cannot be known."""
+
+
+def check_rates(cluster: Cluster, precision: str, world: int) -> None:
+    """Raise :class:`RatesUnknown` unless the cluster has all figures to time this many ranks."""
+    device = cluster.device
+    rate = device.peak_flops_per_s.get(precision)  # type: ignore[call-overload]
+    if rate is None or rate.value is None:
+        raise RatesUnknown(f"{cluster.name}: device.peak_flops_per_s has no {precision}")
+    if device.memory_bandwidth_bytes_per_s.value is None:
+        raise RatesUnknown(f"{cluster.name}: device.memory_bandwidth_bytes_per_s is unknown")
+    links = [cluster.node_link] if cluster.node_link and cluster.devices_per_node > 1 and world > 1 else []
+    if world > (cluster.devices_per_node if links else 1):
+        links.append(cluster.network)
+    for link in links:
+        assert link is not None
+        if link.latency_s.value is None or link.bandwidth_bytes_per_s.value is None:
+            raise RatesUnknown(f"{cluster.name}: a link's latency or bandwidth is unknown")
+
+
+Ranks = TypeVar("Ranks", int, np.ndarray)
+Seconds = TypeVar("Seconds", float, np.ndarray)
+
+
+def node_of(ranks: Ranks, cluster: Cluster) -> Ranks:
+    """The node of a rank, or of each of an array of them."""
+    return ranks // cluster.devices_per_node
+
+
+class Costs:
+    """Prices on a cluster, with calibration.
+
+    Args:
+        cluster: the profile.
+        calibration: its correction; the default takes datasheets at their word.
+        parameters: of the whole model.
+        attention: the kernel of softmax attention, "flash" for the card's default.
+
+    Attributes:
+        step_overhead_s: of a step, beside its kernels and its communication.
+        host: figures of the process that launches; None: launching takes no time.
+        overlap_loss: seconds of computing lost for each second that a collective runs beside it.
+        tick_s: of which each time of a simulation is a whole multiple; 0: of none.
+    """
+
+    def __init__(
+        self, cluster: Cluster, calibration: Calibration, parameters: int = 0, attention: str = "flash"
+    ):
+        self.cluster, self.attention = cluster, attention
+        shares = ("compute_efficiency", "memory_efficiency", "link_efficiency")
+        of_all = {name: getattr(calibration, name) * calibration.efficiency for name in shares}
+        self.calibration = calibration.model_copy(update=of_all)
+        self.step_overhead_s = calibration.step_overhead_s + parameters * calibration.parameter_overhead_s
+        device = cluster.device
+        self.launch_s = device.launch_overhead_s.value or 0.0
+        self.floor_s = device.kernel_floor_s.value or 0.0
+        self.host = cluster.host
+        self.overlap_loss = device.overlap_loss.value or 0.0
+        self.rates = [
+            (figure.value or 0.0) if (figure := device.peak_flops_per_s.get(name)) is not None else 0.0  # type: ignore[call-overload]
+            for name in PRECISION_NAMES
+        ]
+        network, node = cluster.network, cluster.node_link or cluster.network
+        # a missing figure is refused by check_rates where it matters; here it only must not be used
+        self.between = LinkRate(
+            network.latency_s.value or 0.0, self._bandwidth(network.bandwidth_bytes_per_s.value)
+        )
+        self.within = LinkRate(node.latency_s.value or 0.0, self._bandwidth(node.bandwidth_bytes_per_s.value))
+        self.nics = network.nics_per_node
+        self.tick_s = 0.0
+
+    def in_ticks(self, tick_s: float) -> Costs:
+        """These, for a simulation in multiples of that time."""
+        found = copy(self)
+        found.tick_s = tick_s
+        found.launch_s = float(found.whole(self.launch_s))
+        return found
+
+    def whole(self, seconds: Seconds) -> Seconds:
+        """The nearest whole multiple of the tick."""
+        return np.rint(seconds / self.tick_s) * self.tick_s if self.tick_s else seconds
+
+    def _bandwidth(self, value: float | None) -> float:
+        return (value or float("nan")) * self.calibration.link_efficiency
+
+    def node(self, rank: int) -> int:
+        """The node that a rank is on."""
+        return node_of(rank, self.cluster)
+
+    def kernels(self, program: Program) -> np.ndarray:
+        """Seconds of each event that is a kernel, without launch overhead; 0 for the others."""
+        calibration = self.calibration
+        computing = program.flops > 0
+        rate = self._rates(program)
+        if np.any(rate[computing] == 0):
+            missing = {PRECISION_NAMES[i] for i in np.unique(program.precision[computing & (rate == 0)])}
+            raise RatesUnknown(
+                f"{self.cluster.name}: device.peak_flops_per_s has no {', '.join(sorted(missing))}"
+            )
+        compute = np.divide(program.flops, rate, out=np.zeros(len(program)), where=computing)
+        compute += self._operands(program)
+        seconds = (
+            np.maximum(compute, program.nbytes / self._memory_bandwidth())
+            + program.strided * calibration.strided_element_s
+        )
+        self._set_operators(program, seconds)
+        self._set_host_copies(program, seconds)
+        self._set_host_updates(program, seconds)
+        return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+
+    def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what calls of operators that move memory take into ``seconds``, of those that were measured."""
+        for name, times in self.cluster.device.operators.items():
+            if name in program.names:
+                calls = program.name == program.names.index(name)
+                seconds[calls] = operator_seconds(times.value or (), program.nbytes[calls])
+
+    def _set_host_copies(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what copies between device and host take into ``seconds``."""
+        copies = program.category == HOST_COPY
+        if not copies.any():
+            return
+        bytes_per_s = self.cluster.host_memory.bytes_per_s
+        if bytes_per_s is None:
+            raise RatesUnknown(
+                f"{self.cluster.name}: host_memory.link_bandwidth_bytes_per_s is unknown, over which "
+                "device and host copy"
+            )
+        seconds[copies] = program.nbytes[copies] / bytes_per_s
+        memory = self.cluster.host_memory
+        of_pageable = {
+            TO_PAGEABLE: memory.pageable_to_host_bytes_per_s.value,
+            FROM_PAGEABLE: memory.pageable_to_device_bytes_per_s.value,
+        }
+        for name, rate in of_pageable.items():
+            if rate is not None and name in program.names:
+                these = program.name == program.names.index(name)
+                seconds[these] = program.nbytes[these] / min(rate, bytes_per_s)
+
+    def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what the host's cores take for updates into ``seconds``; the ranks of a node update at once."""
+        updates = program.category == HOST_UPDATE
+        if not updates.any():
+            return
+        bytes_per_s = self.cluster.host_memory.update_bytes_per_s.value
+        if bytes_per_s is None:
+            raise RatesUnknown(
+                f"{self.cluster.name}: host_memory.update_bytes_per_s is unknown, at which the host's cores "
+                "update weights"
+            )
+        sharing = min(program.world, self.cluster.devices_per_node)
+        seconds[updates] = program.nbytes[updates] * sharing / bytes_per_s
+
+    def _floors(self, program: Program) -> np.ndarray:
+        """The least seconds of each event if it is a kernel. Of the attention category only what computes is
+        attention; a softmax alone is not."""
+        attention = self.cluster.device.attention_floor_s.value or 0.0
+        whole = (program.category == ATTENTION) & (program.flops > 0)
+        return np.where(whole, max(attention, self.floor_s), self.floor_s)
+
+    def _rates(self, program: Program) -> np.ndarray:
+        """FLOPs a second of each event, by its precision and category; 0: not known."""
+        peak, device = np.array(self.rates), self.cluster.device
+        efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
+        reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
+        for number, products in self._products():
+            share = (products.share.value or 1.0) * self.calibration.compute_efficiency
+            reached[program.precision == number] = peak[number] * share
+        if own is not None:
+            of_attention = peak * own * self.calibration.efficiency
+            reached = np.where(program.category == ATTENTION, of_attention[program.precision], reached)
+        if device.attention is not None:
+            self._set_attention_rates(program, device.attention, reached)
+        return reached
+
+    def _products(self) -> list[tuple[int, ProductRate]]:
+        """The rates of matrix products that the card has, with the index of their precision."""
+        of_precision = self.cluster.device.products or {}
+        return [(PRECISION_NAMES.index(name), products) for name, products in of_precision.items()]
+
+    def _operands(self, program: Program) -> np.ndarray:
+        """Seconds that moving a product's operands adds to multiplying them, of each event."""
+        seconds = np.zeros(len(program))
+        for number, products in self._products():
+            of_kind = (program.category == MATRIX_PRODUCT) & (program.precision == number)
+            bandwidth = products.bandwidth_bytes_per_s.value or float("inf")
+            seconds[of_kind] = program.nbytes[of_kind] / bandwidth
+        return seconds
+
+    def _set_attention_rates(self, program: Program, known: AttentionRates, reached: np.ndarray) -> None:
+        """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
+        one for the kernel."""
+        share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
+        on_grid = (known.default if self.attention == "flash" else self.attention) == grid.KERNEL
+        for call, events in attention_calls(program):
+            rate = known.rate_of(self.attention, call.head_size, call.direction, call.mask)
+            if rate is None:
+                continue
+            reached[events] = rate.at(call.length) * share
+            if on_grid:
+                reached[events] *= grid.head_share(call.head_size, rate.head_size)
+                if call.direction == "backward" and cores:
+                    reached[events] *= grid.backward_share(call.heads, call.keys, call.head_size, cores)
+
+    def _memory_bandwidth(self) -> float:
+        """Bytes a second of the device's own memory that kernels reach; nan: not known."""
+        device = self.cluster.device
+        bandwidth = device.memory_bandwidth_bytes_per_s.value or float("nan")
+        return bandwidth * (device.memory_efficiency.value or 1.0) * self.calibration.memory_efficiency
+
+    def transfers(
+        self, sources: Sequence[int], destinations: Sequence[int], at_once: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(latency in seconds, seconds a byte) of the transfer from each source to its destination.
+
+        All sources send at once, each to ``at_once`` peers.
+        """
+        leaving = Counter(
+            self.node(s) for s, d in zip(sources, destinations, strict=True) if self.node(s) != self.node(d)
+        )
+        latency, per_byte = [], []
+        for s, d in zip(sources, destinations, strict=True):
+            if s == d:
+                seconds, bandwidth = 0.0, float("inf")
+            elif self.node(s) == self.node(d):
+                seconds, bandwidth = self.within
+            else:
+                seconds, nic = self.between
+                bandwidth = self._shared(nic, leaving[self.node(s)])
+            latency.append(seconds)
+            per_byte.append(at_once / bandwidth)
+        return np.array(latency), np.array(per_byte)
+
+    def _shared(self, nic: float, users: int) -> float:
+        """A user's bandwidth out of a node where that many leave it at once: a card's at most."""
+        return nic * min(1.0, self.nics / users)
+
+    def collectives(self, kind: str, nbytes: float, groups: Sequence[Sequence[int]]) -> list[float]:
+        """Seconds of one collective on each of the groups, which all run it at once."""
+        on_nodes = [Counter(self.node(rank) for rank in members) for members in groups]
+        users: Counter[int] = Counter()
+        for on_node in on_nodes:
+            if len(on_node) > 1:
+                users.update(on_node.keys())
+        seconds = _COLLECTIVES[self.cluster.collective_model]
+        return [
+            seconds(kind, nbytes, self._group(on_node, users)) if len(members) > 1 else 0.0
+            for members, on_node in zip(groups, on_nodes, strict=True)
+        ]
+
+    def _group(self, on_node: Counter[int], users: Counter[int]) -> GroupLinks:
+        size, efficiency = on_node.total(), self.calibration.link_efficiency
+        return GroupLinks(self.cluster, size, on_node, users, self.within, self.between, efficiency)

@@ -1,0 +1,168 @@
+"""Ranks that run one program but have more or less of its work, as under a causal mask on contiguous chunks.
+
+The program is that of the last rank of an axis, which has most. It says which of its kernels are for blocks
+of lower ranks (:attr:`Program.whose`), so it says what each other rank computes: rank r has the blocks of its
+r nearest ones.
+
+Messages are the same on all ranks, and go at the pace of the rank that has most, for which the others wait.
+So the world is simulated as if all had the last rank's work, which is an upper bound of the step time; what a
+lighter rank computes, waits for and hides behind computing is then worked out from its own kernels, with the
+messages where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from spbench.bench.measure.simulator.message_matching import Steps
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, WAIT
+from spbench.bench.measure.simulator.waits import Times
+from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
+
+#: steps, times the sets of ranks for which they are worked out; of more ranks, some stand for others
+_MOST_TIMES = 2**19
+#: sets of ranks, at least
+_FEWEST_SETS = 3
+
+
+def odd_sets(count: int, most: int) -> list[list[int]]:
+    """0 to ``count`` - 1, of which the first is a set of its own, and the others are in ``most`` - 1
+    consecutive ones or one fewer, each of an odd number if there are enough, its middle one first. Where
+    something grows evenly, the middle one has the mean of its set, so that weighted means are exact."""
+    sets = [[0]]
+    if count <= most:
+        return [[i] for i in range(count)]
+    parts = most - 1 if (count - most) % 2 == 0 else most - 2
+    pairs = (count - 1 - parts) // 2
+    sizes = [1 + 2 * (pairs * (i + 1) // parts - pairs * i // parts) for i in range(parts)]
+    for start, end in pairwise(accumulate(sizes, initial=1)):
+        middle = (start + end) // 2
+        sets.append([middle, *range(start, middle), *range(middle + 1, end)])
+    return sets
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks that do the same work of a program.
+
+    Attributes:
+        ranks: global ones.
+        coordinate: along the axis, whose work they are given; None: they have all of the program's.
+    """
+
+    ranks: np.ndarray
+    coordinate: int | None = None
+
+
+class UnlikeWork:
+    """What each rank has of a program's work.
+
+    Args:
+        steps: of the program.
+        axis: of the mesh, along which ranks have unlike work.
+        last: the coordinate of the rank whose program it is.
+    """
+
+    def __init__(self, steps: Steps, axis: int, last: int):
+        self.steps, self.last = steps, last
+        program = steps.program
+        #: of each of ``all_ranks``, along the axis
+        self.coordinates = np.unravel_index(steps.all_ranks, program.mesh)[axis]
+        kernels = program.kind == KERNEL
+        #: the kernels for blocks of lower ranks
+        self.marked = np.flatnonzero((program.whose != EVERYONE) & kernels)
+        whose = program.whose
+        begins = (whose > 0) & (np.concatenate([[EVERYONE], whose[:-1]]) != whose)
+        number = np.cumsum(begins)[self.marked] - 1
+        blocks = np.maximum(whose[self.marked], 1)
+        #: of each of them, how many ranks back the block's owner is; 0: of all lower ranks
+        self._back = np.where(whose[self.marked] == ALL_LOWER, 0, number % blocks + 1)
+
+    def share(self, coordinate: int) -> np.ndarray:
+        """How much of each of :attr:`marked` the rank at a coordinate does, from 0 to 1."""
+        joint = coordinate / self.last if self.last else 1.0
+        return np.where(self._back == 0, joint, (self._back <= coordinate).astype(float))
+
+    def weights(self, coordinate: int | None) -> np.ndarray:
+        """[events]: how much of each event it does."""
+        found = np.ones(len(self.steps.program))
+        if coordinate is not None:
+            found[self.marked] = self.share(coordinate)
+        return found
+
+    @cached_property
+    def mean_weights(self) -> np.ndarray:
+        """[events]: how much of each event a rank does, in the mean over all."""
+        ranks = len(self.coordinates)
+        # of each number of ranks back, how many of the ranks have a block there
+        reach = ranks - np.searchsorted(np.sort(self.coordinates), np.arange(self.last + 1))
+        joint = self.coordinates.sum() / self.last if self.last else ranks
+        mean = np.ones(len(self.steps.program))
+        mean[self.marked] = np.where(self._back == 0, joint, reach[self._back]) / ranks
+        return mean
+
+    def alike(self) -> list[Alike]:
+        """All ranks in sets: one a coordinate, or fewer of neighbours where the program is long, for which
+        the middle one stands."""
+        there = np.unique(self.coordinates)[::-1]
+        if not len(self.marked) or len(there) == 1:
+            return [Alike(self.steps.all_ranks)]
+        many = max(_FEWEST_SETS, _MOST_TIMES // max(1, len(self.steps)))
+        return [
+            Alike(self.steps.all_ranks[np.isin(self.coordinates, there[each])], int(there[each[0]]))
+            for each in odd_sets(len(there), many)
+        ]
+
+    def times(
+        self, coordinate: int, taken: np.ndarray, times: Times, computed: np.ndarray
+    ) -> tuple[Times, np.ndarray]:
+        """When the rank at a coordinate is at the steps, and when its compute stream ends, if the messages go
+        as in ``times``.
+
+        Args:
+            taken: seconds of each event's kernel, with the gap after it.
+            times: of the rank that has all of the work, or of several of these.
+            computed: when its compute stream ends.
+        """
+        steps, program = self.steps, self.steps.program
+        kinds, streams, partners = steps.columns
+        at = np.flatnonzero(streams == COMPUTE_STREAM)
+        waits = kinds[at] == WAIT
+        # each marked kernel lies before a step of the compute stream, or after the last one
+        step = np.searchsorted(steps.at[at], self.marked)
+        on_compute = program.stream[self.marked] == COMPUTE_STREAM
+        left_out = np.where(on_compute, (1 - self.share(coordinate)) * taken[self.marked], 0.0)
+        spared = np.bincount(step, weights=left_out, minlength=len(at) + 1)[:, None]
+        reached = times.reached[at]
+        left = np.where(waits[:, None], times.left[at], reached)
+        begun = np.zeros_like(left[:1])
+        before = np.concatenate([begun, left])
+        passed = reached - before[:-1] - spared[:-1]
+        ends = np.full_like(reached, -np.inf)
+        ends[waits] = times.end[partners[at[waits]]]
+        # what a wait adds that is no waiting: see Costs.overlap_loss
+        lost = np.where(left > np.maximum(reached, ends), left - reached, 0.0)
+        # it leaves a step when it has done what is before it, or later, when what it waits for has ended
+        so_far = np.cumsum(passed + lost, axis=0)
+        leaves = so_far + np.maximum(np.maximum.accumulate(ends - so_far, axis=0), 0.0)
+        leaves_before = np.concatenate([begun, leaves])
+        found_reached, found_left = times.reached.copy(), times.left.copy()
+        found_reached[at], found_left[at[waits]] = leaves_before[:-1] + passed, leaves[waits]
+        ended = leaves_before[-1] + computed - before[-1] - spared[-1]
+        return times._replace(reached=found_reached, left=found_left), ended
+
+
+def unlike_work(steps: Sequence[Steps], axis: int | None) -> list[UnlikeWork | None]:
+    """Of each program, what its ranks have of its work; None: all have the same."""
+    if axis is None:
+        return [None] * len(steps)
+    found: list[UnlikeWork | None] = []
+    for each in steps:
+        last = int(np.unravel_index(each.all_ranks, each.program.mesh)[axis].max())
+        found.append(UnlikeWork(each, axis, last) if (each.program.whose != EVERYONE).any() else None)
+    return found

@@ -1,0 +1,177 @@
+"""How a step program is written, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
+
+import numpy as np
+
+from spbench.bench.measure.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    HOST_UPDATE,
+    HOST_WORK,
+    KERNEL,
+    MEMORY_BOUND,
+    PRECISION_NAMES,
+    RECORD,
+    RECV,
+    SEND,
+    WAIT,
+    Group,
+    Program,
+)
+from spbench.impls.unlike_work import EVERYONE
+
+#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, host, partner); host: what
+#: :attr:`Program.host` has, as one number, see VIEW
+EventRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int, int]
+#: the first fields of a kernel's row
+KernelRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float]
+NO_SHAPE = (0, 0, 0, 0)
+
+_BITS = 15
+#: one of each of HOST_WORK, to be added to :attr:`ProgramBuilder.host_work`
+VIEW, NODE, MODULE, JOIN = (1 << _BITS * number for number in range(len(HOST_WORK)))
+_SHIFTS = _BITS * np.arange(len(HOST_WORK))
+
+
+class ProgramBuilder:
+    """Writes a program event by event; methods return the event's index.
+
+    Args:
+        mesh: ranks along each axis, from the slowest-varying to the fastest.
+    """
+
+    def __init__(self, mesh: Sequence[int]):
+        self.mesh = tuple(mesh)
+        self.rows: list[EventRow] = []
+        self.marks: list[tuple[str, int]] = []
+        #: (stream, its first event), at each change of the stream on which events are issued
+        self.switches: list[tuple[int, int]] = [(COMPUTE_STREAM, 0)]
+        #: (whose work it is, its first event), at each change; see :attr:`Program.whose`
+        self.works: list[tuple[int, int]] = [(EVERYONE, 0)]
+        #: see :attr:`Program.unpriced`
+        self.unpriced: set[str] = set()
+        #: what the host has done since the last event
+        self.host_work = 0
+        self._names: dict[str, int] = {}
+        self._groups: dict[Group, int] = {}
+        self._peers: dict[tuple[int, ...], int] = {}
+
+    def named(self, name: str) -> int:
+        """The index of a name."""
+        return self._names.setdefault(name, len(self._names))
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+        self.marks.append((name, len(self.rows)))
+
+    def on_stream(self, stream: int) -> None:
+        """Further events are issued on that stream."""
+        self.switches.append((stream, len(self.rows)))
+
+    def work_of(self, whose: int) -> None:
+        """Further events are of those ranks, see :attr:`Program.whose`."""
+        self.works.append((whose, len(self.rows)))
+
+    def kernel(
+        self,
+        name: str,
+        *,
+        flops: float = 0,
+        nbytes: float = 0,
+        precision: str = "fp32",
+        category: int = MEMORY_BOUND,
+        strided: float = 0,
+    ) -> int:
+        """Something that the device computes."""
+        number = PRECISION_NAMES.index(precision)
+        priced = (category, nbytes, flops, number, NO_SHAPE, strided)
+        self.add_kernel((KERNEL, self.named(name), *priced))
+        return len(self.rows) - 1
+
+    def add_kernel(self, row: KernelRow) -> None:
+        """Write down a kernel. What the host's cores do it begins when its device is idle, and goes on when
+        they have done it."""
+        join = JOIN if row[2] == HOST_UPDATE else 0
+        self.rows.append((*row, self.host_work + join, -1))
+        self.host_work = join
+
+    def collective(self, name: str, nbytes: float, group: Group) -> int:
+        """A collective begins."""
+        partner = self._groups.setdefault(group, len(self._groups))
+        return self._communicate(COLLECTIVE, name, nbytes, partner)
+
+    def send(self, nbytes: float, to: tuple[int, ...]) -> int:
+        """A send begins, to the rank that far away (see :func:`offset`)."""
+        return self._communicate(SEND, "send", nbytes, self._peer(to))
+
+    def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
+        """A receive begins, from the rank that far away."""
+        return self._communicate(RECV, "recv", nbytes, self._peer(source))
+
+    def wait(self, event: int) -> int:
+        """The current stream waits until that communication has ended, or that record is reached."""
+        return self._communicate(WAIT, "wait", 0, event)
+
+    def record(self) -> int:
+        """A point of the current stream, for which another may wait."""
+        return self._communicate(RECORD, "record", 0, -1)
+
+    def _peer(self, by: tuple[int, ...]) -> int:
+        by = tuple(d % n for d, n in zip(by, self.mesh, strict=True))
+        return self._peers.setdefault(by, len(self._peers))
+
+    def _communicate(self, kind: int, name: str, nbytes: float, partner: int) -> int:
+        row = (
+            kind,
+            self.named(name),
+            MEMORY_BOUND,
+            nbytes,
+            0.0,
+            len(PRECISION_NAMES) - 1,
+            NO_SHAPE,
+            0.0,
+            self.host_work,
+            partner,
+        )
+        self.host_work = 0
+        self.rows.append(row)
+        return len(self.rows) - 1
+
+    def program(self) -> Program:
+        """What has been written so far."""
+        shapes = chain.from_iterable(map(itemgetter(6), self.rows))
+        return Program(
+            mesh=self.mesh,
+            kind=self._column(0, np.int8),
+            stream=self._noted(self.switches, np.int8),
+            whose=self._noted(self.works, np.int32),
+            name=self._column(1, np.int32),
+            category=self._column(2, np.int8),
+            nbytes=self._column(3, np.float64),
+            flops=self._column(4, np.float64),
+            precision=self._column(5, np.int8),
+            shape=np.fromiter(shapes, np.int64, 4 * len(self.rows)).reshape(-1, 4),
+            strided=self._column(7, np.float64),
+            host=(self._column(8, np.int64)[:, None] >> _SHIFTS & (1 << _BITS) - 1).astype(np.int16),
+            partner=self._column(9, np.int64),
+            names=tuple(self._names),
+            groups=tuple(self._groups),
+            peers=tuple(self._peers),
+            marks=tuple(self.marks),
+            unpriced=tuple(sorted(self.unpriced)),
+        )
+
+    def _noted(self, changes: Sequence[tuple[int, int]], dtype: type) -> np.ndarray:
+        """What holds for each row, of (what begins, its first row)."""
+        what, first = zip(*changes, strict=True)
+        lengths = np.diff(first, append=len(self.rows))
+        return np.repeat(np.array(what, dtype=dtype), lengths)
+
+    def _column(self, index: int, dtype: type) -> np.ndarray:
+        """One field of all rows, without a list in between: a large program has millions of rows."""
+        return np.fromiter(map(itemgetter(index), self.rows), dtype, len(self.rows))

@@ -1,0 +1,110 @@
+"""What a cluster's products, attention kernels and links reach by size, as a simulation prices them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
+from spbench.bench.measure.clusters.links import Link
+from spbench.bench.measure.clusters.rates import AttentionRate
+from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.program import MATRIX_PRODUCT
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.impls.traffic import WIRE_SHARE
+
+#: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message
+SIZES = [2**n for n in range(7, 16)]
+LENGTHS = [2**n for n in range(9, 18)]
+MESSAGES = [2**n for n in range(14, 34)]
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+#: ranks of a group within a node, and nodes of a group on several
+_RANKS, _NODES = (2, 4, 8, 16, 32, 72), (2, 4, 16, 64)
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """A line of a panel.
+
+    Attributes:
+        panel: the panel's title.
+        name: of the line in it.
+        sizes: along the panel.
+        rates: at each size, in FLOPs or bytes a second.
+        measured: by size, what the source of the rate has.
+    """
+
+    panel: str
+    name: str
+    sizes: Sequence[int]
+    rates: Sequence[float]
+    measured: Mapping[int, float] = field(default_factory=dict)
+
+
+def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
+    """FLOPs a second of square matrix products, a line a precision that the card has."""
+    device, costs = cluster.device, Costs(cluster, Calibration())
+    for precision in get_args(Precision):
+        peak, own = device.peak_flops_per_s.get(precision), (device.products or {}).get(precision)
+        if peak is None or peak.value is None:
+            continue
+        width = 4 if precision == "fp32" else 8 if precision == "fp64" else 2
+        program = ProgramBuilder((1,))
+        for n in SIZES:
+            flops, nbytes = 2.0 * n**3, 3.0 * width * n**2
+            program.kernel("mm", flops=flops, nbytes=nbytes, precision=precision, category=MATRIX_PRODUCT)
+        seconds = costs.kernels(program.program()) + costs.launch_s
+        rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
+        yield RateCurve("Matrix products", precision, SIZES, rates, {} if own is None else own.measured)
+
+
+def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
+    """FLOPs a second of attention without scores, a panel a kernel."""
+    attention = cluster.device.attention
+    for kernel, rates in attention.kernels.items() if attention is not None else ():
+        for rate in rates:
+            at = [rate.at(length) for length in LENGTHS]
+            yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, rate.measured)
+
+
+def _attention_name(rate: AttentionRate) -> str:
+    return f"{rate.head_size}, {rate.mask}, {rate.direction or 'both'}"
+
+
+def link_curves(cluster: Cluster) -> Iterator[RateCurve]:
+    """Bus bandwidth, wire bytes a second of a rank, of collectives and sends: of each kind within a node and
+    on two nodes, and of an all-reduce by ranks."""
+    node, costs = cluster.devices_per_node, Costs(cluster, Calibration())
+    within = node > 1 and _known(cluster.node_link)
+    between = _known(cluster.network) and (node == 1 or within)
+    panels = {"Within a node": (node, 1)} if within else {}
+    for panel, (ranks, peer) in (panels | ({"On two nodes": (2 * node, node)} if between else {})).items():
+        for kind in _KINDS:
+            yield _link_curve(panel, kind, _collective(costs, kind, ranks), ranks, kind)
+        yield _link_curve(panel, "send", _send(costs, [*range(peer)], peer), 2, "send")
+    by_ranks = {f"{n} ranks": n for n in _RANKS if n <= node} if within else {}
+    by_ranks |= {f"{n} nodes": n * node for n in _NODES} if between else {}
+    for name, ranks in by_ranks.items():
+        yield _link_curve("All-reduce by ranks", name, _collective(costs, _KINDS[0], ranks), ranks, _KINDS[0])
+
+
+def _known(link: Link | None) -> bool:
+    return (
+        link is not None and link.latency_s.value is not None and link.bandwidth_bytes_per_s.value is not None
+    )
+
+
+def _collective(costs: Costs, kind: str, ranks: int) -> Callable[[int], float]:
+    return lambda nbytes: costs.collectives(kind, nbytes, [range(ranks)])[0]
+
+
+def _send(costs: Costs, sources: Sequence[int], peer: int) -> Callable[[int], float]:
+    """Of each of a node's devices to its like on the other, or of one to its neighbour."""
+    latency, per_byte = costs.transfers(sources, [rank + peer for rank in sources], 1)
+    return lambda nbytes: float((latency + per_byte * nbytes).max())
+
+
+def _link_curve(panel: str, name: str, seconds: Callable[[int], float], ranks: int, kind: str) -> RateCurve:
+    share = float(WIRE_SHARE[kind](ranks))
+    return RateCurve(panel, name, MESSAGES, [share * nbytes / seconds(nbytes) for nbytes in MESSAGES])

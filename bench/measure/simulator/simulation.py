@@ -1,0 +1,293 @@
+"""The simulated timeline: when each rank of a world computes, communicates and waits, on a cluster.
+
+Each rank has a compute stream, which runs its kernels in order and waits where the program waits; and as many
+further streams as its program uses, with kernels and waits of their own. A stream that waits for a point of
+another goes on when that one has reached it. Where the cluster has figures of its hosts, each rank has the
+clock of its host too (:mod:`measure.simulator.host_clock`), and nothing starts before it is launched.
+Without them launching costs the host no time, so streams run ahead of each other as far as the program's
+waits let them.
+Communication goes on beside the stream that posts it: a transfer starts when both ends have posted it, and
+after the one before it from the same rank to the same rank; a collective starts when its last member has
+posted it, and after the group's collective before it. What a rank computes while a collective runs takes
+longer by a share of the collective (``overlap_loss``), which is added where the compute stream waits for it.
+All times are thus sums and maxima of costs, so no cost can fall and the step take longer.
+
+Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
+on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
+onto each other are simulated once (:mod:`measure.simulator.folding`), and what a program repeats until
+it is known what it does (:mod:`measure.simulator.fast_forward`).
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.fast_forward import FastForward, tick_of
+from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
+from spbench.bench.measure.simulator.lighter_ranks import unlike_work
+from spbench.bench.measure.simulator.message_matching import Deadlock, World
+from spbench.bench.measure.simulator.occupancy import Channels, ProcessGroups
+from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
+from spbench.bench.measure.simulator.timeline import Timeline
+
+
+class Simulation:
+    """One simulation. Arrays are [steps, ranks of the program]; nan: not yet.
+
+    Args:
+        fast_forward: write down periods of which it is known what they do; the times are the same.
+        unlike_axis: see :class:`Simulator`.
+    """
+
+    def __init__(self, world: World, costs: Costs, fast_forward: bool = True, unlike_axis: int | None = None):
+        self.world, self.steps = world, world.steps
+        self.works = unlike_work(world.steps, unlike_axis)
+        shapes = [(len(s), len(s.ranks)) for s in self.steps]
+        #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
+        #: stream, starts and ends
+        self.reached, self.left, self.start, self.end = (
+            [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
+        )
+        #: of each step, how many ranks have posted it, and of how many it has an end
+        self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
+        #: when each stream has done what was issued so far; [streams, ranks of the program]
+        self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
+        self.kernel_s = [costs.kernels(steps.program) for steps in self.steps]
+        launched = [None if costs.host is None else host_seconds(costs.host, s.program) for s in self.steps]
+        if any(world.periods):
+            gaps = costs.launch_s * (self.steps[0].program.kind == KERNEL)
+            costs = costs.in_ticks(tick_of(world, costs, self.kernel_s[0] + gaps, launched[0]))
+            self.kernel_s = [costs.whole(self.kernel_s[0])]
+        self.costs = costs
+        #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
+        self.taken: list[list[float]] = []
+        self.before: list[list[float]] = []
+        self.hosts: list[HostClock | None] = []
+        for steps, seconds, work, periods in zip(
+            self.steps, self.kernel_s, launched, world.periods, strict=True
+        ):
+            program = steps.program
+            taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
+            spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
+            self.taken.append(taken[steps.at].tolist())
+            self.hosts.append(None if work is None else HostClock(costs, steps, taken, work, periods))
+            self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
+        self.losses = [steps.beside_computing(bool(costs.overlap_loss)) for steps in self.steps]
+        self.channels = Channels(world, costs)
+        self._forward = FastForward(self) if fast_forward and any(world.periods) else None
+        self._groups: dict[tuple[int, int], ProcessGroups] = {}
+        #: (step, program) that some ranks, given as a mask, can go on from
+        self._heap: list[tuple[int, int]] = []
+        self._runnable: dict[tuple[int, int], np.ndarray] = {}
+        #: by (program, step) that is waited for, and by the step that waits, the ranks that do, as a mask
+        self._parked: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+
+    def timeline(self) -> Timeline:
+        for number, steps in enumerate(self.steps):
+            self._resume(number, 0, np.arange(len(steps.ranks)))
+        while self._heap:
+            step, number = heappop(self._heap)
+            mask = self._runnable.pop((step, number))
+            self._go_on(number, step, np.flatnonzero(mask))
+        for (number, step), parked in sorted(self._parked.items()):
+            for place in np.flatnonzero(np.any([*parked.values()], axis=0)).tolist():
+                raise Deadlock(f"{self.steps[number].describe(step, place)}: waited for, but never ends")
+        for number, steps in enumerate(self.steps):
+            posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
+            for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
+                raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
+        computed = [clocks[COMPUTE_STREAM] for clocks in self.clocks]
+        times = self.reached, self.left, self.start, self.end
+        return Timeline(self.world, self.costs, self.kernel_s, computed, *times, self.hosts, self.works)
+
+    def _resume(self, number: int, step: int, who: np.ndarray) -> None:
+        key = (step, number)
+        if key not in self._runnable:
+            self._runnable[key] = np.zeros(len(self.steps[number].ranks), dtype=bool)
+            heappush(self._heap, key)
+        self._runnable[key][who] = True
+
+    def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
+        """Take some ranks of a program from a step as far as they get."""
+        steps, before, posted = self.steps[number], self.before[number], self.posted[number]
+        kinds, streams, partners = steps.kinds, steps.streams, steps.partners
+        reached, left = self.reached[number], self.left[number]
+        end, ended, losses = self.end[number], self.ended[number], self.losses[number]
+        everyone = len(who) == len(steps.ranks)
+        index = slice(None) if everyone else who
+        clocks, host = self.clocks[number], self.hosts[number]
+        now = clocks[COMPUTE_STREAM, index]
+        if host is not None:
+            launching = host.now[index]
+        heap, forward = self._heap, self._forward
+        at = step
+        while at < len(kinds):
+            repeats = forward is not None and at == forward.next and everyone
+            # others of the program are here, or can catch up first: all go on together
+            if repeats or (heap and heap[0][0] <= at and heap[0][1] == number):
+                clocks[COMPUTE_STREAM, index] = now
+                if host is not None:
+                    host.now[index] = launching
+                if forward is None or not repeats:
+                    self._resume(number, at, who)
+                    return
+                at = forward(at)
+                now = clocks[COMPUTE_STREAM, index]
+                if host is not None:
+                    launching = host.now[index]
+                continue
+            kind, stream = kinds[at], streams[at]
+            if host is None:
+                now = now + before[at]
+                here = now if stream == COMPUTE_STREAM else clocks[stream, index]
+            else:
+                before_segment = now, launching
+                now, launching = host.reach(at, now, launching, index)
+                here = now if stream == COMPUTE_STREAM else clocks[stream, index]
+                if kind not in (WAIT, RECORD):
+                    here = np.maximum(here, launching + host.latency)
+            reached[at, index] = here
+            if kind == WAIT:
+                partner = partners[at]
+                ends = end[partner][index]
+                if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
+                    if host is None:
+                        clocks[COMPUTE_STREAM, index] = now - before[at]
+                    else:
+                        clocks[COMPUTE_STREAM, index], host.now[index] = before_segment
+                    self._part(number, at, who, late)
+                    return
+                if lost := losses[at]:
+                    lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
+                    here = here + self.costs.whole(self.costs.overlap_loss * lasted)
+                left[at, index] = here = np.maximum(here, ends)
+                if stream == COMPUTE_STREAM:
+                    now = here
+                else:
+                    clocks[stream, index] = here
+            elif kind in (KERNEL, RECORD):
+                self.start[number][at, index] = here
+                end[at, index] = here = here + self.taken[number][at]
+                ended[at] += len(who)
+                if kind == KERNEL:
+                    clocks[stream, index] = here
+            else:
+                posted[at] += len(who)
+                if kind == COLLECTIVE:
+                    self._gather(number, at, who)
+                else:
+                    self._meet(number, at, who, everyone)
+            at += 1
+        if host is None:
+            now = now + before[len(kinds)]
+        else:
+            now, host.now[index] = host.reach(len(kinds), now, launching, index)
+        clocks[COMPUTE_STREAM, index] = now
+
+    def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
+        """Of ranks that wait, those that can go on from here later; the others when what they wait for has
+        ended."""
+        if not late.all():
+            self._resume(number, at, who[~late])
+        waiting = self._parked.setdefault((number, self.steps[number].partners[at]), {})
+        if at not in waiting:
+            waiting[at] = np.zeros(len(self.steps[number].ranks), dtype=bool)
+        waiting[at][who[late]] = True
+
+    def _ended(self, number: int, step: int, who: np.ndarray) -> None:
+        """Wake those that wait for communication whose end is known now."""
+        self.ended[number][step] += len(who)
+        if (number, step) not in self._parked:
+            return
+        for at, waiting in self._parked[number, step].items():
+            if len(ready := who[waiting[who]]):
+                waiting[ready] = False
+                self._resume(number, at, ready)
+
+    # -- transfers -------------------------------------------------------------------------------------
+
+    def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
+        """Start the transfers of some ranks whose other half is posted too."""
+        steps = self.steps[number]
+        kind = steps.kinds[step]
+        for meeting in self.world.meetings[number][kind, steps.partners[step]]:
+            other, other_step = meeting.program, meeting.halves[step]
+            posts = self.posted[other][other_step]
+            if not posts:
+                continue
+            if everyone and meeting.everyone and posts == len(meeting.theirs):
+                if kind == SEND:
+                    self._transfer_all(number, step, meeting.theirs, other, other_step, meeting.back)
+                else:
+                    self._transfer_all(other, other_step, meeting.back, number, step, meeting.theirs)
+                continue
+            theirs = meeting.theirs[who]
+            posted = self.reached[other][other_step][theirs]
+            ready = (theirs >= 0) & ~np.isnan(posted)
+            if not ready.any():
+                continue
+            mine, theirs, posted = who[ready], theirs[ready], posted[ready]
+            sender, send, at = (number, step, mine) if kind == SEND else (other, other_step, theirs)
+            latency, seconds, free = self.channels.of(sender, send)
+            start = np.maximum(np.maximum(self.reached[number][step][mine], posted), free[at])
+            free[at] = end = start + latency[at] + seconds[at]
+            for p, s, ranks in ((number, step, mine), (other, other_step, theirs)):
+                self.start[p][s, ranks] = start
+                self.end[p][s, ranks] = end
+                self._ended(p, s, ranks)
+
+    def _transfer_all(
+        self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
+    ) -> None:
+        """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
+        sender's receiver and of each receiver's sender. In place, for rings spend their time here."""
+        latency, seconds, free = self.channels.of(sender, send)
+        start, end = self.start[sender][send], self.end[sender][send]
+        np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
+        np.maximum(start, free, out=start)
+        np.add(start, latency, out=end)
+        np.add(end, seconds, out=end)
+        free[:] = end
+        self.start[receiver][recv] = start[source]
+        self.end[receiver][recv] = end[source]
+        self._ended(sender, send, source)
+        self._ended(receiver, recv, to)
+
+    # -- collectives -------------------------------------------------------------------------------------
+
+    def _gather(self, number: int, step: int, who: np.ndarray) -> None:
+        """Start the collectives of some ranks whose members have all posted them."""
+        steps = self.steps[number]
+        groups = self._groups_of(number, step)
+        program, event = steps.program, int(steps.at[step])
+        cost = groups.seconds(program.names[program.name[event]], steps.nbytes[step])
+        if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
+            ready = np.maximum(self.reached[number][step], groups.free)[groups.members].max(1)
+            end = ready + cost
+            self.start[number][step] = ready[groups.of]
+            self.end[number][step] = groups.free = end[groups.of]
+            self._ended(number, step, who)
+            return
+        alike = self.world.alike[number][step]
+        for group in np.unique(groups.of[who]).tolist():
+            members = groups.everywhere[group]
+            if any(p not in alike or np.isnan(self.reached[p][alike[p], at]).any() for p, at in members):
+                continue
+            # the end of the group's collective before this one is noted at each of its members
+            own = next(at for p, at in members if p == number)
+            ready_s = max(float(self.reached[p][alike[p], at].max()) for p, at in members)
+            start_s = max(ready_s, float(groups.free[own[0]]))
+            for p, at in members:
+                self.start[p][alike[p], at] = start_s
+                self.end[p][alike[p], at] = start_s + cost[group]
+                self._groups_of(p, alike[p]).free[at] = start_s + cost[group]
+                self._ended(p, alike[p], at)
+
+    def _groups_of(self, number: int, step: int) -> ProcessGroups:
+        key = (number, self.steps[number].partners[step])
+        if key not in self._groups:
+            self._groups[key] = ProcessGroups(self.world, self.costs, *key)
+        return self._groups[key]

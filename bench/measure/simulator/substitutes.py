@@ -1,0 +1,216 @@
+"""What of a step is priced by something else than a rate of its own: a kernel that the card has no rate of, a
+link of which no more is known than the datasheet, a length that was not measured.
+
+Three grades, by how wrong that may be. "substituted": nothing of the kind was measured, such as an attention
+kernel that is priced as matrix products, or a link that is the datasheet's or another machine's.
+"transferred": a kernel or a host by the rate of another card, kernel or host. "extrapolated":
+by the rate of the same kernel or link at another size, mask or group. Intervals of such times are those of
+their grade (:mod:`measure.trust`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from spbench.bench.measure.clusters.links import Link
+from spbench.bench.measure.clusters.rates import AttentionRate
+from spbench.bench.measure.clusters.sourced import Sourced
+from spbench.bench.measure.simulator.attention_calls import AttentionCall, attention_calls
+from spbench.bench.measure.simulator.program import (
+    ATTENTION,
+    COLLECTIVE,
+    KERNEL,
+    MATRIX_PRODUCT,
+    MEMORY_BOUND,
+    PRECISION_NAMES,
+    SEND,
+    Program,
+)
+
+if TYPE_CHECKING:
+    from spbench.bench.measure.clusters.cluster import Grade
+    from spbench.bench.measure.simulator.costs import Costs
+    from spbench.bench.measure.simulator.message_matching import Steps
+
+#: what attention counts as that a card has no rate of
+AS_PRODUCTS = "matrix products"
+
+
+class Substitute(NamedTuple):
+    """Work of a step, and what it is priced by; without a rate of its own.
+
+    Attributes:
+        work: as "forward attention by triton".
+        by: as "matrix products".
+    """
+
+    work: str
+    by: str
+    grade: Grade
+
+
+#: with the events, or the steps, that it is of
+_Found = Iterator[tuple[Substitute, np.ndarray]]
+
+
+def kernel_substitutes(costs: Costs, program: Program) -> _Found:
+    """The kernels of a program that are priced by something else, with the program's events."""
+    kernels = program.kind == KERNEL
+    yield from _attention(costs, program, kernels & (program.category == ATTENTION) & (program.flops > 0))
+    yield from _products(costs, program, kernels & (program.category == MATRIX_PRODUCT))
+    memory = np.flatnonzero(kernels & (program.category == MEMORY_BOUND))
+    device = costs.cluster.device
+    if device.memory_efficiency.value is None and costs.calibration.memory_efficiency == 1:
+        own = [program.names.index(name) for name in device.operators if name in program.names]
+        others = memory[~np.isin(program.name[memory], own)]
+        yield Substitute("memory", "the datasheet's bandwidth", "transferred"), others
+    elif device.memory_efficiency.substitute:
+        yield Substitute("memory", device.memory_efficiency.substitute, "transferred"), memory
+
+
+def _attention(
+    costs: Costs, program: Program, all_calls: np.ndarray
+) -> Iterator[tuple[Substitute, np.ndarray]]:
+    device, left = costs.cluster.device, all_calls.copy()
+    own_share, known = device.attention_efficiency.value is not None, device.attention
+    for call, events in attention_calls(program):
+        if known is None:
+            break
+        rate = known.rate_of(costs.attention, call.head_size, call.direction, call.mask)
+        if rate is None:
+            continue
+        left[events] = False
+        kernel = known.default if costs.attention == "flash" else costs.attention
+        work = f"{call.direction} attention by {kernel}"
+        if text := rate.limit_flops_per_s.substitute:
+            yield Substitute(work, text, "transferred"), events
+        elif text := _unlike(rate, call):
+            yield Substitute(work, f"its rate {text}", "extrapolated"), events
+    if own_share:
+        return
+    for name in np.unique(program.name[left]).tolist():
+        events = np.flatnonzero(left & (program.name == name))
+        # softmax attention has a shape; that of linear attention is an operator of its own
+        softmax = program.shape[events[0]].any()
+        kernel = "attention" if costs.attention == "flash" else f"attention by {costs.attention}"
+        work = kernel if softmax else program.names[name]
+        yield Substitute(work, AS_PRODUCTS, "substituted"), events
+
+
+def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
+    """How the calls differ from those that a rate was measured of: as the rate's; "" where they do not."""
+    words = []
+    if rate.direction not in (None, call.direction):
+        words.append(f"{rate.direction}")
+    if rate.mask != call.mask:
+        words.append("with a causal mask" if rate.mask == "causal" else "without a mask")
+    if rate.head_size != call.head_size:
+        words.append(f"at head size {rate.head_size}")
+    if rate.measured and not min(rate.measured) <= call.length <= max(rate.measured):
+        side = "up to" if call.length > max(rate.measured) else "from"
+        words.append(f"{side} {max(rate.measured) if side == 'up to' else min(rate.measured)} tokens")
+    return ", ".join(words)
+
+
+def _products(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
+    device, fitted = costs.cluster.device, costs.calibration.compute_efficiency != 1
+    own = {str(name): each.share for name, each in (device.products or {}).items()}
+    for number, name in enumerate(PRECISION_NAMES):
+        share = own.get(name, device.compute_efficiency)
+        events = np.flatnonzero(calls & (program.precision == number))
+        if share.substitute:
+            yield Substitute(f"{name} matrix products", share.substitute, "transferred"), events
+        elif share.value is None and not fitted:
+            yield Substitute(f"{name} matrix products", "the datasheet's peak", "substituted"), events
+
+
+def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
+    """The communication of the first rank of a program that is priced by something else, with the numbers of
+    its steps: each part of a collective, within a node and between nodes, is named."""
+    kinds, _, partners = steps.columns
+    names = steps.program.name[steps.at]
+    moving = np.flatnonzero((kinds == COLLECTIVE) | (kinds == SEND))
+    codes = np.stack([kinds[moving], names[moving], partners[moving]], axis=1)
+    distinct, places = np.unique(codes, axis=0, return_inverse=True)
+    for number, (kind, name, partner) in enumerate(distinct.tolist()):
+        at = moving[places.ravel() == number]
+        for each in _of_transfer(costs, steps, kind, steps.program.names[name], partner):
+            yield each, at
+
+
+def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int) -> Iterator[Substitute]:
+    rank, program = int(steps.ranks[0]), steps.program
+    if kind == SEND:
+        peer = int(steps.peers(partner)[0])
+        if peer != rank:
+            within = costs.node(peer) == costs.node(rank)
+            yield from _of_link(costs, "send", within, None)
+        return
+    on_node = Counter(costs.node(member) for member in program.groups[partner].members(rank, program.mesh))
+    most, nodes = max(on_node.values()), len(on_node)
+    if most > 1:
+        yield from _of_link(costs, name, True, most)
+    if nodes > 1:
+        yield from _of_link(costs, name, False, nodes)
+
+
+def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterator[Substitute]:
+    """What a part of some communication is priced by.
+
+    Args:
+        parts: of a collective, the devices on a node, or the nodes; None: a send.
+    """
+    cluster = costs.cluster
+    link: Link = (cluster.node_link or cluster.network) if within else cluster.network
+    work = f"{name} {'within a node' if within else 'between nodes'}"
+    rated = cluster.collective_model == "measured" and parts is not None
+    # between nodes an all-to-all goes pair by pair, at the rate of a send
+    rate = link.rate_of(name, parts or 0) if rated and (within or name != "all_to_all") else None
+    if rate is not None:
+        figure: Sourced[float] = rate.bandwidth_bytes_per_s
+        if figure.substitute:
+            yield Substitute(work, figure.substitute, "substituted")
+        elif text := _other_group(link, name, parts or 0):
+            yield Substitute(work, text, "extrapolated")
+    elif text := link.bandwidth_bytes_per_s.substitute:
+        yield Substitute(work, text, "substituted")
+    elif parts is not None and cluster.collective_model != "nccl":
+        yield Substitute(work, "the bandwidth of a send", "extrapolated")
+
+
+def _other_group(link: Link, name: str, parts: int) -> str:
+    """How a collective differs from that which its rate was measured of; "" where it does not."""
+    by_kind = {str(kind): rates for kind, rates in link.collectives.items()}
+    if name == "all_to_all" and name not in by_kind:
+        return "the rate of other collectives"
+    sizes = [rate.ranks for rate in by_kind.get(name, by_kind.get("any", [])) if rate.ranks is not None]
+    if sizes and not min(sizes) <= parts <= max(sizes):
+        return f"its rate of {min(sizes) if parts < min(sizes) else max(sizes)} ranks"
+    return ""
+
+
+def seconds_by_substitute(
+    costs: Costs, of_programs: Iterable[tuple[Steps, np.ndarray, np.ndarray]], host_s: float
+) -> dict[Substitute, float]:
+    """Seconds of a step that are priced by something else, the mean over ranks, those that are hidden too.
+
+    Args:
+        of_programs: each program with its ranks, the seconds of its events, and those of its first rank's
+            steps.
+        host_s: that ranks wait for their hosts.
+    """
+    found: dict[Substitute, float] = defaultdict(float)
+    for steps, kernel_s, step_s in of_programs:
+        share = len(steps.all_ranks) / steps.program.world
+        for each, events in kernel_substitutes(costs, steps.program):
+            found[each] += float(kernel_s[events].sum()) * share
+        for each, at in transfer_substitutes(costs, steps):
+            found[each] += float(np.nansum(step_s[at])) * share
+    host = costs.cluster.host
+    if host is not None and host.scale.substitute:
+        found[Substitute("host", host.scale.substitute, "transferred")] += host_s
+    return {each: seconds for each, seconds in found.items() if seconds > 0}

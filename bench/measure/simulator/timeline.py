@@ -1,0 +1,358 @@
+"""What a simulation found: the step time, what it is made of, and every event of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spbench.bench.measure.simulator.lighter_ranks import Alike, UnlikeWork
+from spbench.bench.measure.simulator.program import (
+    CATEGORIES,
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    KERNEL,
+    MATRIX_PRODUCT,
+    PRECISION_NAMES,
+    RECORD,
+    SEND,
+    WAIT,
+    Program,
+    shifted,
+)
+from spbench.bench.measure.simulator.step_parts import Flops, flops_of, seconds_by_kind
+from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
+from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
+
+if TYPE_CHECKING:
+    from spbench.bench.measure.simulator.costs import Costs
+    from spbench.bench.measure.simulator.host_clock import HostClock
+    from spbench.bench.measure.simulator.message_matching import World
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a rank, times in seconds from the start of the step.
+
+    Attributes:
+        stream: "compute" (kernels and waits), "communication" (what that stream posts), or the name of a
+            further stream, see :func:`stream_names`.
+        details: bytes, FLOPs and the like.
+    """
+
+    name: str
+    stream: str
+    phase: str
+    start_s: float
+    duration_s: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
+    """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
+    compute stream, 1 and on are those of communication and of further streams, as many of each as its events
+    overlap."""
+    #: of each row but the first: its stream, and when it is free again
+    rows: list[tuple[str, float]] = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        if event.stream == "compute":
+            yield event, 0
+            continue
+        of_stream = (i for i, (stream, _) in enumerate(rows) if stream == event.stream)
+        row = next((i for i in of_stream if rows[i][1] <= event.start_s), len(rows))
+        rows[row : row + 1] = [(event.stream, event.start_s + event.duration_s)]
+        yield event, row + 1
+
+
+def stream_names(program: Program) -> list[str]:
+    """A name of each stream of a program, by its number: after its collectives, or its kernels where it has
+    none."""
+    names = ["compute"]
+    for stream in range(1, int(program.stream.max(initial=0)) + 1):
+        on_it = program.stream == stream
+        for kind in (COLLECTIVE, KERNEL):
+            if found := [program.names[i] for i in np.unique(program.name[on_it & (program.kind == kind)])]:
+                break
+        names.append(f"stream {stream}: {', '.join(found)}" if found else f"stream {stream}")
+    return names
+
+
+@dataclass(frozen=True)
+class _Set:
+    """Ranks that do the same work of a program, and what they do; arrays are of the simulated ranks that do
+    what these do.
+
+    Attributes:
+        ranks: global ones.
+        at: for each of them, its place in the arrays.
+        weights: [events]: how much of each event they do.
+        kernel_s: [events]: seconds of what they do.
+        waits: see :class:`Waits`.
+        computed: when the compute stream ends.
+        host: when the host ends; None: hosts take no time.
+    """
+
+    ranks: np.ndarray
+    at: np.ndarray
+    weights: np.ndarray
+    kernel_s: np.ndarray
+    waits: Waits
+    computed: np.ndarray
+    late_host: np.ndarray | None
+
+
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        step_time_s: until the last rank's computing and communication have ended, with the step's overhead.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        costs: Costs,
+        kernel_s: list[np.ndarray],
+        computed: list[np.ndarray],
+        reached: list[np.ndarray],
+        left: list[np.ndarray],
+        start: list[np.ndarray],
+        end: list[np.ndarray],
+        hosts: list[HostClock | None],
+        works: list[UnlikeWork | None],
+    ):
+        self._world, self._costs, self._kernel_s = world, costs, kernel_s
+        self._reached, self._left, self._start, self._end = reached, left, start, end
+        self._computed, self._hosts, self._works = computed, hosts, works
+        last = [float(c.max()) for c in computed]
+        last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
+        last += [float(host.now.max()) for host in hosts if host is not None]
+        self.step_time_s = max(last) + costs.step_overhead_s
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @cached_property
+    def by_rank(self) -> dict[str, np.ndarray]:
+        """What each rank's step is made of, in seconds, by global rank.
+
+        compute: kernels of the compute stream by the roofline, each at least the cluster's floor. overhead:
+        their launches and the step's own. exposed_communication: waiting while the bytes move, or while
+        another stream copies them. bubble: waiting for other ranks to take part, or to end. host, where the
+        cluster has figures of it: waiting for the own host. These add up to the step time.
+        hidden_communication: bytes move, or another stream copies, while the rank computes.
+        """
+        parts = {
+            name: np.zeros(self._world.size)
+            for name in ("compute", "exposed_communication", "bubble", "overhead", "hidden_communication")
+        }
+        step_overhead = self._costs.step_overhead_s
+        for number, some in self._sets:
+            program, waits = self._world.steps[number].program, some.waits
+            kernels = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
+            worked = np.where(kernels, some.kernel_s, 0.0).sum()
+            launched = int((kernels & (some.weights > 0)).sum()) * self._costs.launch_s
+            parts["compute"][some.ranks] = worked
+            parts["overhead"][some.ranks] = launched + step_overhead
+            parts["exposed_communication"][some.ranks] = waits.exposed[some.at]
+            bubble = waits.waited - waits.exposed + self.step_time_s - step_overhead - some.computed
+            hidden = np.maximum(waits.busy - waits.exposed, 0.0)
+            parts["hidden_communication"][some.ranks] = hidden[some.at]
+            if some.late_host is not None:
+                late = waits.late + some.late_host
+                bubble = bubble - late
+                stalled = np.maximum(some.computed - worked - launched - waits.waited, 0.0) + late
+                parts.setdefault("host", np.zeros(self._world.size))[some.ranks] = stalled[some.at]
+            parts["bubble"][some.ranks] = bubble[some.at]
+        return parts
+
+    @cached_property
+    def _sets(self) -> list[tuple[int, _Set]]:
+        """All ranks in sets that do the same work, with the number of their program."""
+        return [
+            (number, self._set(number, alike))
+            for number, (steps, work) in enumerate(zip(self._world.steps, self._works, strict=True))
+            for alike in ([Alike(steps.all_ranks)] if work is None else work.alike())
+        ]
+
+    def _set(self, number: int, alike: Alike) -> _Set:
+        steps, work, host = self._world.steps[number], self._works[number], self._hosts[number]
+        places, at = np.unique(self._world.place_of[alike.ranks], return_inverse=True)
+        every = len(places) == len(steps.ranks)
+        columns = slice(None) if every else places
+        arrays = (self._reached, self._left, self._start, self._end)
+        times, heaviest = (
+            Times(*(each[number][:, columns] for each in arrays)),
+            self._computed[number][columns],
+        )
+        kernel_s, computed, weights = self._kernel_s[number], heaviest, np.ones(len(steps.program))
+        if work is not None and alike.coordinate not in (None, work.last):
+            taken = np.where(steps.program.kind == KERNEL, kernel_s + self._costs.launch_s, 0.0)
+            times, computed = work.times(alike.coordinate, taken, times, heaviest)
+            weights = work.weights(alike.coordinate)
+            kernel_s = kernel_s * weights
+        waits = waits_of(steps, self._costs, times, host is not None, places)
+        late = None if host is None else np.maximum(host.now[columns] - heaviest, 0.0)
+        return _Set(alike.ranks, at.ravel(), weights, kernel_s, waits, computed, late)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Mean over ranks, in seconds: what ``compute`` and ``exposed_communication`` of :attr:`by_rank` are
+        made of. products, attention, memory_bound: kernels by their kind. within_nodes, across_nodes: waits
+        for communication by the links that it takes; those for copies on other streams are within. in_blocks,
+        where the calibration has one: of products the charge for blocks of wider matrices.
+        """
+        kinds = {name: np.zeros(self._world.size) for name in ("products", "attention", "memory_bound")}
+        exposed = {name: np.zeros(self._world.size) for name in ("within_nodes", "across_nodes")}
+        for number, some in self._sets:
+            program, waits = self._world.steps[number].program, some.waits
+            for name, seconds in seconds_by_kind(program, some.kernel_s).items():
+                kinds[name][some.ranks] = seconds
+            if charge := self._costs.calibration.strided_element_s:
+                in_blocks = kinds.setdefault("in_blocks", np.zeros(self._world.size))
+                in_blocks[some.ranks] = charge * (program.strided * some.weights).sum()
+            exposed["within_nodes"][some.ranks] = (waits.exposed - waits.across)[some.at]
+            exposed["across_nodes"][some.ranks] = waits.across[some.at]
+        return {f"{name}_s": float(s.mean()) for name, s in {**kinds, **exposed}.items()}
+
+    @property
+    def priced_by(self) -> dict[Substitute, float]:
+        """Seconds of what is priced by something else than a rate of its own, the mean over ranks: of
+        kernels, and of communication that moves bytes, hidden or not, on the first rank of each program."""
+        moving = (end[:, 0] - start[:, 0] for start, end in zip(self._start, self._end, strict=True))
+        kernels = (
+            seconds if work is None else seconds * work.mean_weights
+            for seconds, work in zip(self._kernel_s, self._works, strict=True)
+        )
+        of_programs = zip(self._world.steps, kernels, moving, strict=True)
+        return seconds_by_substitute(self._costs, of_programs, self.breakdown.get("host_s", 0.0))
+
+    @property
+    def flops(self) -> Flops:
+        """The FLOPs of all ranks."""
+        total = Flops(0.0, 0.0, 0.0)
+        for steps, work in zip(self._world.steps, self._works, strict=True):
+            weights = None if work is None else work.mean_weights
+            total = total.plus(flops_of(steps.program, weights).times(len(steps.all_ranks)))
+        return total
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Mean over ranks of :attr:`by_rank`, in seconds."""
+        return {f"{name}_s": float(values.mean()) for name, values in self.by_rank.items()}
+
+    def breakdown_of(self, rank: int) -> dict[str, float]:
+        """What one rank's step is made of, in seconds; see :attr:`by_rank`."""
+        return {f"{name}_s": float(values[rank]) for name, values in self.by_rank.items()}
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds if nothing ran beside anything else anywhere: no step can take longer."""
+        total = self._costs.step_overhead_s
+        for number, steps in enumerate(self._world.steps):
+            program = steps.program
+            kernels = int((program.kind == KERNEL).sum())
+            ranks = len(steps.all_ranks)
+            total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
+            if (host := self._hosts[number]) is not None:
+                total += ranks * host.serial_s
+            # each simulated rank stands for as many
+            seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
+            for step, kind in enumerate(steps.kinds):
+                if kind == SEND:  # its receive is the same transfer
+                    total += float(seconds[step])
+                elif kind == COLLECTIVE:
+                    total += float(seconds[step]) / len(program.groups[steps.partners[step]].places)
+        return total
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """All that a rank does, in program order; waits of no length are left out."""
+        number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
+        steps = self._world.steps[number]
+        program, kernel_s = steps.program, self._kernel_s[number]
+        times, weights = self._times_of(number, rank, place)
+        streams = stream_names(program)
+        bounds = [first for _, first in program.marks] + [len(program)]
+        phases = [""] * bounds[0]
+        for (name, first), end in zip(program.marks, bounds[1:], strict=True):
+            phases += [name] * (end - first)
+        now, step = 0.0, 0
+        host = self._hosts[number]
+        launched = None if host is None else host.of_rank(place)
+        for event in range(len(program)):
+            launch = 0.0 if launched is None else launched(event, now)
+            name, phase = program.names[program.name[event]], phases[event]
+            stream = int(program.stream[event])
+            if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
+                if not weights[event]:
+                    continue
+                seconds, now = float(kernel_s[event] * weights[event]), max(now, launch)
+                yield Event(name, "compute", phase, now, seconds, self._kernel(program, event))
+                now += seconds + self._costs.launch_s
+                continue
+            reached = float(times.reached[step, 0])
+            if program.kind[event] == WAIT:
+                if stream == COMPUTE_STREAM:
+                    now = float(times.left[step, 0])
+                    if now > reached:
+                        words = f"wait for {self._waited_for(program, event, streams)}"
+                        yield Event(words, "compute", phase, reached, now - reached)
+            elif program.kind[event] != RECORD:
+                begun, ended = float(times.start[step, 0]), float(times.end[step, 0])
+                if program.kind[event] == KERNEL:
+                    details = self._kernel(program, event)
+                else:
+                    details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
+                    details |= self._parties(number, event, rank)
+                beside = "communication" if stream == COMPUTE_STREAM else streams[stream]
+                yield Event(name, beside, phase, begun, ended - begun, details)
+            step += 1
+
+    def _times_of(self, number: int, rank: int, place: int) -> tuple[Times, np.ndarray]:
+        """When a rank is at the steps of its program, and how much of each event it does."""
+        arrays = (self._reached, self._left, self._start, self._end)
+        times = Times(*(each[number][:, place : place + 1] for each in arrays))
+        steps, work = self._world.steps[number], self._works[number]
+        if work is None:
+            return times, np.ones(len(steps.program))
+        coordinate = int(work.coordinates[np.searchsorted(steps.all_ranks, rank)])
+        if coordinate == work.last:
+            return times, np.ones(len(steps.program))
+        taken = np.where(steps.program.kind == KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0)
+        times, _ = work.times(coordinate, taken, times, self._computed[number][place : place + 1])
+        return times, work.weights(coordinate)
+
+    @staticmethod
+    def _kernel(program: Program, event: int) -> dict[str, Any]:
+        """Bytes, FLOPs and the like of a kernel."""
+        details: dict[str, Any] = {
+            "bytes": int(program.nbytes[event]),
+            "flops": int(program.flops[event]),
+            "class": CATEGORIES[program.category[event]],
+            "dtype": PRECISION_NAMES[program.precision[event]],
+        }
+        if program.category[event] == MATRIX_PRODUCT:
+            details["batch, m, n, k"] = program.shape[event].tolist()
+        return details
+
+    @staticmethod
+    def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
+        """What a wait is for: communication by its name, or a stream."""
+        event = int(program.partner[wait])
+        if program.kind[event] == RECORD:
+            return streams[program.stream[event]]
+        return program.names[program.name[event]]
+
+    def _parties(self, number: int, event: int, rank: int) -> dict[str, Any]:
+        """Global ranks of a transfer or a collective."""
+        program = self._world.steps[number].program
+        partner = int(program.partner[event])
+        if program.kind[event] == COLLECTIVE:
+            return {"ranks": list(program.groups[partner].members(rank, program.mesh))}
+        peer = shifted(rank, program.peers[partner], program.mesh)
+        ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
+        return {"source": ends[0], "destination": ends[1]}

@@ -1,0 +1,155 @@
+"""How long ranks wait for communication, and which of it leaves the node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from spbench.bench.measure.simulator.costs import node_of
+from spbench.bench.measure.simulator.host_clock import posted_late
+from spbench.bench.measure.simulator.intervals import column_sums, covered, covered_within
+from spbench.bench.measure.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    RECORD,
+    RECV,
+    SEND,
+    WAIT,
+    shifted_ranks,
+)
+
+if TYPE_CHECKING:
+    from spbench.bench.measure.simulator.costs import Costs
+    from spbench.bench.measure.simulator.message_matching import Steps
+
+#: times of one kind that are copied at a time
+_AT_A_TIME = 2**19
+
+
+class Times(NamedTuple):
+    """When the simulated ranks of a program are at its steps, in seconds; arrays are [steps, ranks].
+
+    Attributes:
+        reached: when its stream reaches a step.
+        left: and leaves it, of waits.
+        start, end: of what moves bytes, and of kernels of further streams.
+    """
+
+    reached: np.ndarray
+    left: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+
+class Waits(NamedTuple):
+    """Of each simulated rank of a program, seconds.
+
+    Attributes:
+        waited: of the compute stream, for anything.
+        exposed: of these, while bytes move or another stream copies them.
+        across: of ``exposed``, those of communication that leaves the rank's node.
+        busy: in which the rank communicates, whatever number of transfers at once.
+        late: of ``waited``, for communication that the rank's own host has not posted yet; 0 where hosts take
+            no time.
+    """
+
+    waited: np.ndarray
+    exposed: np.ndarray
+    across: np.ndarray
+    busy: np.ndarray
+    late: np.ndarray
+
+
+def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool, places: np.ndarray) -> Waits:
+    """The waits of simulated ranks of a program.
+
+    Args:
+        times: of these ranks.
+        hosted: whether hosts take time.
+        places: of these ranks among the simulated ones.
+    """
+    crossing = _Crossing(steps, costs)
+    # some ranks at a time, for times are large arrays and are copied here
+    width = max(1, _AT_A_TIME // max(1, len(steps)))
+    parts = []
+    for first in range(0, len(places), width):
+        some = slice(first, first + width)
+        at = Times(*(np.ascontiguousarray(each[:, some]) for each in times))
+        late = posted_late(steps, at.reached, at.left) if hosted else np.zeros(at.reached.shape[1])
+        parts.append(Waits(*_waits(steps, costs, crossing, places[some], at), late))
+    return Waits(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def _waits(
+    steps: Steps, costs: Costs, crossing: _Crossing, places: np.ndarray, times: Times
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What :class:`Waits` begins with, of the ranks at those places, of which the times are."""
+    kinds, streams, partners = steps.columns
+    of_compute = streams == COMPUTE_STREAM
+    waits = np.flatnonzero((kinds == WAIT) & of_compute)
+    busy = np.flatnonzero((kinds != WAIT) & (kinds != RECORD))
+    start, end = times.start, times.end
+    reached, left, awaited = times.reached[waits], times.left[waits], partners[waits]
+    exposed = np.clip(end[awaited] - np.maximum(start[awaited], reached), 0.0, left - reached)
+    ended = np.maximum(reached, end[awaited])
+    if costs.overlap_loss:  # after the end of what is waited for, or instead of it
+        exposed = np.maximum(exposed, left - ended)
+    across = crossing.shares(awaited, places)
+    # what was done before a point of another stream was reached, is done by any of the rank's streams
+    points = np.flatnonzero(kinds[awaited] == RECORD)
+    if len(points):
+        since, until = reached[points], ended[points]
+        moving = covered_within(start[busy], end[busy], since, until)
+        exposed[points] = moving + left[points] - until
+        if crossing.some:
+            leaving = np.where(crossing.shares(busy, places), end[busy], start[busy])
+            outside = covered_within(start[busy], leaving, since, until)
+            across[points] = np.divide(outside, moving, out=np.zeros_like(outside), where=moving > 0)
+    return (
+        column_sums(left - reached),
+        column_sums(exposed),
+        column_sums(exposed * across),
+        covered(start[busy], end[busy]),
+    )
+
+
+class _Crossing:
+    """Which communication of a program leaves the node of each of its simulated ranks.
+
+    Attributes:
+        some: whether the world has several nodes.
+    """
+
+    def __init__(self, steps: Steps, costs: Costs):
+        self._steps, self._cluster = steps, costs.cluster
+        self._nodes = node_of(steps.ranks, self._cluster)
+        self.some = node_of(steps.program.world - 1, self._cluster) > 0
+        kinds, _, partners = steps.columns
+        moving = np.isin(kinds, (COLLECTIVE, SEND, RECV))
+        # one number of both, which is small, so that a table tells which there are
+        many = int(partners[moving].max(initial=0)) + 2
+        codes = kinds * many + np.where(moving, partners, -1) + 1
+        found = np.bincount(codes) > 0
+        self._of = (np.cumsum(found) - 1)[codes]
+        each = ((code // many, code % many - 1) for code in np.flatnonzero(found).tolist())
+        self._leaves = np.array([self._leave(*one) for one in each] if self.some else ())
+
+    def shares(self, at: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """[steps, ranks]: 1.0 where a step, by its number, leaves the node of a rank, else 0.0."""
+        if not self.some or not len(at):
+            return np.zeros((len(at), len(self._nodes[places])))
+        found: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
+        return found
+
+    def _leave(self, kind: int, partner: int) -> np.ndarray:
+        """Of each simulated rank, whether such a step leaves its node."""
+        program, ranks = self._steps.program, self._steps.ranks
+        if kind == COLLECTIVE:
+            members = program.groups[partner].members_by_rank(ranks, program.mesh)
+            apart: np.ndarray = (node_of(members, self._cluster) != self._nodes[:, None]).any(1)
+            return apart
+        if kind in (SEND, RECV):
+            peers = shifted_ranks(ranks, program.peers[partner], program.mesh)
+            return np.asarray(node_of(peers, self._cluster) != self._nodes)
+        return np.zeros(len(ranks), dtype=bool)

@@ -1,0 +1,137 @@
+"""Where a result comes from: the code, the libraries and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
+from spbench.bench.measure.devices.nvml import NvmlProblem, nvml, reading
+from spbench.bench.measure.processes.starting import usable_cores
+from spbench.bench.measured_tree import imported_tree, unmeasured_checkout
+from spbench.impls.discovery import installed_version
+
+
+@cache
+def machine_facts() -> dict[str, Any]:
+    """The facts of this machine, in JSON's types, without importing torch.
+
+    Returns:
+        ``os`` (name and release), ``cpu`` (model), ``cores`` (that this process may use), ``memory_bytes``
+        (None where the system does not say), ``gpus`` (the names of NVIDIA's, in the driver's order) and
+        ``gpu_driver`` (its version; None without one).
+    """
+    gpus, driver = _gpus()
+    return {
+        "os": f"{platform.system()} {platform.release()}",
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_bytes": memory_bytes(),
+        "gpus": gpus,
+        "gpu_driver": driver,
+    }
+
+
+def cpu_model() -> str:
+    """The processor as the system calls it, such as "AMD EPYC"; its architecture where it has no name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """The bytes of main memory; None where the system does not say."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gpus() -> tuple[list[str], str | None]:
+    """The names of NVIDIA's GPUs and the version of their driver; none where that cannot be used."""
+    try:
+        with nvml() as library:
+            driver = reading(library, library.nvmlSystemGetDriverVersion)
+            count = reading(library, library.nvmlDeviceGetCount) or 0
+            return [_name(library, index) for index in range(count)], driver
+    except NvmlProblem:
+        return [], None
+
+
+def _name(library: Any, index: int) -> str:
+    gpu = reading(library, library.nvmlDeviceGetHandleByIndex, index)
+    return (gpu is not None and reading(library, library.nvmlDeviceGetName, gpu)) or "unknown"
+
+
+#: what is written from rows and by verification, so that no row depends on it
+MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")
+
+#: the commit of spbench's own code, and that of the project in whose folder it was run
+COMMITS = ("commit", "project_commit")
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """What is the same for all rows of a process: versions, host, the ``machine`` (:func:`machine_facts`),
+    the ``tree`` that is measured (the folder of spbench's code) and its ``commit`` (None where that is not in
+    a checkout), as it was at the first call."""
+    own = own_checkout()
+    return {
+        "spbench": installed_version("spbench"),
+        "tree": str(imported_tree()),
+        "commit": own and commit_of_files(own, MADE_FROM_ROWS),
+        "torch": installed_version("torch"),
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "machine": machine_facts(),
+    }
+
+
+def project_commit(folder: Path) -> str | None:
+    """The commit that the repository around a folder has now; None where there is none, or it is that of
+    spbench's own code, or the folder lies in a checkout of spbench that is not what is measured."""
+    root = checkout_around(folder)
+    if root is None or root == own_checkout() or unmeasured_checkout(folder):
+        return None
+    return commit_of_files(root, MADE_FROM_ROWS)
+
+
+def commit_of(row: Mapping[str, Any]) -> str:
+    """The commit that a row stands for: of the project that it was made in, else of spbench's code; empty
+    where neither is in a repository."""
+    made_by = row.get("provenance") or {}
+    return made_by.get("project_commit") or made_by.get("commit") or ""
+
+
+def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Refuse rows of changed files, and rows of several commits: readers of the numbers must be able to get
+    the code that made them all.
+
+    Args:
+        rows: by scenario.
+
+    Raises:
+        UserError: names the scenario and the mend.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for scenario, made in rows.items():
+        for row in made:
+            for which in COMMITS:
+                commit = (row.get("provenance") or {}).get(which) or ""
+                if commit.endswith(DIRTY):
+                    raise UserError(
+                        f"{scenario}: rows were made by code that is in no commit ({commit}), so that "
+                        "nothing is written; commit it, and run again with --fresh"
+                    )
+                other, known = first.setdefault(which, (scenario, commit))
+                if commit != known:
+                    raise UserError(
+                        f"{scenario}: rows were made by commit {commit or 'unknown'}, those of {other} by "
+                        f"{known or 'unknown'}, so that nothing is written; run again with --fresh"
+                    )

@@ -1,0 +1,277 @@
+"""Result rows: one a cell, appended to a JSONL file the moment the cell ends.
+
+A row is written whole or not at all: one write to a file opened for appending, then fsync; what a full
+disk lets through of a row is cut off again. A file that was cut short by a crash or spoilt by hand loses
+the spoilt lines and no others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.measure.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
+from spbench.bench.measure.trust.bands import tied, with_band
+from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measurement import Status
+from spbench.bench.user_files import read_file
+from spbench.impls.axes import MESH_AXES, in_order, spelled
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+RESULTS_FILE = "cells.jsonl"
+
+#: a cell with one of these is done, until its digest changes; others are run again by the next sweep
+FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
+
+#: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
+FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
+
+#: how a row begins as it is written, also one that was cut short
+_BEGINNING = b'{"key":"'
+
+Row = dict[str, Any]
+
+#: words of a measurement on its step time
+_WORDS = ("bound", "calibration", "rates", "band")
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a results file, the last of each key, in the order of their first appearance.
+
+    Returns the rows, and a line for each line of the file that is not a row, with the field that is wrong. No
+    file: no rows.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    rows: dict[str, Row] = {}
+    problems = []
+    for place, line in _lines(path):
+        try:
+            row = parse_row(line)
+            rows[row["key"]] = row
+        except WrongRow as error:
+            problems.append(f"{place}: not a result row, skipped ({error})")
+    return list(rows.values()), problems
+
+
+def read_all_rows(path: Path) -> list[Row]:
+    """The same of a file in which every line must be a row.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a row; with the field that is wrong.
+    """
+    rows, problems = read_rows(path)
+    if problems:
+        raise UserError(problems[0].replace(", skipped", "; mend or remove the line"))
+    return rows
+
+
+def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
+    """The rows of a file by key, with NaN for numbers that are not finite; and the names of these fields.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a row for another reason.
+    """
+    rows: dict[str, Row] = {}
+    not_finite: dict[str, list[str]] = {}
+    for place, line in _lines(path):
+        try:
+            row, fields = parse_any_row(line)
+        except WrongRow as error:
+            raise UserError(f"{place}: not a result row; mend or remove the line ({error})") from error
+        rows[row["key"]], not_finite[row["key"]] = row, fields
+    return rows, not_finite
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each with its place; none of a file that is not there."""
+    try:
+        lines = read_file(path).split(b"\n")
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return
+        raise
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield f"{path}:{number}", line
+
+
+class ResultsFile:
+    """The results file of an output folder, held open for appending by one sweep at a time.
+
+    Args:
+        folder: made if need be.
+        fresh: move earlier results aside (to cells.1.jsonl and so on) instead of going on with them.
+
+    Attributes:
+        rows: the rows in the file, the last of each key; grows as rows are appended.
+        problems: a line for each line of the file that was skipped.
+
+    Raises:
+        UserError: the folder cannot be written to, the file cannot be read or is not one of results, or
+            another sweep holds it.
+    """
+
+    def __init__(self, folder: Path, *, fresh: bool = False):
+        self.path = folder / RESULTS_FILE
+        self.moved: Path | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = self._open()
+            if fresh and os.fstat(self._fd).st_size:
+                self.moved = self._move_aside()
+                os.close(self._fd)
+                self._fd = self._open()
+        except OSError as error:
+            raise UserError(
+                f"cannot write results to {self.path}: {error.strerror}; choose another --output"
+            ) from error
+        try:
+            rows, self.problems = read_rows(self.path)
+        except UserError:
+            self.close()
+            raise
+        if self.problems and not rows and os.pread(self._fd, len(_BEGINNING), 0) != _BEGINNING:
+            self.close()
+            raise UserError(
+                f"{self.path} is not a file of results (no line of it is a result row), so that nothing is "
+                "written to it; choose another --output, or move the file"
+            )
+        self.rows: dict[str, Row] = {row["key"]: row for row in rows}
+        self._unfinished = self._ends_inside_a_line()
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another sweep have the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def append(self, row: Row) -> None:
+        """Write a row to the disk.
+
+        Raises:
+            UserError: it cannot be written; the rows before it are as they were.
+        """
+        line = json.dumps(finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        if self._unfinished:
+            line = b"\n" + line
+        size = os.fstat(self._fd).st_size
+        try:
+            if (written := os.write(self._fd, line)) != len(line):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes written, no space left")
+            os.fsync(self._fd)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._fd, size)
+            raise UserError(
+                f"cannot write to {self.path}: {error.strerror}; its earlier rows are whole, "
+                "and the same command goes on from there"
+            ) from error
+        self._unfinished = False
+        self.rows[row["key"]] = row
+
+    def _open(self) -> int:
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise UserError(
+                f"another sweep is writing to {self.path}; wait for it or choose another --output"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        return fd
+
+    def _move_aside(self) -> Path:
+        number = 1
+        while (aside := self.path.with_suffix(f".{number}.jsonl")).exists():
+            number += 1
+        return self.path.rename(aside)
+
+    def _ends_inside_a_line(self) -> bool:
+        size = os.fstat(self._fd).st_size
+        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """A row as one level of plain values: the cell, then what was measured, with the interval of a simulated
+    step time (:func:`with_band`), units in the names; ``mesh`` is :attr:`Cell.mesh_text`."""
+    cell, measured = row["cell"], with_band(row)["measurement"]
+    sizes = cell.get("sizes", {})
+    searched = (cell.get("search") or {}).get("quantity", "")
+    losses, errors = measured.get("losses"), measured.get("errors") or {}
+    unmetered = losses or errors  # of a training run, or of ranks in turn
+    return {
+        **{name: cell.get(name) for name in ("model", "strategy")},
+        "world_size": math.prod(sizes.values()),
+        "mesh": spelled(in_order(sizes, cell.get("mesh") or MESH_AXES)),
+        **{
+            name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
+        },
+        "status": row["status"],
+        "searched": searched,
+        **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
+        **(measured.get("breakdown") or {}),
+        **(measured.get("parts") or {}),
+        **{name: measured.get(name) or None for name in _WORDS},
+        "priced_by": priced_by_in_words([measured]) or None,
+        **{f"last_{name}": loss for name, loss in _last(losses).items()},
+        **{f"error_{name}": error for name, error in errors.items()},
+        **_metered(measured.get("meters") or {}),
+        "sent_bytes": _sent(None if unmetered else measured.get("communication")),
+        "formula_sent_bytes": _sent(None if unmetered else measured.get("formula")),
+        "reason": row.get("reason", ""),
+        "elapsed_s": row.get("elapsed_s"),
+        "key": row["key"],
+    }
+
+
+def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What further meters found that is one number or word, as METER.NAME."""
+    return {
+        f"{meter}.{name}": value
+        for meter, found in meters.items()
+        for name, value in found.items()
+        if isinstance(value, (int, float, str))
+    }
+
+
+def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
+    return losses[-1] if losses else {}
+
+
+def _sent(entries: list[dict[str, Any]] | None) -> float | None:
+    return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
+
+
+def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as :func:`flat`, and ``tie``: whether a simulated time is one with the fastest (:func:`tied`)."""
+    return [{**flat(row), "tie": tie} for row, tie in zip(rows, tied(rows), strict=True)]
+
+
+def as_frame(rows: Iterable[Row]) -> DataFrame:
+    """Rows as a table, one of :func:`flat_rows` each."""
+    from pandas import DataFrame
+
+    return DataFrame(flat_rows([*rows]))

@@ -1,0 +1,182 @@
+"""Sweeps: run cells on several processes, and keep each result the moment it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell, requirements
+from spbench.bench.declarations import declared
+from spbench.bench.measure.engines.engine import engine_property
+from spbench.bench.measure.engines.run_cell import Run, run_cell
+from spbench.bench.measure.processes.starting import usable_cores
+from spbench.bench.measure.sweep.digest import Digesting, digest, digests_of_a_run, is_final
+from spbench.bench.measure.sweep.executor import Executor
+from spbench.bench.measure.sweep.provenance import project_commit, provenance
+from spbench.bench.measure.sweep.results import ResultsFile, Row
+from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measurement import Outcome
+
+
+def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting = digest) -> list[Cell]:
+    """The cells without a final row: never run, failed, or run when their digest was another."""
+    return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key), digest_of)]
+
+
+def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
+    """The outcome, numerics, of those of the cells whose strategy is a peer (:mod:`impls.peers`) that
+    verification does not prove right, by key."""
+    if not any(requirements(cell.strategy) for cell in cells):  # which is known without torch
+        return {}
+    from spbench.bench.measure.verify.proof import reasons_against
+
+    return {key: Outcome("numerics", reason) for key, reason in reasons_against(cells).items()}
+
+
+def at_once(cells: Sequence[Cell], jobs: int | None, executor: Executor | None = None) -> int:
+    """How many of these cells run at a time, at most."""
+    spread, together, _ = _by_place(cells, executor)
+    most = executor.at_once if executor else 1
+    return max(1, min(jobs or usable_cores(), len(together)), min(most, len(spread)))
+
+
+def sweep(
+    cells: Sequence[Cell],
+    results: ResultsFile,
+    *,
+    run: Run = run_cell,
+    crew: Crew | None = None,
+    executor: Executor | None = None,
+    jobs: int | None = None,
+    digest_of: Digesting | None = None,
+    on_start: Callable[[Cell], None] = lambda cell: None,
+    on_end: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
+
+    A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
+    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. A cell of a peer that is not
+    proven right is not run (:func:`unproven`). An interrupt, or a row that cannot be written, ends the sweep
+    and its processes; only cells that were running are lost.
+
+    Args:
+        run: measures a cell; a function of a module, since other processes import it.
+        crew: workers to use, which are there afterwards, unless the sweep is ended; None: of its own.
+        executor: runs the cells that need nothing of this machine (:attr:`Engine.is_exact`), before the
+            others; None: the crew runs all.
+        jobs: processes of the crew; None: one a usable core.
+        digest_of: gives the digests of the cells; None: :func:`digests_of_a_run`.
+        on_start, on_end: called as cells begin and end.
+
+    Raises:
+        UserError: a row cannot be written, or the executor's machines cannot go on.
+        KeyboardInterrupt: passed on.
+    """
+    # the longest first: none is left at the end
+    digest_of = digest_of or digests_of_a_run()
+    todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
+    # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
+    made_by = {cell.key: digest_of(cell) for cell in todo}
+    project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
+    refused = unproven(todo)
+    measured = [cell for cell in todo if cell.key not in refused]
+    spread, together, alone = _by_place(measured, executor)
+    own = Crew(run) if crew is None else crew
+    try:
+        for cell, outcome in chain(
+            _refusals(todo, refused, on_start),
+            executor.outcomes(spread, run, on_start) if executor else (),
+            _outcomes(together, jobs or usable_cores(), own, on_start),
+            _outcomes(alone, 1, own, on_start),
+        ):
+            row = as_row(cell, outcome, made_by[cell.key], project)
+            results.append(row)
+            on_end(row)
+    except BaseException:
+        own.dismiss()
+        raise
+    if crew is None:
+        own.dismiss()
+    return [results.rows[cell.key] for cell in cells]
+
+
+def _by_place(cells: Sequence[Cell], executor: Executor | None) -> tuple[list[Cell], list[Cell], list[Cell]]:
+    """The cells that run on other machines, those that share this one, and those that run alone on it."""
+    spread = [cell for cell in cells if executor is not None and _runs_anywhere(cell)]
+    here = [cell for cell in cells if executor is None or not _runs_anywhere(cell)]
+    together = [cell for cell in here if not _runs_alone(cell)]
+    return spread, together, [cell for cell in here if _runs_alone(cell)]
+
+
+def _refusals(
+    cells: list[Cell], refused: Mapping[str, Outcome], on_start: Callable[[Cell], None]
+) -> Iterator[tuple[Cell, Outcome]]:
+    for cell in cells:
+        if cell.key in refused:
+            on_start(cell)
+            yield cell, refused[cell.key]
+
+
+def _outcomes(
+    cells: list[Cell], jobs: int, crew: Crew, on_start: Callable[[Cell], None]
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Run cells on a crew, so many at a time; each with its outcome, as soon as it has one."""
+    waiting = list(reversed(cells))
+    while waiting or crew.busy:
+        while waiting and (worker := crew.idle(jobs)) is not None:
+            on_start(waiting[-1])
+            worker.give(waiting.pop())
+        yield from crew.ended()
+
+
+def as_row(
+    cell: Cell, outcome: Outcome, made_by: Mapping[str, str] | None = None, project: str | None = None
+) -> Row:
+    """The result row of a cell.
+
+    Args:
+        made_by: the cell's digest when it began; None: as it is now.
+        project: the commit of the project that it was run in (:func:`project_commit`).
+    """
+    row: Row = {
+        "key": cell.key,
+        "cell": cell.model_dump(mode="json"),
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "measurement": outcome.measurement,
+        "elapsed_s": outcome.elapsed_s,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "digest": digest(cell) if made_by is None else made_by,
+        "provenance": outcome.provenance or provenance(),
+    }
+    if project:
+        row["provenance"] = {**row["provenance"], "project_commit": project}
+    row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
+    return row if outcome.final else row | {"final": False}
+
+
+def _relative_cost(cell: Cell) -> int:
+    """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks."""
+    return _layers(*cell.model_arguments) * cell.sizes.world
+
+
+@declared
+def _layers(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> int:
+    """The layers of a model with some options changed; 1 where it has no such option."""
+    from spbench.impls.models.model import model_preset
+
+    return getattr(model_preset(model, options, config), "layers", 1)
+
+
+def _runs_alone(cell: Cell) -> bool:
+    """Whether nothing may run beside the cell. Losses are the same at any speed, and ranks that wait for one
+    another leave cores idle, so training runs share the cores."""
+    return cell.learning is None and engine_property(cell.engine, "runs_alone")
+
+
+def _runs_anywhere(cell: Cell) -> bool:
+    """Whether the row is the same whichever machine runs the cell."""
+    return cell.learning is None and engine_property(cell.engine, "is_exact")

@@ -1,0 +1,171 @@
+"""The event log: a rank's operators and communication in order, with all that their time depends on.
+
+It times nothing: :mod:`measure.simulator.simulate` turns what it wrote down into seconds on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.measure.simulator.program import KERNEL, Group, Program, offset
+from spbench.bench.measure.simulator.program_builder import JOIN, MODULE, NODE, VIEW, ProgramBuilder
+from spbench.bench.measure.trace.meter import Call, Communication, Meter
+from spbench.bench.measure.trace.operator_prices import price_of
+from spbench.bench.measure.trace.recorded_streams import Streams
+from spbench.bench.measure.trace.torch_internals import backward_node, replaced, storage_key
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+
+
+class PostedWork(dist.Work):
+    """Stands for a communication that has been posted; says when it is waited for.
+
+    Args:
+        waited: called with ``event`` at each wait.
+        event: the index of the communication in the program; -1: it is not in it.
+    """
+
+    def __init__(self, waited: Callable[[int], None], event: int):
+        super().__init__()
+        self._waited, self.event = waited, event
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._waited(self.event)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class EventLog(Meter):
+    """Writes down the program of the rank it watches, from the first phase on.
+
+    Args:
+        mesh: the device mesh.
+    """
+
+    name = "event_log"
+
+    def __init__(self, mesh: DeviceMesh | None):
+        if mesh is None:
+            raise ValueError("events are noted relative to a device mesh, and there is none")
+        super().__init__(mesh)
+        self.rank = mesh.get_rank()
+        self.builder = ProgramBuilder(mesh.shape)
+        #: on which operators are issued, see :mod:`measure.trace.recorded_streams`
+        self.streams = Streams(self.builder)
+        self._groups: dict[str, tuple[list[int], Group]] = {}
+        #: how far away each peer is along the axes of the mesh, by its global rank
+        self._offsets: dict[int, tuple[int, ...]] = {}
+        # C++ holds only the C++ half of a Work: without this its wait would find no Python to call
+        self._works: list[PostedWork] = []
+        #: the event of each functional collective that has not been waited for, by its result's storage
+        self._functional: dict[int, int] = {}
+        self.running = False
+        #: of the last operator that was called, see :func:`backward_node`
+        self._node: int | None = None
+
+    @contextmanager
+    def counted_modules(self) -> Iterator[None]:
+        """Inside, calls of modules are counted as the host's work."""
+        builder, call = self.builder, nn.Module.__call__
+
+        def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.running:
+                builder.host_work += MODULE
+            return call(module, *args, **kwargs)
+
+        with replaced(nn.Module, {"__call__": counted}):
+            yield
+
+    def count_node(self) -> None:
+        """Note, before an operator is written down, whether a further node of autograd has called it."""
+        node = backward_node()
+        if node != self._node:
+            self._node = node
+            if node is not None:
+                self.builder.host_work += NODE
+
+    def phase(self, name: str) -> None:
+        self.running = self.streams.open = True
+        self.builder.phase(name)
+
+    def program(self) -> Program:
+        """What was seen so far; what was posted is forgotten, so that nothing keeps the meter alive."""
+        self._works.clear()
+        self.streams.close()
+        return self.builder.program()
+
+    def renumber_posts(self, first: int, by: int) -> None:
+        """Note that what was posted as event ``first`` or later now has a number larger by ``by``."""
+        for work in reversed(self._works):  # in the order of their events
+            if work.event < first:
+                break
+            work.event += by
+        for storage, event in self._functional.items():
+            if event >= first:
+                self._functional[storage] = event + by
+
+    def see(self, call: Call) -> None:
+        if not self.running or call.communication is not None:
+            return
+        self.count_node()
+        func, args, kwargs, result, _ = call
+        if func is _WAIT_TENSOR:
+            self._waited(self._functional.pop(storage_key(args[0]), -1))
+            return
+        price = price_of(func)
+        builder = self.builder
+        if price.free:
+            builder.host_work += JOIN if func is _ITEM else VIEW
+            return
+        if not price.known:
+            builder.unpriced.add(price.name)
+        builder.add_kernel((KERNEL, builder.named(price.name), *price.of(args, kwargs or {}, result)))
+
+    def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
+        """Note a call that communicates; returns the operator's result with a Work that is watched."""
+        event = -1
+        if self.running:
+            self.count_node()
+            event = self._event(args, communication)
+        if communication.returns_new:
+            for x in [result] if isinstance(result, Tensor) else result:
+                self._functional[storage_key(x)] = event
+            return result
+        work = PostedWork(self._waited, event)
+        self._works.append(work)
+        boxed = work.boxed()
+        if isinstance(result, (tuple, list)):
+            return (*result[:-1], boxed)
+        return boxed
+
+    def _event(self, args: Sequence[Any], communication: Communication) -> int:
+        ranks, group = self._group(communication.group)
+        if communication.collective in ("send", "recv"):
+            peer = ranks[args[2]]
+            by = self._offsets.get(peer)
+            if by is None:
+                by = self._offsets[peer] = offset(self.rank, peer, self.builder.mesh)
+            post = self.builder.send if communication.collective == "send" else self.builder.recv
+            return post(communication.payload_bytes, by)
+        return self.builder.collective(communication.collective, communication.payload_bytes, group)
+
+    def _waited(self, event: int) -> None:
+        if event >= 0:
+            self.builder.wait(event)
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[list[int], Group]:
+        known = self._groups.get(group.group_name)
+        if known is None:
+            ranks = dist.get_process_group_ranks(group)
+            known = self._groups[group.group_name] = ranks, Group.of(ranks, self.builder.mesh)
+        return known

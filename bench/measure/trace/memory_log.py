@@ -1,0 +1,212 @@
+"""The log of a rank's memory, births and deaths of storages in order, and what they add up to.
+
+:mod:`measure.memory.allocator` has the blocks that a card's allocator gives out for the same events.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from spbench.bench.measure.memory.allocator import rounded
+from spbench.bench.measure.trace.torch_internals import beyond_64_bits
+
+CATEGORIES = (
+    *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
+    *("communication_buffers", "workspaces", "temporaries"),
+)
+#: what comes before the first traced step, where a phase is named
+SET_UP = "set-up"
+
+
+@dataclass
+class MemoryLog:
+    """What happened, in order.
+
+    Attributes:
+        sizes: bytes of each storage, by its number.
+        events: number + 1 where a storage is born, -(number + 1) where it dies.
+        marks: (phase, index of its first event) in order.
+        tags: the category of storages that are known from outside.
+        ends: the first event after each traced step, in order; empty: the log is of one step, to its end.
+        workspaces: the libraries' workspaces among the storages, by their names in a cluster's file. Their
+            size is that of the library on a card, see :meth:`with_workspaces`; until then it is 0.
+        places: of each storage, the number in ``place_names`` of the module in whose forward or backward it
+            was made (see :class:`ModuleCalls`); empty: not known.
+        streams: of each storage, the stream on which it was made, 0 the compute stream (see
+            :class:`Streams`); empty: all are of that.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    tags: dict[int, str] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    workspaces: dict[int, str] = field(default_factory=dict)
+    streams: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list, compare=False)
+    place_names: list[str] = field(default_factory=list, compare=False)
+
+    def with_workspaces(self, nbytes: Mapping[str, int]) -> MemoryLog:
+        """The same log with workspaces of these sizes by name; one that is not named has none."""
+        sizes = [*self.sizes]
+        for number, name in self.workspaces.items():
+            sizes[number] = nbytes.get(name, 0)
+        return replace(self, sizes=sizes)
+
+    def with_ordered_deaths(self) -> MemoryLog:
+        """The same log, of storages that die one after another the first-born first. What is released at
+        once, as autograd's graph, dies in an order that depends on addresses and on how much it is. It makes
+        no difference to what is there afterwards."""
+        events = np.asarray(self.events, dtype=np.int64)
+        dies = events < 0
+        follows = np.zeros(len(events) + 1, dtype=bool)
+        follows[1:-1] = dies[1:] & dies[:-1]
+        follows[[*self.ends, *(first for _, first in self.marks)]] = False
+        run = np.cumsum(~follows[:-1])
+        return replace(self, events=events[np.lexsort((-events, run))].tolist())
+
+    def signed_bytes(self, sizes: np.ndarray | None = None) -> np.ndarray:
+        """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces the recorded."""
+        events = np.asarray(self.events, dtype=np.int64)
+        whole = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
+        return np.sign(events) * whole[np.abs(events) - 1]
+
+    def spans(self) -> list[tuple[str, slice]]:
+        """The phases in order, each with its events; forward and backward once a micro-batch."""
+        starts = [*(start for _, start in self.marks), len(self.events)]
+        return [(name, slice(start, end)) for (name, start), end in zip(self.marks, starts[1:], strict=True)]
+
+    def phase_ends(self) -> list[dict[str, int]]:
+        """Of each traced step, the first event after the last of its phases of each name."""
+        ends: list[dict[str, int]] = [{} for _ in self.step_ends]
+        for name, span in self.spans():
+            step = self.step_of(span.start) - 1
+            ends[step][name] = min(span.stop, self.step_ends[step])
+        return ends
+
+    @property
+    def step_start(self) -> int:
+        """The first event of the first traced step; what came before is set-up."""
+        return self.marks[0][1] if self.marks else 0
+
+    @property
+    def step_ends(self) -> list[int]:
+        """The first event after each traced step."""
+        return self.ends or [len(self.events)]
+
+    def without_setup(self) -> list[int]:
+        """The events as if set-up had made at once what it leaves, and nothing else."""
+        dead = {-event for event in self.events[: self.step_start] if event < 0}
+        left = [event for event in self.events[: self.step_start] if event > 0 and event not in dead]
+        return [*left, *self.events[self.step_start :]]
+
+    def step_of(self, event: int) -> int:
+        """The number, from 1, of the traced step that an event belongs to; 0: to set-up."""
+        return 0 if event < self.step_start else bisect_right(self.step_ends[:-1], event) + 1
+
+    def phase_of(self, event: int) -> str:
+        """The phase that an event belongs to; SET_UP: it is before the first."""
+        return next((name for name, first in reversed(self.marks) if first <= event), SET_UP)
+
+    def born_before_step(self) -> list[bool]:
+        """For each storage, in the order of their numbers: whether it was made before the first phase."""
+        made = sum(event > 0 for event in self.events[: self.step_start])
+        return [number < made for number in range(len(self.sizes))]
+
+    def peak(self) -> Peak:
+        """The largest sum of live bytes over the traced steps, in whole granules: what an allocator that
+        splits every block would count."""
+        return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
+
+    def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
+        """Of each traced step the largest sum of live bytes, when it was, and what held it; arguments and
+        errors as of :meth:`levels`."""
+        return self.levels(nbytes).steps
+
+    def setup_peak(self, nbytes: Sequence[int] | np.ndarray) -> Peak:
+        """That of set-up."""
+        return self.levels(nbytes).setup
+
+    def levels(self, nbytes: Sequence[int] | np.ndarray) -> Levels:
+        """The bytes that are live, and their peaks.
+
+        Args:
+            nbytes: of each storage, by its number, as an allocator counts it.
+
+        Raises:
+            Unsupported: a sum does not fit in 64 bits.
+        """
+        events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
+        live: np.ndarray = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
+        if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
+            raise beyond_64_bits("what is alive at once has")
+        categories = self._categories(events)
+        peaks: list[Peak] = []
+        for start, end in pairwise([0, self.step_start, *self.step_ends]):
+            if start == end == 0:
+                peaks.append(Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0))
+                continue
+            at = start + int(np.argmax(live[start:end]))
+            until = events[: at + 1]
+            alive = np.zeros(len(self.sizes), dtype=bool)
+            alive[until[until > 0] - 1] = True
+            alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
+            held = {name: int(nbytes[alive & (categories == n)].sum()) for n, name in enumerate(CATEGORIES)}
+            peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
+        return Levels(live, peaks[0], peaks[1:])
+
+    def categories(self) -> list[str]:
+        """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
+        numbers = self._categories(np.asarray(self.events, dtype=np.int64)).tolist()
+        return [CATEGORIES[n] for n in numbers]
+
+    def _categories(self, events: np.ndarray) -> np.ndarray:
+        """[storages]: the places of :meth:`categories` in :data:`CATEGORIES`."""
+        kept = np.zeros(len(self.sizes), dtype=bool)
+        for name, span in self.spans():
+            if name == "forward":
+                inside = events[span]
+                made = np.zeros(len(self.sizes), dtype=bool)
+                made[inside[inside > 0] - 1] = True
+                made[-inside[inside < 0] - 1] = False
+                kept |= made
+        places = {name: n for n, name in enumerate(CATEGORIES)}
+        categories = np.where(kept, places["activations"], places["temporaries"])
+        categories[[*self.tags]] = [places[tag] for tag in self.tags.values()]
+        return categories
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory of a step, or of set-up.
+
+    Attributes:
+        nbytes: the largest sum of live bytes.
+        phase: in which it falls; SET_UP of what comes before.
+        held: bytes of each category then.
+        at_end: live bytes at the end of the step.
+    """
+
+    nbytes: int
+    phase: str
+    held: dict[str, int]
+    at_end: int
+
+
+class Levels(NamedTuple):
+    """The bytes of a log.
+
+    Attributes:
+        live: [events]: those that are live after each.
+        setup, steps: the peaks of set-up, and of each traced step.
+    """
+
+    live: np.ndarray
+    setup: Peak
+    steps: list[Peak]

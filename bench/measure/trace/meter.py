@@ -1,0 +1,101 @@
+"""What a meter is: something that watches a step through the recorder, and has a say in the result row.
+
+A meter is found by being there: a class derived from :class:`Meter`, with a name, in a module of this
+package, or registered by another package under the entry point group ``spbench.meters``. A scenario asks for
+it by name (``meters: [NAME]``); what it found stands in the row under ``measurement.meters.NAME``. Memory and
+communication are metered in every cell. Of several traced steps (``training.steps``), meters see the last,
+but for that of memory, which sees all. Nothing here imports torch, so that listing the names is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from spbench.impls.discovery import named_classes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One call of an operator that communicates.
+
+    Attributes:
+        collective: a key of :data:`WIRE_SHARE`.
+        payload_bytes: of the whole tensor, as :data:`WIRE_SHARE` defines it for the collective.
+        group: the ranks that take part.
+        returns_new: the operator returns new tensors (functional collectives); else it fills its arguments.
+    """
+
+    collective: str
+    payload_bytes: int
+    group: dist.ProcessGroup
+    returns_new: bool = False
+
+
+class Call(NamedTuple):
+    """One call of an operator, after it has returned.
+
+    Attributes:
+        func: a ``torch._ops.OpOverload``.
+        communication: what it communicates; None where it does not.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+    communication: Communication | None = None
+
+
+class Meter:
+    """Watches the operators of one rank's step. The defaults watch nothing.
+
+    Args:
+        mesh: the device mesh of the cell, as this rank sees it; None for a rank alone.
+    """
+
+    #: how scenarios name it, and the key of what it found in a row
+    name: ClassVar[str]
+
+    def __init__(self, mesh: DeviceMesh | None):
+        self.mesh = mesh
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins: forward, backward, gradient_sync or optimizer."""
+
+    def see(self, call: Call) -> None:
+        """An operator has been called. Also called before the first phase, while the model and its inputs are
+        made."""
+
+    def found(self) -> Mapping[str, Any]:
+        """What goes into the result row: plain data, units in the names."""
+        return {}
+
+
+def meters() -> Mapping[str, type[Meter]]:
+    """The meters that a scenario can ask for, by name: those of this package, then the entry points
+    ``spbench.meters``; without those of memory, communication and events, which every recorder has."""
+    from spbench.bench.measure.trace.communication import CommunicationMeter
+    from spbench.bench.measure.trace.event_log import EventLog
+    from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter
+
+    found = named_classes("spbench.bench.measure.trace", Meter, "spbench.meters")
+    always = (MemoryMeter, HostMemoryMeter, CommunicationMeter, EventLog)
+    return {name: cls for name, cls in found.items() if cls not in always}
+
+
+def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
+    """The meters of these names.
+
+    Raises:
+        KeyError: one is unknown; with the known names.
+    """
+    known = meters()
+    if missing := [name for name in names if name not in known]:
+        raise KeyError(f"unknown meter {missing[0]!r}; known: {', '.join(known) or 'none'}")
+    return [known[name] for name in names]

@@ -1,0 +1,223 @@
+"""What a call of an operator costs: the bytes it reads and writes, and the floating-point operations it does.
+
+Most operators take as long as their memory traffic: each argument is read once, each result written once. The
+tables below name the exceptions. An operator that is in no table, and that torch does not tag as one that
+streams, may cost anything: it is priced by its bytes too, but :attr:`Price.known` is false, and the result
+row says so (``unpriced_operators``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.bench.measure.simulator.program import (
+    ATTENTION,
+    HOST_COPY,
+    HOST_UPDATE,
+    MATRIX_PRODUCT,
+    MEMORY_BOUND,
+    PRECISION_NAMES,
+)
+from spbench.bench.measure.simulator.program_builder import NO_SHAPE
+from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
+from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
+from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
+from spbench.impls.kernels.host_updates import ON_HOST_CORES
+from spbench.impls.kernels.ranged_attention import Size
+
+_PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+_OTHER = len(PRECISION_NAMES) - 1
+
+#: matrix products -> position of their first operand; the second follows it
+PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "addmm_": 1,
+    "baddbmm_": 1,
+    "te_mm": 0,
+    "te_accumulate_mm_": 1,
+    "accumulate_mm_": 1,
+    "strided_bmm": 0,
+}
+#: operators that move no data, beside views: they make room, or pass a tensor on
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
+    "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
+    *MAKES_ON_HOST,
+}  # fmt: skip
+#: operators that write their first argument and do not read it
+_OVERWRITING = {
+    "copy_", "host_copy_", "_foreach_copy_", "zero_", "fill_",
+    "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
+}  # fmt: skip
+#: operators that copy the tensors of their first argument into a part of the second, which they return: they
+#: read and write the bytes of the first
+_COPIES_INTO = {"all_gather_copy_in"}
+#: operators that read only the rows that an index names: they move what they return, twice, and the index
+_LOOKUPS = {"embedding", "gather", "index_select"}
+
+#: tags of operators that stream
+_STREAMING_TAGS = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch.Tag.view_copy}
+#: operators that stream and that torch does not tag
+_STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
+    "_to_copy", "arange", "cat", "_chunk_cat", "constant_pad_nd", "flip", "full", "full_like", "masked_fill_",
+    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "repeat_interleave", "roll",
+    "scalar_tensor", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril",
+    "tril_", "triu", "triu_", "zeros", "zeros_like",
+    "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
+    "softplus_backward", "sum", "var_mean",
+    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "native_layer_norm",
+    "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "nll_loss_forward",
+    "nll_loss_backward", "native_dropout_backward",
+    "embedding_dense_backward", "index", "index_put_", "index_add_", "scatter", "scatter_", "scatter_add_",
+    "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_",
+}  # fmt: skip
+_STREAMING_FAMILIES = ("_foreach_", "chunk_cat", "split_with_sizes_copy", "_fused_adam", "_fused_sgd")
+
+
+def _whole_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
+) -> int:
+    return forward_flops(q.shape, k.shape, v.shape, causal)
+
+
+def _whole_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> int:
+    _, _, _, causal = others  # o, lse, dropout
+    return backward_flops(q.shape, k.shape, v.shape, causal)
+
+
+#: FLOPs of attention over whole sequences, for torch's counter does not know the kernels of the CPU, on which
+#: fake tensors are, and counts what a causal mask leaves out, which no flash attention computes
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _whole_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _whole_backward,
+}
+
+
+def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
+    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A] and
+    k [B, G, L, A], which a gradient stands before."""
+    q, k = arguments[1:3] if name.endswith("_backward") else arguments[:2]
+    if name.startswith("ranged"):
+        ranges, _, length = Size.of(arguments[-1])
+        return q.shape[0] * q.shape[1] * ranges, length, length, q.shape[3]
+    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+
+
+class Price:
+    """How to price calls of one operator, from its schema.
+
+    Attributes:
+        free: it costs nothing.
+        known: it is in a table of this module, or of a kind that is known to stream.
+    """
+
+    def __init__(self, func: Any):
+        schema = schema_of(func)
+        self.name = name = schema.name.split("::")[1]
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        aliases = [r.alias_info for r in schema.returns]
+        is_view = any(a is not None and not a.is_write for a in aliases)
+        makes = any(
+            a is None and "Tensor" in str(r.type) for a, r in zip(aliases, schema.returns, strict=True)
+        )
+        self.free = name in _FREE or is_view or not (writes or makes)
+        #: times that the bytes of the results are moved, and those of each argument
+        self._returned = 1 if makes else 0
+        weights = {a.name: _weight(a, name) for a in schema.arguments}
+        self._keywords = {a.name: weights[a.name] for a in schema.arguments if a.kwarg_only}
+        self._positional = [weights[a.name] for a in schema.arguments if not a.kwarg_only]
+        if name in _LOOKUPS:
+            self._positional[0], self._returned = 0, 2
+        elif name in _COPIES_INTO:
+            self._positional[:2], self._returned = [2, 0], 0
+        elif name in OVER_HOST_LINK:
+            self._positional = [0, 1]  # what is read, once over the link
+        elif name == "scatter_add_":
+            # self [..., V] is touched only where the index points: read, add, write
+            self._positional[0], self._positional[3] = 0, 3
+        self._product = PRODUCTS.get(name, -1)
+        formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        self._formula = None if self._product >= 0 else formula
+        self._softmax = self._formula is not None and "flash_attention" in name
+        self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
+        if name in OVER_HOST_LINK:
+            self._category = HOST_COPY
+        elif name in ON_HOST_CORES:
+            self._category = HOST_UPDATE
+        self.known = (
+            self.free
+            or self._product >= 0
+            or self._formula is not None
+            or func.namespace == "spbench"  # a kernel of ours that multiplies matrices has a formula
+            or name in _STREAMING
+            or name.startswith(_STREAMING_FAMILIES)
+            or not _STREAMING_TAGS.isdisjoint(func.tags)
+        )
+
+    def of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> tuple[int, int, int, int, tuple[int, int, int, int], int]:
+        """Of one call: category, bytes, FLOPs, precision, shape, and a matrix product's strided elements, as
+        :class:`Program` has them."""
+        nbytes, precision = 0, _OTHER
+        for value, weight in zip(args, self._positional, strict=False):
+            if isinstance(value, Tensor):
+                nbytes += value.nbytes * weight
+                if precision == _OTHER:
+                    precision = _PRECISION.get(value.dtype, _OTHER)
+            elif isinstance(value, (tuple, list)):
+                nbytes += nbytes_of(value) * weight
+        for name, value in kwargs.items():
+            nbytes += nbytes_of(value) * self._keywords.get(name, 1)
+        if self._returned:
+            nbytes += nbytes_of(result) * self._returned
+        if self._product < 0:
+            flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
+            shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
+            return self._category, nbytes, flops, precision, shape, 0
+        a, b = args[self._product], args[self._product + 1]
+        *_, m, k = a.shape
+        n, batch = b.shape[-1], prod(a.shape[:-2])
+        made = result if isinstance(result, Tensor) else args[0]  # added to in place
+        strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(made)
+        precision = _PRECISION.get(a.dtype, _OTHER)
+        return MATRIX_PRODUCT, nbytes, 2 * batch * m * n * k, precision, (batch, m, n, k), strided
+
+
+@cache
+def price_of(func: Any) -> Price:
+    """The price of an operator, a ``torch._ops.OpOverload``."""
+    return Price(func)
+
+
+def _weight(argument: Any, operator: str) -> int:
+    """Times that the bytes of an argument are moved."""
+    info = argument.alias_info
+    read_and_written = info is not None and info.is_write and argument.name != "out"
+    return 2 if read_and_written and operator not in _OVERWRITING else 1
+
+
+def nbytes_of(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (tuple, list)):
+        return sum(nbytes_of(item) for item in value)
+    return 0
+
+
+def _strided_elements(x: Tensor) -> int:
+    """Elements of a matrix [..., r, c] whose rows (or columns) do not follow each other without a gap."""
+    *_, r, c = x.shape
+    *_, row, column = x.stride()
+    dense = (column == 1 and row == c) or (row == 1 and column == r) or r == 1 or c == 1
+    return 0 if dense else x.numel()

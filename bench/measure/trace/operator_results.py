@@ -1,0 +1,258 @@
+"""What an operator returns on fake tensors, by the metadata of its arguments: described, and for most of them
+worked out without FakeTensorMode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spbench.bench.measure.trace.communication import communicates
+from spbench.bench.measure.trace.memory import makes_on_host
+from spbench.bench.measure.trace.torch_internals import FakeTensor, schema_of, storage_key, without_dispatch
+
+Path = tuple[int | str, ...]
+Key = tuple[Any, ...]
+
+#: operators that change metadata or storage of an argument, or whose result depends on values
+_UNUSUAL_TAGS = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+    torch.Tag.maybe_aliasing_or_mutating,
+)
+_UNUSUAL = frozenset(
+    {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
+)
+#: operators of torch whose results lie where their arguments do, in a layout that no device chooses, beside
+#: views and what goes element by element
+_OF_METADATA_ALONE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "bmm", "addmm", "baddbmm_", "cat", "stack", "clone", "_to_copy", "_unsafe_view", "copy_"),
+        *("empty_like", "zeros_like", "new_empty", "new_zeros", "fill_", "zero_", "normal_"),
+        *("sum", "mean", "amax", "gather", "scatter_add_", "select_backward", "slice_backward"),
+        *("embedding", "embedding_dense_backward", "nll_loss_forward", "nll_loss_backward"),
+        *("_log_softmax", "_log_softmax_backward_data", "_fused_adamw_"),
+    )
+)
+_PLAIN_SCALARS = (
+    *(bool, int, float, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The metadata of a result that the operator makes. ``view_of``: the argument in whose storage it lies
+    from ``offset`` on; None: it has a storage of its own, contents unknown."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    attributes: Mapping[str, Any]
+    view_of: Path | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A result that is an argument itself (operators in place, and ``out=``)."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Views:
+    """Several results that are views of one argument, alike in all but where they lie.
+
+    Attributes:
+        of: the argument.
+        places: shape, stride and offset of each.
+    """
+
+    of: Path
+    dtype: torch.dtype
+    places: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Remembered:
+    """What an operator returned; one object for each key.
+
+    Attributes:
+        results: in order; None: it returned None.
+        container: type of the returned tuple or list; None for a single tensor.
+        views: the same, where they are several views of one argument; else None.
+    """
+
+    results: tuple[Made | Argument, ...] | None
+    container: type | None
+    views: Views | None = None
+
+
+def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
+    """All that the results of a call depend on; None where that is not known to be the metadata of plain fake
+    tensors and the values of plain scalars."""
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for value in args:
+        if not _describe(value, key):
+            return None
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            if not _describe(value, key):
+                return None
+    return tuple(key)
+
+
+def _describe(value: Any, key: list[Any]) -> bool:
+    """Append what a call depends on of one argument; returns whether that is known."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.dtype.is_complex:
+            return False
+        # read at every call: an assignment to x.data changes a tensor under its identity
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        return True
+    if kind in _PLAIN_SCALARS:
+        key += (kind, value)
+        return True
+    if kind is list or kind is tuple or kind is torch.Size:
+        key += (list, len(value))
+        return all(_describe(item, key) for item in value)
+    return False
+
+
+def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Remembered | None:
+    """What is to be built at the next call with this key; None where it must take the plain path."""
+    if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
+        return None
+    made = result if type(result) in (tuple, list) else [] if result is None else [result]
+    if any(type(x) is not FakeTensor or x.constant is not None for x in made):
+        return None
+    return _remembered(args, kwargs, result)
+
+
+def _remembered(
+    args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, attributes: Mapping[str, Any] | None = None
+) -> Remembered | None:
+    """What is to be built for the results of a call; None where it cannot be said.
+
+    Args:
+        attributes: of fake tensors in place of the results, with their device; None: the results' own.
+    """
+    if result is None:
+        return Remembered(None, None)
+    several = type(result) in (tuple, list)
+    arguments = dict(_tensors((), args, kwargs))
+    # an argument on each storage; None: the storage is that of an earlier result
+    storages: dict[int, Path | None] = {storage_key(x): path for path, x in arguments.items()}
+    results: list[Made | Argument] = []
+    for x in result if several else [result]:
+        if not isinstance(x, Tensor):
+            return None
+        same = next((path for path, argument in arguments.items() if argument is x), None)
+        if same is not None:
+            results.append(Argument(same))
+            continue
+        path, offset = storages.get(storage_key(x)), int(x.storage_offset())
+        if path is None:
+            if offset or x.untyped_storage().nbytes() != _dense_bytes(x) or storage_key(x) in storages:
+                return None
+            storages[storage_key(x)] = None
+        its = attributes or {name: value for name, value in vars(x).items() if name != "fake_mode"}
+        made = tuple(x.shape), x.stride(), x.dtype, its["_fake_device"], its, path, offset
+        results.append(Made(*made))
+    return Remembered(tuple(results), type(result) if several else None, _several_views(results))
+
+
+def _several_views(made: Sequence[Made | Argument]) -> Views | None:
+    """See :attr:`Remembered.views`."""
+    views = [each for each in made if isinstance(each, Made) and each.view_of is not None]
+    if not 1 < len(views) == len(made):
+        return None
+    first, places = views[0], [(view.shape, view.stride, view.offset) for view in views]
+    alike = {(view.view_of, view.dtype, view.device) for view in views}
+    if len(alike) > 1 or any(view.attributes != first.attributes for view in views):
+        return None
+    assert first.view_of is not None
+    return Views(first.view_of, first.dtype, places, first.attributes)
+
+
+def worked_out(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
+) -> Remembered | None:
+    """What an operator returns, by running it on tensors of the meta device, which takes a tenth of the time
+    that FakeTensorMode does; None: it is to be asked.
+
+    Args:
+        args, kwargs: for which there is a key.
+        attributes: of tensors as the mode makes them.
+    """
+    if not _is_of_metadata_alone(func) or makes_on_host(func):
+        return None
+    devices = {x.fake_device for _, x in _tensors((), args, kwargs)}  # type: ignore[attr-defined]
+    if len(devices) != 1 or any(type(value) is torch.device for value in (*args, *kwargs.values())):
+        return None
+    try:
+        with without_dispatch():
+            args, kwargs = _on_meta(args), {name: _on_meta(value) for name, value in kwargs.items()}
+            result = func(*args, **kwargs)
+    except NotImplementedError:  # the mode may take it apart into others
+        return None
+    (device,) = devices
+    return _remembered(args, kwargs, result, {**attributes, "_fake_device": device})
+
+
+def _is_of_metadata_alone(func: Any) -> bool:
+    """Whether the mode does nothing about an operator but run it on the meta device: ours, views, and the
+    operators of torch that a step calls most. Others may put their results elsewhere, as constructors do, or
+    choose their layout by the device, as convolutions do."""
+    schema = schema_of(func)
+    if func.namespace == "spbench":
+        return not any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    if schema.name in _UNUSUAL or any(tag in func.tags for tag in _UNUSUAL_TAGS):
+        return False
+    by_element_or_view = func.is_view or torch.Tag.pointwise in func.tags
+    return schema.name in _OF_METADATA_ALONE or (func.namespace == "aten" and by_element_or_view)
+
+
+def _on_meta(value: Any) -> Any:
+    """An argument with a tensor of the meta device for each fake one, in the same storage."""
+    if isinstance(value, Tensor):
+        x = torch.empty(0, dtype=value.dtype, device="meta")
+        return x.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return type(value)(map(_on_meta, value)) if type(value) in (tuple, list) else value
+
+
+def _dense_bytes(x: Tensor) -> int:
+    """Bytes of the storage that ``empty_strided`` makes for the shape and strides of x."""
+    if x.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+def _tensors(path: Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors among the arguments, with the path to each: positions in lists, names of keywords."""
+    items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for step, value in items:
+        if isinstance(value, Tensor):
+            yield (*path, step), value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors((*path, step), value, {})
+
+
+def argument_at(path: Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at a path of :func:`_tensors`."""
+    first, *rest = path
+    argument = kwargs[first] if isinstance(first, str) else args[first]
+    for step in rest:
+        argument = argument[step]
+    return argument

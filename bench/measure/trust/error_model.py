@@ -1,0 +1,317 @@
+"""How far simulated step times are from measured ones: an interval for each kind of time.
+
+The error of a row is ``log(simulated / measured)``. Rows of one source (one group of people, machines and
+settings) err together: so sources count alike, whatever number of rows they have. Times are put into classes
+by what they rest on (``rates``), and within a class by what bounds the step. An interval is the quantile of
+absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
+effects, arXiv 1809.07441). Of a bound, the class's other rows count too, with the weight of
+:data:`PRIOR_SOURCES` sources in all; and where the bound has few sources of its own, its interval is at least
+that of the class. What rests on substitutes of rates has classes of its own (:data:`EVER_WORSE`).
+:func:`coverage` leaves out each source in turn, and counts how many of its times lie
+within the intervals that the others give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, pairwise
+from statistics import fmean, stdev
+from typing import Any, NamedTuple, Self, TypeVar
+
+from spbench.bench.measure.trust.orders import Compared, Pairs, order_in_words, pairs_by_distance
+
+#: share of times that lie within their interval
+LEVEL = 0.8
+#: sources as which the rows of a class count for each of its bounds
+PRIOR_SOURCES = 2.0
+#: sources with fewer than which a bound's interval is not narrower than that of its class
+FEW = 3
+#: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
+#: two come about too easily among eight sources, as where one of small calls errs far to one side
+PLAIN = 3.0
+#: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
+#: (:mod:`measure.simulator.substitutes`)
+EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
+#: in place of a class or of a bound: all of them
+ANY = "any"
+
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A measured step, and how far its simulated time is from it.
+
+    Attributes:
+        source: who measured.
+        rates, bound: as of :class:`Measurement`.
+        strategy: as of a cell.
+        log_error: log(simulated / measured).
+        alike: the same of rows that are compared with each other; "" of one that stands alone.
+        log_time: log(simulated time of a sample), in any unit that rows that are alike share.
+    """
+
+    source: str
+    rates: str
+    bound: str
+    strategy: str
+    log_error: float
+    alike: str = ""
+    log_time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An interval of measured times, for a simulated one.
+
+    Attributes:
+        centre, half_width: of log(simulated / measured).
+        sources, rows: how many of its own it rests on; where none, it is that of a larger class.
+    """
+
+    centre: float
+    half_width: float
+    sources: int
+    rows: int
+
+    def factors(self, more: float = 0.0) -> tuple[float, float]:
+        """What the simulated time is multiplied by for the ends of the interval, which the simulated time
+        itself is always in.
+
+        Args:
+            more: a further half width, of an error that is independent of the others.
+        """
+        width = math.hypot(self.half_width, more)
+        return min(1.0, math.exp(-self.centre - width)), max(1.0, math.exp(-self.centre + width))
+
+
+class Covered(NamedTuple):
+    """How many of a source's rows of a class lie within the intervals that the other sources give them."""
+
+    rates: str
+    source: str
+    rows: int
+    within: int
+
+
+@dataclass(frozen=True)
+class ErrorModel:
+    """Intervals by class and bound.
+
+    Attributes:
+        intervals: by rates, and by bound; ANY: of all bounds, and of all rates.
+        strategies: those of which a step was measured, alone or around each other.
+        of_strategies: half width of what strategies of a source err differently.
+        of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
+            for how they are split.
+        of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
+            apart.
+    """
+
+    intervals: Mapping[str, Mapping[str, Interval]]
+    strategies: Sequence[str]
+    of_strategies: float
+    of_ties: Mapping[str, float]
+    of_orders: Mapping[str, Sequence[Pairs]]
+
+    @classmethod
+    def fit(cls, observations: Sequence[Observation]) -> Self:
+        """The model of some observations.
+
+        Raises:
+            ValueError: ``observations`` is empty.
+        """
+        if not observations:
+            raise ValueError("no measured step")
+        classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
+        by_rates = {name: _intervals(some) for name, some in classes.items() if name != ANY}
+        _widen(by_rates)
+        ties = {name: _differences(some) for name, some in classes.items()}
+        return cls(
+            intervals={ANY: {ANY: _intervals(observations)[ANY]}, **by_rates},
+            strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
+            of_strategies=_half_width(_of_strategies(observations)),
+            of_ties={name: _half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
+            of_orders={name: pairs_by_distance(_pairs(some)) for name, some in classes.items()},
+        )
+
+    def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
+        """The interval of a kind of time, and what it rests on in words."""
+        of_class = self.intervals.get(rates)
+        if of_class is None:
+            whole = self.intervals[ANY][ANY]
+            return whole, f"no measured step on {rates} rates: all {_counted(whole)}"
+        if bound not in of_class:
+            whole = of_class[ANY]
+            return whole, f"{rates} rates, no measured step bound by {bound or 'that'}: all {_counted(whole)}"
+        return of_class[bound], f"{rates} rates, {bound}: {_counted(of_class[bound])}"
+
+    def band(self, rates: str, bound: str, strategy: str) -> tuple[float, float, str]:
+        """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
+        step was measured."""
+        interval, words = self.interval(rates, bound)
+        if {*strategy.split("+")} <= {*self.strategies}:
+            return *interval.factors(), words
+        return *interval.factors(self.of_strategies), f"{words}; none of this strategy"
+
+    def tie(self, rates: str) -> float:
+        """The ratio up to which the times of two splits of the same run are a tie."""
+        return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
+
+    def order(self, rates: str, ratio: float) -> str:
+        """How often times of two splits of this ratio were in the simulated order, in words; "": no pair."""
+        return order_in_words(self.of_orders.get(rates, self.of_orders.get(ANY, ())), ratio)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, of six digits."""
+        content: dict[str, Any] = _rounded(asdict(self))
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """The model that :meth:`as_dict` gave."""
+        intervals = {
+            name: {bound: Interval(**each) for bound, each in of_class.items()}
+            for name, of_class in content["intervals"].items()
+        }
+        orders = {name: [Pairs(**each) for each in some] for name, some in content["of_orders"].items()}
+        return cls(**{**content, "intervals": intervals, "of_orders": orders})
+
+
+def coverage(observations: Sequence[Observation]) -> list[Covered]:
+    """By class and source, how many rows lie within the intervals of a model without the source; nothing of
+    a single source."""
+    found = []
+    for source, some in grouped(observations, lambda o: o.source).items():
+        if not (others := [o for o in observations if o.source != source]):
+            continue
+        model = ErrorModel.fit(others)
+        for rates, rows in grouped(some, lambda o: o.rates).items():
+            found.append(Covered(rates, source, len(rows), sum(_within(model, o) for o in rows)))
+    return found
+
+
+def overall(covered: Sequence[Covered]) -> float:
+    """The share of rows within their intervals, sources counting alike."""
+    return fmean(each.within / each.rows for each in covered)
+
+
+def _within(model: ErrorModel, o: Observation) -> bool:
+    low, high, _ = model.band(o.rates, o.bound, o.strategy)
+    return low <= math.exp(-o.log_error) <= high
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their keys, in the order of the first of each."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+#: numbers by the source that they are of
+_Errors = Mapping[str, Sequence[float]]
+
+
+def _intervals(of_class: Sequence[Observation]) -> dict[str, Interval]:
+    """The intervals of a class by bound."""
+    errors = _by_source(of_class)
+    centre = _centre([fmean(some) for some in errors.values()])
+    away = {source: [e - centre for e in some] for source, some in errors.items()}
+    found = {ANY: Interval(centre, _half_width(away), len(errors), len(of_class))}
+    for bound, some in sorted(grouped(of_class, lambda o: o.bound).items()):
+        own = {source: [e - centre for e in es] for source, es in _by_source(some).items()}
+        width = _half_width(own, away)
+        if len(own) < FEW:
+            width = max(width, found[ANY].half_width)
+        found[bound] = Interval(centre, width, len(own), len(some))
+    return found
+
+
+def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
+    """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
+    is not the surer for it, whatever the few that were measured so erred by. What bounds a step follows from
+    its prices: where one is missing, every bound has the widest interval of its class."""
+    for better, worse in pairwise(name for name in EVER_WORSE if name in by_rates):
+        known = by_rates[better]
+        for bound, own in by_rates[worse].items():
+            least = known.get(bound, known[ANY]).half_width
+            by_rates[worse][bound] = replace(own, half_width=max(own.half_width, least))
+    missing = by_rates.get(EVER_WORSE[-1], {})
+    widest = max((each.half_width for each in missing.values()), default=0.0)
+    missing.update({bound: replace(each, half_width=widest) for bound, each in missing.items()})
+
+
+def _by_source(observations: Iterable[Observation]) -> dict[str, list[float]]:
+    groups = grouped(observations, lambda o: o.source)
+    return {source: [o.log_error for o in some] for source, some in groups.items()}
+
+
+def _centre(means: Sequence[float]) -> float:
+    """The mean error of sources where it is plain, else 0."""
+    if len(means) < 3:
+        return 0.0
+    mean = fmean(means)
+    return mean if abs(mean) > PLAIN * stdev(means) / math.sqrt(len(means)) else 0.0
+
+
+def _half_width(own: _Errors, others: _Errors | None = None) -> float:
+    """The quantile of absolute errors at the level for as many sources, each of which has a weight of 1.
+
+    Args:
+        others: further errors, all of which together have the weight of :data:`PRIOR_SOURCES`.
+    """
+    weighted = [(abs(e), 1 / len(es)) for es in own.values() for e in es]
+    if others:
+        share = PRIOR_SOURCES / len(others)
+        weighted += [(abs(e), share / len(es)) for es in others.values() for e in es]
+    if not weighted:
+        return 0.0
+    level = LEVEL * sum(weight for _, weight in weighted)
+    below = 0.0
+    for error, weight in sorted(weighted):
+        below += weight
+        if below >= level * (1 - 1e-12):
+            return error
+    return max(weighted)[0]
+
+
+def _of_strategies(observations: Sequence[Observation]) -> dict[str, list[float]]:
+    """By source with several strategies, how far the mean error of each is from the source's."""
+    found = {}
+    for source, some in grouped(observations, lambda o: o.source).items():
+        means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
+        if len(means) > 1:
+            found[source] = [mean - fmean(means) for mean in means]
+    return found
+
+
+def _pairs(observations: Sequence[Observation]) -> Iterator[Compared]:
+    """The pairs of rows that are alike; of the same simulated time none says an order."""
+    alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
+    for (source, _), some in alike.items():
+        for a, b in combinations(some, 2):
+            simulated = a.log_time - b.log_time
+            yield Compared(source, simulated, simulated - (a.log_error - b.log_error))
+
+
+def _differences(observations: Sequence[Observation]) -> dict[str, list[float]]:
+    """By source, the differences of the errors of rows that are alike."""
+    pairs = grouped(_pairs(observations), lambda pair: pair.source)
+    return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
+
+
+def _counted(interval: Interval) -> str:
+    sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
+    return f"{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
+
+
+def _rounded(content: Any) -> Any:
+    if isinstance(content, float):
+        return float(f"{content:.6g}")
+    if isinstance(content, dict):
+        return {key: _rounded(value) for key, value in content.items()}
+    return [_rounded(each) for each in content] if isinstance(content, (list, tuple)) else content

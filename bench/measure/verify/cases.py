@@ -1,0 +1,301 @@
+"""`spbench verify`: every strategy against the single-device model, on real ranks.
+
+For each case :mod:`measure.verify.oracle` compares outputs, input gradients and every parameter
+gradient on all ranks, and of whole models the bytes sent with the closed forms; here the cases are chosen,
+run on a pool of ranks and judged.
+
+Limits. In float64 a fixed 1e-10: reordered sums in tiny models make errors of 1e-14, a wrong term makes
+far more than 1e-6. In lower precisions no fixed number is honest, for the error that one device makes
+differs by tensor. So that error, against the same float64 oracle, is measured for each tensor, and the
+strategy may make NOISE_FACTOR times as much. A parallel run adds up the same products in another order and
+rounds up to N more partial sums to the dtype, where one device keeps them in its accumulator; so its error
+is a sample from a somewhat wider distribution, and the largest of a few hundred tensors is judged. Over
+48 runs a dtype (two strategies, two models, 3 and 4 ranks, three seeds) the largest ratio seen was 2.9.
+A tensor whose noise is small by luck (a scalar, a bias of two numbers) is given the median noise of the
+case's tensors, and none is given less than the dtype's eps. The noise is that of torch's own kernels, so a
+bad kernel cannot widen its own limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from spbench.bench.measure.processes.rank_job import NO_END, RankError
+from spbench.bench.measure.processes.rank_pool import Ranks
+from spbench.bench.measure.processes.staged_group import STAGED
+from spbench.bench.measure.processes.torchrun import ranks_for, shared_backend
+from spbench.bench.measure.verify.explanation import explain_failure, explain_values
+from spbench.bench.measure.verify.judged import how_departs, how_wrong, judged, unequal_bytes, worst_of
+from spbench.bench.measure.verify.oracle import Finding, check_rank
+from spbench.bench.measure.verify.verified_run import Case
+from spbench.bench.model_files import names_a_file, read_model_file
+from spbench.impls.axes import Place
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import models as all_models
+from spbench.impls.options import set_options
+from spbench.impls.registries import DEFAULT_BACKEND, backend_class
+from spbench.impls.registries import strategies as all_strategies
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.nesting import Nesting, nesting
+from spbench.impls.training.step import PRECISIONS
+
+#: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
+HUNG_S = 15.0
+
+#: of :attr:`VerifyRow.bytes`
+EQUAL = "equal"
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """The verdict on one case.
+
+    Attributes:
+        variant: the model options that differ from the preset, as "name=value", and the strategy's and the
+            backend's.
+        size: ranks.
+        mesh: ranks along each axis, as "tp2xsp3".
+        dtype: a key of :data:`PRECISIONS`.
+        batch, seq_len: whole sizes, in samples and positions.
+        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
+            none either: a published baseline computes what its authors' code does, which is not what the
+            model asks for.
+        error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
+            the one with the largest error for its limit.
+        tensor, rank: which tensor that is, and where.
+        factor: the number that this tensor is the reference times, where a RED one is that
+            (:class:`Discrepancy`).
+        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
+            of a baseline as published, in which way it departs from the model.
+        reason: why it is unsupported, or what a rank raised, in a line.
+        bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
+            there is none to compare with, as of a part of a model.
+        explanation: of a RED row, where asked for: lines on where its step goes wrong first.
+        traceback: of what a rank raised.
+    """
+
+    strategy: str
+    model: str
+    variant: str
+    part: str
+    size: int
+    mesh: str
+    dtype: str
+    batch: int
+    seq_len: int
+    status: Literal["green", "RED", "unsupported", "as published"]
+    error: float | None = None
+    limit: float | None = None
+    tensor: str = ""
+    rank: int | None = None
+    factor: float | None = None
+    verdict: str = ""
+    reason: str = ""
+    bytes: str = ""
+    explanation: str = ""
+    traceback: str = ""
+
+
+def verify(
+    strategies: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    world_sizes: Sequence[int] = (1, 2, 3, 4),
+    dtypes: Sequence[str] = ("fp64",),
+    parts: Sequence[str] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    backend: str = DEFAULT_BACKEND,
+    backend_options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    batch: int = 3,
+    seq_len: int = 24,
+    pool: Ranks | None = None,
+    expect: Callable[[int], None] = lambda cases: None,
+    explain: int = 0,
+) -> Iterator[VerifyRow]:
+    """Verify strategies; a row comes as soon as its case is done.
+
+    Every part of every model is tried as the preset has it; the largest part chosen also with each of the
+    model's variants.
+
+    Args:
+        strategies: names, of one strategy or of several around each other ("megatron_sp+ulysses"); None: all
+            that are registered, each alone.
+        models: names, or paths of config.json files, whose models are verified :meth:`Model.shrunk`; None:
+            the registered presets with "-tiny" in their name.
+        world_sizes: ranks. Those of strategies around each other are split over their axes in every way that
+            leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
+        dtypes: keys of :data:`PRECISIONS`.
+        parts: of the models, by name; None: all. One that a model does not have is passed over.
+        options: of every strategy, by name.
+        backend, backend_options: name of a backend, and its options.
+        device: type of the devices on which the ranks' tensors are, as "cuda".
+        batch: samples; odd, so that nothing hides in an even split.
+        seq_len: positions; 24 is divisible by 1 to 4.
+        pool: ranks to use; None: made here, and closed when the iterator ends.
+        expect: told how many cases there are, before the first is run.
+        explain: of how many RED rows of each strategy the :attr:`VerifyRow.explanation` is made, the first
+            ones.
+
+    Raises:
+        KeyError: an unknown strategy, model, dtype or backend.
+        UserError: a config.json cannot be read, or has something that no model here has.
+        ValueError: strategies cannot be around each other.
+    """
+    nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
+    presets = {name: _model(name) for name in (_tiny() if models is None else models)}
+    _check_known(dtypes, backend)
+    chosen, of_backend = dict(options or {}), dict(backend_options or {})
+    everywhere: dict[str, Any] = {
+        "batch": batch,
+        "seq_len": seq_len,
+        "options": chosen,
+        "backend": backend,
+        "backend_options": of_backend,
+    }
+    found: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
+    if pool is None and not world_sizes:
+        return
+    with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
+        cases = [
+            (strategy, name, mesh, dtype, part, varying)
+            for strategy, (name, preset) in itertools.product(nestings, presets.items())
+            for size in world_sizes
+            for mesh in _meshes(strategy, size)
+            for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts))
+        ]
+        expect(len(cases))
+        for strategy, name, mesh, dtype, part, varying in cases:
+            varied = set_options(presets[name], varying, f"model {name}")
+            case = Case(strategy, varied, part, dtype, **everywhere)
+            reds = found[strategy.name]
+            row = verify_case(
+                *(ranks, case, mesh),
+                device=device,
+                model_name=name,
+                variant=_spelled({**varying, **chosen, **of_backend}),
+                explain=len(reds) < explain,
+                timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
+            )
+            reds += [row] if row.status == "RED" else []
+            yield row
+
+
+def _check_known(dtypes: Sequence[str], backend: str) -> None:
+    """Raise a KeyError before any rank starts."""
+    for dtype in dtypes:
+        if dtype not in PRECISIONS:
+            raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
+    backend_class(backend)
+
+
+def _tiny() -> list[str]:
+    return [name for name in all_models() if "-tiny" in name]
+
+
+def _model(name: str) -> Model:
+    """The model of that name, or of the config.json at that path in sizes for verification."""
+    if names_a_file(name):
+        return model_preset(name, config=read_model_file(name)).shrunk()
+    return model_preset(name)
+
+
+def _parts_and_variants(preset: Model, parts: Sequence[str] | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """The chosen parts of a model as the preset has them, then the largest of them with each variant."""
+    chosen = [part for part in preset.parts() if parts is None or part in parts]
+    varied = [(part, varying) for part in chosen[-1:] for varying in preset.variants()]
+    return [*((part, {}) for part in chosen), *varied]
+
+
+def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
+    return strategy.meshes(size) if len(strategy.axes) > 1 else [size]
+
+
+def verify_case(
+    pool: Ranks,
+    case: Case,
+    mesh: Mapping[str, int] | int,
+    *,
+    device: str = "cpu",
+    model_name: str = "",
+    variant: str = "",
+    explain: bool = False,
+    timeout_s: float | None = None,
+) -> VerifyRow:
+    """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it.
+
+    Args:
+        explain: run one that is RED once more, to say where its step goes wrong first.
+        timeout_s: after it the case has failed; None: the pool's limit.
+    """
+    try:
+        sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
+        reason = ""
+    except Unsupported as unsupported:
+        sizes, reason = {}, str(unsupported)
+    row = VerifyRow(
+        strategy=case.strategy.name,
+        model=model_name,
+        variant=variant,
+        part=case.part,
+        size=mesh if isinstance(mesh, int) else math.prod(mesh.values()),
+        mesh="x".join(f"{axis}{n}" for axis, n in sizes.items()),
+        dtype=case.dtype,
+        batch=case.batch,
+        seq_len=case.seq_len,
+        status="green",
+    )
+    if reason:
+        return replace(row, status="unsupported", reason=reason)
+    try:
+        plan = case.strategy.configured(Place(sizes), case.options)
+        plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
+    except Unsupported as unsupported:
+        return replace(row, status="unsupported", reason=str(unsupported))
+    try:
+        backend = shared_backend(row.size, device)
+        if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
+            row = replace(row, bytes=EQUAL)
+        findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
+    except Unsupported as unsupported:
+        return replace(row, status="unsupported", reason=str(unsupported))
+    except RankError as failed:
+        red = replace(row, status="RED", error=float("inf"), rank=failed.rank, bytes="")
+        red = replace(red, reason=failed.reason, traceback=str(failed))
+        why = partial(explain_failure, pool, case, sizes, device, backend)
+    else:
+        red = _judged(row, case, findings)
+        why = partial(explain_values, pool, case, sizes, device, backend)
+    return replace(red, explanation=why()) if explain and red.status == "RED" else red
+
+
+def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
+    """The row with the worst of the findings of ranks 0, 1, ..."""
+    every = judged(PRECISIONS[row.dtype].parameters, findings)
+    own = [each for each in every if each.finding.apart is None]
+    wrong = [each for each in own if each.excess > 1]
+    worst = worst_of(own, wrong)
+    row = replace(
+        row,
+        error=worst.finding.found.error,
+        limit=worst.limit,
+        tensor=worst.finding.tensor,
+        rank=worst.rank,
+        bytes="; ".join(unequal_bytes(wrong)) or row.bytes,
+    )
+    if not wrong:
+        departing = [each for each in every if each.finding.apart is not None and each.excess > 1]
+        said = how_departs(case, departing) if departing else ""
+        return replace(row, status="as published", verdict=said) if said else row
+    return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
+
+
+def _spelled(options: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items())

@@ -1,0 +1,184 @@
+"""Why a case is RED: the first wrong tensor in the order of execution, on which ranks and positions, and the
+collectives that ranks call unequally. Each explanation runs the case once more."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.measure.processes.rank_job import RankError
+from spbench.bench.measure.processes.rank_pool import Ranks
+from spbench.bench.measure.verify.collective_calls import logged, unequal_calls
+from spbench.bench.measure.verify.discrepancy import Discrepancy, relative_errors
+from spbench.bench.measure.verify.judged import limits
+from spbench.bench.measure.verify.observed_sites import SITE_DIM
+from spbench.bench.measure.verify.oracle import BothRuns, both_runs
+from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.training.step import PRECISIONS
+
+#: columns of a map of errors: the sequence is cut into so many blocks
+BLOCKS = 8
+#: wrong tensors named after the first
+NAMED = 4
+#: seconds that a case whose ranks have failed may take once more
+AGAIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One tensor on one rank.
+
+    Attributes:
+        place: of the order of execution, smaller ones first: forward, then backward, then what is last.
+        noise: as of :class:`Finding`.
+        blocks: the error in each of :data:`BLOCKS` blocks of the sequence, None in those that are not on
+            this rank; empty for a tensor without positions.
+    """
+
+    tensor: str
+    place: tuple[int, float]
+    found: Discrepancy
+    noise: float
+    blocks: tuple[float | None, ...] = ()
+
+
+def explain_values(pool: Ranks, case: Case, sizes: Mapping[str, int], device: str, backend: str) -> str:
+    """Lines on a case whose values are wrong, or "" where only its messages are."""
+    try:
+        by_rank = pool.run(sizes, observed, case, device=device, backend=backend)
+    except RankError as error:  # a fault that comes and goes
+        return f"run once more, it failed: {error.reason}"
+    limit = limits(PRECISIONS[case.dtype].parameters, [each.noise for found in by_rank for each in found])
+    found = [(rank, each) for rank, of_rank in enumerate(by_rank) for each in of_rank]
+    found.sort(key=lambda at: at[1].place)
+    wrong = [(rank, each) for rank, each in found if each.found.error > limit(each.noise)]
+    names = list(dict.fromkeys(each.tensor for _, each in wrong))
+    if not names:
+        return ""
+    first = [(rank, each) for rank, each in found if each.tensor == names[0]]
+    worst = max((each for _, each in wrong if each.tensor == names[0]), key=lambda each: each.found.error)
+    right = [each.tensor for _, each in found if each.place < worst.place and each.tensor not in names]
+    lines = [
+        f"first wrong in the order of execution: {names[0]} {worst.found.described(limit(worst.noise))}",
+        *([f"right before it: {right[-1]}"] if right else ["nothing that is compared comes before it"]),
+        *_map([(rank, each) for rank, each in first], limit(worst.noise), case.seq_len),
+    ]
+    if others := names[1:]:
+        more = [f"{len(others) - NAMED} more"] if len(others) > NAMED else []
+        lines.append(f"wrong after it: {', '.join([*others[:NAMED], *more])}")
+    return "\n".join(lines)
+
+
+def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: str, backend: str) -> str:
+    """Lines on a case in which a rank raised, died or did not answer: the collectives that ranks call
+    unequally; "" where they call the same."""
+    with tempfile.TemporaryDirectory(prefix="spbench-calls-") as folder:
+        with suppress(RankError):
+            pool.run(
+                sizes, logged, both_runs, case, folder, timeout_s=AGAIN_S, device=device, backend=backend
+            )
+        return unequal_calls(Path(folder))
+
+
+def observed(mesh: DeviceMesh, case: Case) -> list[Observed]:
+    """What is compared on this rank of the mesh, and what goes through its sites of attention."""
+    runs = both_runs(mesh, case, watch=True)
+    checked = runs.checked
+    found = []
+    for name, (each, noise) in {**_of_sites(runs), **runs.tensors()}.items():
+        expected, got, dim = _sides(runs, name)
+        blocks = () if dim is None else _blocks(runs, expected, got, dim, case.seq_len)
+        found.append(Observed(name, _place(name, checked.sites.order), each, noise, blocks))
+    return found
+
+
+def _of_sites(runs: BothRuns) -> dict[str, tuple[Discrepancy, float]]:
+    """Of each tensor of a site whose part on this rank is a range of positions of what one device has."""
+    expected, noisy, got = {}, {}, {}
+    for kind in ("values", "gradients"):
+        prefix = "gradient of " if kind == "gradients" else ""
+        mine, theirs = getattr(runs.checked.sites, kind), getattr(runs.truth.sites, kind)
+        also = theirs if runs.noisy is None else getattr(runs.noisy.sites, kind)
+        for name in [name for name in mine if name in theirs and name in also]:
+            part = runs.checked.strategy.shard(theirs[name], SITE_DIM)
+            if part.shape == mine[name].shape:
+                expected[prefix + name], got[prefix + name] = part, mine[name]
+                noisy[prefix + name] = runs.checked.strategy.shard(also[name], SITE_DIM)
+    return runs.compared(expected, None if runs.noisy is None else noisy, got)
+
+
+def _sides(runs: BothRuns, name: str) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """What a tensor should be on this rank and what it is, with its sequence dim; None of one without."""
+    checked, truth, part = runs.checked, runs.truth, runs.checked.part
+    kind, _, key = name.rpartition(" ")
+    dim: object = None
+    theirs: Tensor | None = None
+    mine: Tensor | None = None
+    if " of attention " in name:
+        which = "gradients" if name.startswith("gradient of ") else "values"
+        key, dim = name.removeprefix("gradient of "), SITE_DIM
+        mine, theirs = getattr(checked.sites, which)[key], getattr(truth.sites, which)[key]
+    elif kind == "output":
+        mine, theirs, dim = checked.outputs[key], truth.outputs[key], part.output_dims[key]
+    elif kind == "gradient of input":
+        mine, theirs, dim = checked.inputs[key].grad, truth.inputs[key].grad, part.sequence_dims[key]
+    if not isinstance(dim, int) or theirs is None or mine is None:
+        return None, None, None
+    return checked.strategy.shard(theirs, dim).detach(), mine.detach(), dim
+
+
+def _blocks(
+    runs: BothRuns, expected: Tensor | None, got: Tensor | None, dim: int, length: int
+) -> tuple[float | None, ...]:
+    """The relative error of each block of positions."""
+    if expected is None or got is None or expected.shape != got.shape:
+        return ()
+    places = runs.checked.strategy.shard(torch.arange(length, device=got.device), 0)
+    if len(places) != got.shape[dim]:
+        return ()
+    errors: list[float | None] = []
+    for block in range(min(BLOCKS, length)):
+        here = (places * BLOCKS // length == block).nonzero().flatten()
+        both = (x.index_select(dim, here) for x in (expected, got))
+        errors.append(relative_errors({"": next(both)}, {"": next(both)})[""] if len(here) else None)
+    return tuple(errors)
+
+
+def _place(name: str, order: Mapping[str, int]) -> tuple[int, float]:
+    """Where a tensor comes in the order of execution: backward goes through what forward came to, from its
+    end; gradients of weights come with those of their modules, and those of inputs last."""
+    if not name.startswith("gradient of "):
+        return 0, order.get(name, float("inf"))
+    of = name.removeprefix("gradient of ")
+    if of.startswith("input "):
+        return 2, 0.0
+    return 1, -order.get(of, order.get(of.rpartition(".")[0], 0))
+
+
+def _map(first: Sequence[tuple[int, Observed]], limit: float, length: int) -> list[str]:
+    """The errors of one tensor by rank, and by block of positions where it has these."""
+    if not any(each.blocks for _, each in first):
+        said = [f"rank {rank} {_error(each.found.error, limit)}" for rank, each in first]
+        return [f"its error by rank (. is right): {', '.join(said)}"]
+    edges = [-(-block * length // BLOCKS) for block in range(min(BLOCKS, length) + 1)]
+    heads = [f"{low}-{high - 1}" for low, high in pairwise(edges)]
+    rows = [
+        [f"rank {rank}", *("" if error is None else _error(error, limit) for error in each.blocks)]
+        for rank, each in first
+    ]
+    table = [["positions", *heads], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=False)]
+    title = "its error by rank and positions (. is right, blank: not on that rank):"
+    return [title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)]
+
+
+def _error(error: float, limit: float) -> str:
+    return "." if error <= limit else f"{error:.0e}"

@@ -1,0 +1,192 @@
+"""What a strategy computes on one rank beside what the single device computes, tensor by tensor.
+
+The oracle is the model on one device in float64, with torch's own kernels where the model has a choice,
+so that it shares no hand-written backward with what it judges (the layer norm, which has no other way, is
+compared with torch's in its unit test). The strategy then runs the same part of the model on this rank's
+shards, with gradients synchronised by the code that training uses. Dropout is off on both sides.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.verify.beside_values import check_bytes, check_elements, check_positions
+from spbench.bench.measure.verify.discrepancy import Discrepancy, discrepancies, relative_errors
+from spbench.bench.measure.verify.documents import check_documents, masked_attention
+from spbench.bench.measure.verify.verified_run import Case, VerifiedRun, share_of
+from spbench.impls.as_published.as_published import AsPublished
+from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.axes import Place
+from spbench.impls.composition import Composition
+from spbench.impls.models.model import Model
+from spbench.impls.options import with_options
+from spbench.impls.strategies.base import SequenceDim, Strategy
+
+#: runs of one device that a rank keeps; a tiny model's takes a megabyte
+KEPT_RUNS = 128
+#: share of the largest element below which two elements count as the same
+_SAME = 1e-10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor on one rank.
+
+    Attributes:
+        tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
+        found: of the strategy against the oracle.
+        noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
+        tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
+            over sp", 1 of values, 2 of documents that see each other.
+        apart: of a published baseline's own function against the model, which is no fault: at how many of how
+            many positions they differ; None of all other findings.
+    """
+
+    tensor: str
+    found: Discrepancy
+    noise: float
+    tells: int = 1
+    apart: tuple[int, int] | None = None
+
+
+class _OneDevice(Strategy):
+    """The single device, with the padding of the vocabulary that ``parts`` ranks need."""
+
+    def __init__(self, parts: int):
+        super().__init__()
+        self.parts = parts
+
+    @property
+    def vocabulary_parts(self) -> int:
+        return self.parts
+
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
+        if attended.plain and sinks is None:
+            return super().causal_attention(q, k, v)
+        return masked_attention(q, k, v, attended, sinks)
+
+
+@dataclass(frozen=True)
+class BothRuns:
+    """A case on this rank, and its reference.
+
+    Attributes:
+        model: of both, without dropout.
+        truth: on one device in float64.
+        noisy: on one device in the case's dtype; None: that is float64.
+        departures: of a published baseline, how far its own function is from the model's, and at how many of
+            how many positions.
+        checked: on this rank, with the strategy.
+        recorder: has seen what the checked run communicates.
+    """
+
+    model: Model
+    truth: VerifiedRun
+    noisy: VerifiedRun | None
+    checked: VerifiedRun
+    recorder: Recorder
+    departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
+
+    def compared(
+        self, expected: dict[str, Tensor], noisy: dict[str, Tensor] | None, got: Mapping[str, Tensor | None]
+    ) -> dict[str, tuple[Discrepancy, float]]:
+        """By name of what is compared: the discrepancy, and the error of the single device in the dtype."""
+        found = discrepancies(expected, got)
+        noise = {} if noisy is None else relative_errors(expected, noisy)
+        return {name: (each, noise.get(name, 0.0)) for name, each in found.items()}
+
+    def tensors(self) -> dict[str, tuple[Discrepancy, float]]:
+        """:meth:`compared` of all that :meth:`VerifiedRun.tensors` names."""
+        noisy = None if self.noisy is None else share_of(self.noisy, self.checked)
+        return self.compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
+
+
+def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
+    """Run a case on this rank of the mesh and on one device, both on the mesh's device.
+
+    Args:
+        watch: keep what goes through the sites of attention too.
+    """
+    model = with_options(case.model, {"dropout": 0.0})
+    place = Place.on(mesh)
+    strategy = case.strategy.configured(place, case.options)
+    plain = Case(
+        Strategy,
+        with_options(model, model.plain_options),
+        *(case.part, case.dtype, case.batch, case.seq_len, case.seed),
+    )
+
+    of_model: Strategy = _OneDevice(strategy.vocabulary_parts)
+    reference = strategy.on_one_device() if isinstance(strategy, AsPublished) else of_model
+
+    def on_one_device(dtype: torch.dtype, strategy: Strategy = reference) -> VerifiedRun:
+        return _on_one_device(pickle.dumps((plain, strategy, dtype, mesh.device_type, watch)))
+
+    truth = on_one_device(torch.float64)
+    shapes = {name: x.shape for name, x in truth.outputs.items()}
+    recorder = Recorder(mesh)
+    recorder.meters = [recorder.communication]
+    checked = VerifiedRun(
+        replace(case, model=model),
+        strategy,
+        case.torch_dtype,
+        shapes,
+        Composition(place),
+        device=mesh.device_type,
+        recorder=recorder,
+        watch=watch,
+    )
+    noisy = None if case.torch_dtype is torch.float64 else on_one_device(case.torch_dtype)
+    departures = {}
+    if reference is not of_model:
+        wanted, own = share_of(on_one_device(torch.float64, of_model), checked), share_of(truth, checked)
+        places = {name: checked.part.output_dims.get(name.removeprefix("output ")) for name in own}
+        departures = {
+            name: (each, _apart(wanted[name], own[name], places[name]))
+            for name, each in discrepancies(wanted, own).items()
+        }
+    return BothRuns(model, truth, noisy, checked, recorder, departures)
+
+
+def _apart(x: Tensor, y: Tensor, places: SequenceDim) -> tuple[int, int]:
+    """At how many positions of this rank two tensors differ, and how many there are; (0, 0) where they have
+    none."""
+    if places is None:
+        return 0, 0
+    dims = places if isinstance(places, tuple) else (places,)
+    differ = ((x - y).abs() > _SAME * x.abs().max()).movedim(dims, tuple(range(len(dims))))
+    differ = differ.flatten(0, len(dims) - 1).flatten(1).any(1)
+    return int(differ.sum()), len(differ)
+
+
+def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
+    """Compare what this rank of the mesh computes with its share of what one device computes, both on the
+    mesh's device."""
+    runs = both_runs(mesh, case)
+    model, truth, checked, recorder = runs.model, runs.truth, runs.checked, runs.recorder
+    return [
+        *(Finding(name, each, 0.0, apart=at) for name, (each, at) in runs.departures.items()),
+        *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().items()),
+        *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
+        *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
+        Finding(*check_elements(checked), 0.0),
+        *(Finding(name, each, 0.0, tells=0) for name, each in check_bytes(recorder, case, model, checked)),
+    ]
+
+
+@lru_cache(maxsize=KEPT_RUNS)
+def _on_one_device(pickled: bytes) -> VerifiedRun:
+    """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
+    models, one after another. Nobody writes to what it holds."""
+    case, strategy, dtype, device, watch = pickle.loads(pickled)
+    return VerifiedRun(case, strategy, dtype, device=device, watch=watch)

@@ -1,0 +1,195 @@
+"""A case of verification, and its run on one rank or on one device: forward, backward and gradient sync."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.verify.observed_sites import Sites, watched
+from spbench.impls.backends.backend import BackendSettings
+from spbench.impls.backends.meta_device import WholeParameters, attributes_of
+from spbench.impls.collectives import all_reduce
+from spbench.impls.composition import Composition
+from spbench.impls.models.model import Model
+from spbench.impls.options import set_options
+from spbench.impls.registries import DEFAULT_BACKEND, backend_class
+from spbench.impls.strategies.base import Strategy, shard_of
+from spbench.impls.strategies.nesting import Nesting
+from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
+
+#: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
+#: flat and the gradients of queries and keys tiny
+DEVIATION = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        strategy, options: the class, or several around each other, and the options. No name, so that workers
+            need no registry.
+        model: with its options set.
+        part: a key of ``model.parts()``.
+        dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
+        batch, seq_len: whole sizes, in samples and positions.
+        seed: of weights, inputs and the gradient of the outputs.
+        backend, backend_options: what holds and synchronises gradients; see :class:`Training`.
+    """
+
+    strategy: type[Strategy] | Nesting
+    model: Model
+    part: str
+    dtype: str = "fp64"
+    batch: int = 3
+    seq_len: int = 24
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = DEFAULT_BACKEND
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return PRECISIONS[self.dtype].parameters
+
+
+class VerifiedRun:
+    """Forward, backward and gradient sync of the case's part with a strategy, on this rank's shards.
+
+    Args:
+        dtype: of the arithmetic. Weights and inputs have in every run the values that the case's dtype
+            can hold, so that only arithmetic differs.
+        shapes: of the whole outputs; None where the outputs are whole.
+        around: the mesh's, for the backend's groups.
+        device: where all tensors are; values are drawn on the CPU, the same for every device.
+        recorder: sees what is communicated.
+        watch: whether what goes through the sites of attention is kept, in ``sites``.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        strategy: Strategy,
+        dtype: torch.dtype,
+        shapes: Mapping[str, torch.Size] | None = None,
+        around: Composition | None = None,
+        *,
+        device: str,
+        recorder: Recorder | None = None,
+        watch: bool = False,
+    ):
+        self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
+        cls = backend_class(case.backend)
+        options = set_options(cls.options_type(), case.backend_options, f"backend {case.backend}")
+        on_meta, build = cls.starts_on_meta(options), partial(_build, case, self.part.build, strategy, dtype)
+        self.module = build("meta" if on_meta else device)
+        if not on_meta:
+            _set_weights(case, self.module, self.module.parameters())
+        # noted before a backend takes the parameters over
+        self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
+        self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        attributes = attributes_of(self.module)
+        settings = BackendSettings(moments="later", options=options)
+        self.backend = cls(self.module, strategy, around or Composition(), Precision(dtype), settings)
+        if on_meta:
+            parts = self.backend.weight_parts()
+            weights = WholeParameters(self.module, parts, attributes, partial(build, "cpu"))
+            _set_weights(case, weights, [part.values for part in parts.values()])
+        self.backend.zero()
+        whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
+        self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
+
+        if recorder is not None:
+            recorder.communication.axes.update(strategy.place.flattened)
+        phase = nullcontext if recorder is None else recorder.phase
+        with recorder or nullcontext():
+            watching = watched(strategy, self.module) if watch else nullcontext(Sites())
+            with phase("forward"), watching as self.sites:
+                self.outputs: dict[str, Tensor] = self.module(self.inputs)
+            loss = self.outputs.get("loss")
+            if loss is None:
+                weighed = [
+                    (x * self._output_gradient(name, shapes[name] if shapes else x.shape, case).to(x)).sum()
+                    for name, x in self.outputs.items()
+                ]
+                loss = torch.stack(weighed).sum()
+            with phase("backward"):
+                self.backend.begin_last_backward(self.module)
+                loss.backward()
+            with phase("gradient_sync"):
+                self.backend.synchronize()
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
+        what the backend keeps of it."""
+        found: dict[str, Tensor | None] = {}
+        for name, x in self.outputs.items():
+            shared = self.part.output_dims[name] is None
+            found[f"output {name}"] = self._summed(x) if shared else x
+        for name, x in self.inputs.items():
+            if x.requires_grad:
+                # of an input that every rank holds whole, each has the gradient of its share of the loss
+                shared = self.part.sequence_dims[name] is None
+                found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
+        gradients = self.backend.gradient_parts()
+        for name in self.backend.gradient_places():
+            found[f"gradient of {name}"] = gradients[name].values if name in gradients else None
+        return found
+
+    def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
+        if whole.is_floating_point():
+            whole = whole.to(values).to(dtype)
+        x = self.strategy.shard(whole.to(self.device), self.part.sequence_dims[name]).clone()
+        return x.requires_grad_(x.is_floating_point())
+
+    def _output_gradient(self, name: str, shape: torch.Size, case: Case) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {name}".encode()))
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
+        return self.strategy.shard(whole.to(self.device), self.part.output_dims[name])
+
+    def _summed(self, x: Tensor | None) -> Tensor | None:
+        """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""
+        group = self.strategy.place.group(*self.strategy.position_axes)
+        return x if x is None or group is None else all_reduce(x.detach().clone(), group)
+
+
+def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype, device: str) -> nn.Module:
+    with default_dtype(dtype), torch.device(device):
+        module: nn.Module = build(strategy, case.seq_len)
+    return module
+
+
+def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
+    """Draw the module's weights; ``held`` is where this rank has them."""
+    initialize(module, case.seed, deviation=DEVIATION, everything=True)
+    with torch.no_grad():
+        for values in held:
+            values.copy_(values.to(case.torch_dtype))
+
+
+def share_of(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
+    """This rank's share of what one device computed."""
+    strategy, part = checked.strategy, checked.part
+    kept = checked.backend.gradient_places()
+    share = {}
+    for name, x in whole.tensors().items():
+        assert x is not None, f"the oracle has no {name}"
+        kind, _, key = name.rpartition(" ")
+        if kind == "output":
+            share[name] = strategy.shard(x, part.output_dims[key])
+        elif kind == "gradient of input":
+            share[name] = strategy.shard(x, part.sequence_dims[key])
+        elif key in kept or key not in checked.shards:
+            shard = checked.shards.get(key)
+            x = x.view(whole.shapes[key])
+            mine = shard.of(x) if shard else x
+            share[name] = kept[key].of(mine) if key in kept else mine
+    return share

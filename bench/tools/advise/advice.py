@@ -1,0 +1,287 @@
+"""What a search found, for people and programs: ties, why the winner wins, and the winner's scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.scenarios.setting_changes import written
+from spbench.bench.measure.trust.bands import packaged_model, with_band
+from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.times_in_words import shown_price
+from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
+from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.ranking import (
+    IN_BLOCKS,
+    NAMED,
+    complexity,
+    is_tie,
+    parts_of,
+    ranked,
+    tie_limit,
+    uncharged_s,
+)
+from spbench.bench.tools.advise.search_findings import Found, Seen
+from spbench.bench.tools.fit.card_memory import CardMemory, card_memory
+from spbench.bench.yaml_text import dump
+from spbench.impls.models.model import model_preset
+
+#: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
+_PARTS = {
+    "products_s": "products",
+    IN_BLOCKS: "products in blocks, by a fitted charge",
+    "attention_s": "attention",
+    "memory_bound_s": "operators bound by memory",
+    "within_nodes_s": "waiting for links within a node",
+    "across_nodes_s": "waiting for links across nodes",
+    "bubble_s": "bubble",
+    "overhead_s": "launches",
+    "host_s": "host",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer to one question.
+
+    Attributes:
+        seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
+            taken.
+    """
+
+    question: Question
+    found: Found
+    seconds: float
+    cpu_s: float = 0.0
+
+    @property
+    def ranked(self) -> list[Seen]:
+        """The layouts that are named: those that tie with the fastest, the simplest first, and then the
+        others."""
+        return ranked(self.found.best)[:NAMED]
+
+    @property
+    def tie_limit(self) -> float:
+        """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
+        return tie_limit(self.found.best)
+
+    @property
+    def _rates(self) -> str:
+        rates: str = self.found.best[0].outcome.measurement["rates"]
+        return rates
+
+    def is_tie(self, seen: Seen) -> bool:
+        """Whether its time is not told apart from the shortest; see :func:`.ranking.is_tie`."""
+        return is_tie(seen, self.found.best)
+
+    def hidden_ties(self) -> list[Seen]:
+        """Those that tie with the fastest and are not named, the simplest first; none is simpler than a tie
+        that is named."""
+        return [seen for seen in ranked(self.found.best)[NAMED:] if self.is_tie(seen)]
+
+    @property
+    def winner(self) -> Seen | None:
+        """The simplest of the fastest; None: nothing fits."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The question in plain data."""
+        cell = self.question.cell
+        return {
+            "model": cell.model,
+            "cluster": self.question.cluster,
+            **self.question.place,
+            "batch": cell.batch,
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """One mapping a layout, with the question."""
+        return [{**self.asked, **record} for record in self.records()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping a layout, the best first: plain data."""
+        return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
+
+    def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
+        cell, measured = seen.cell, self.measured(seen)
+        step, breakdown = seen.step_s, measured["breakdown"]
+        return {
+            "rank": rank,
+            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.found.best)) > 1,
+            "strategy": cell.strategy,
+            "mesh": cell.mesh_text,
+            "backend": cell.training.backend,
+            "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
+            "settings": written(settings_beside(self.question.cell, cell)),
+            "attention": model_preset(*cell.model_arguments).attention_kernel,
+            "step_time_s": step,
+            "behind": step / self.found.best[0].step_s - 1,
+            "step_time_low_s": measured.get("step_time_low_s"),
+            "step_time_high_s": measured.get("step_time_high_s"),
+            "tokens_per_s": measured["tokens_per_s"],
+            "mfu": measured["mfu"],
+            "peak_memory_bytes": seen.peak,
+            **self.memory(seen).record(),
+            "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
+            "exposed_communication": breakdown["exposed_communication_s"] / step,
+            "bubble": breakdown["bubble_s"] / step,
+            "bound": measured["bound"],
+            "rates": measured["rates"],
+            "priced_by": measured.get("priced_by") or [],
+            "compute_floor_s": compute_floor_s(measured),
+            "links_floor_s": links_floor_s(cell, measured),
+            "traced": "whole" if seen.exact else "with few layers",
+            "cell": cell.key,
+        }
+
+    @staticmethod
+    def memory(seen: Seen) -> CardMemory:
+        """What a card must have for a layout; of one that was traced with few layers, about."""
+        return card_memory(seen.cell, seen.outcome.measurement, seen.tensors_bytes)
+
+    def simpler(self) -> list[Seen]:
+        """The layouts that fit and are simpler than the one that is named first: of each number of strategies
+        and axes the fastest. None of them ties with the fastest."""
+        found: dict[tuple[int, ...], Seen] = {}
+        if winner := self.winner:
+            for seen in self.found.best:
+                if (shape := complexity(seen.cell)[:2]) < complexity(winner.cell)[:2]:
+                    found.setdefault(shape, seen)
+        return [*found.values()]
+
+    def measured(self, seen: Seen) -> Mapping[str, Any]:
+        """The measurement of a layout, with the interval of its time."""
+        row = {"cell": seen.cell.model_dump(), "measurement": seen.outcome.measurement}
+        found: Mapping[str, Any] = with_band(row)["measurement"]
+        return found
+
+    def priced_by(self) -> str:
+        """What the times of the best layouts are priced by instead of a rate of its own, in words; "": all
+        have rates."""
+        return priced_by_in_words(seen.outcome.measurement for seen in self.found.best)
+
+    def attention(self) -> str:
+        """The named layout's attention kernel, and what its step would take by others, in words; "": nothing
+        fits, or there is none."""
+        if self.winner is None or not self.found.by_kernel:
+            return ""
+        kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
+        others = ", ".join(f"{name} {shown_price(ratio)}" for name, ratio in self.found.by_kernel.items())
+        return f"attention by {kernel}; a step by others: {others}"
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The records, with the seconds of a step by what they are spent on, in words."""
+        return [
+            {**record, "parts": {words: _parts(seen)[name] for name, words in _PARTS.items()}}
+            for seen, record in zip(self.ranked, self.records(), strict=True)
+        ]
+
+    def point(self) -> dict[str, Any]:
+        """Of a map: the winner's strategy, "" where nothing fits, and whether another one ties with it."""
+        winner = self.winner
+        strategy = winner.cell.strategy if winner else ""
+        others = [s for s in self.found.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
+        return {
+            **self.asked,
+            "strategy": strategy,
+            "mesh": winner.cell.mesh_text if winner else "",
+            "tie": bool(others),
+            "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
+        }
+
+    def other_settings(self) -> dict[str, float]:
+        """The times of the fastest layout with other settings of its strategy or another order of the mesh,
+        over its own, by these settings; as far as they were looked at and fit, the fastest first."""
+        fastest = self.found.best[0]
+        searched = ("strategy_options", "mesh")
+        same = fastest.cell.model_dump(exclude={*searched})
+        own = {name: getattr(fastest.cell, name) for name in searched}
+        others = {}
+        for seen in sorted((s for s in self.found.traced if s.fits), key=lambda s: s.step_s):
+            if seen is not fastest and seen.cell.model_dump(exclude={*searched}) == same:
+                differs = {name: each for name in searched if (each := getattr(seen.cell, name)) != own[name]}
+                others[_differing(differs, own)] = seen.step_s / fastest.step_s
+        return others
+
+    def in_words(self) -> str:
+        """The question."""
+        cell = self.question.cell
+        sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
+        return f"{cell.model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
+
+    def why(self) -> str:
+        """Why the winner is before the best of the next strategy, in a sentence with numbers; "" where there
+        is none."""
+        winner = self.winner
+        if winner is None:
+            return ""
+        others = [s for s in self.found.of_strategies if s.cell.strategy != winner.cell.strategy]
+        if not others:
+            if self.question.strategies == [winner.cell.strategy]:
+                return "no other strategy was asked about"
+            return f"no other strategy fits than {winner.cell.strategy}"
+        other = others[0]
+        mine, theirs = (_parts(seen) for seen in (winner, other))
+        differences = {name: theirs[name] - mine[name] for name in _PARTS}
+        sign = 1 if other.step_s >= winner.step_s else -1
+        reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
+        told = ", ".join(
+            f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+            for name in reasons
+            if sign * differences[name] > 0.001 * winner.step_s
+        )
+        ratio = other.step_s / winner.step_s - 1
+        than = f"{_named(other.cell)} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
+        apart = 1 + ratio
+        if not (self.is_tie(other) and self.is_tie(winner)):
+            head = f"the next strategy, {than}"
+        elif max(ratio, -ratio / (1 + ratio)) < self.tie_limit - 1:
+            head = f"a tie: {than}, which is within the errors of such times"
+        else:
+            apart = uncharged_s(other) / uncharged_s(winner)
+            head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
+        order = packaged_model().order(self._rates, apart)
+        return "; ".join(filter(None, [head, told, order]))
+
+
+def _named(cell: Cell) -> str:
+    return f"{cell.strategy} {cell.mesh_text}"
+
+
+def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Settings that another layout has not, as people write them."""
+    options = settings.get("strategy_options", {})
+    told = {k: v for k, v in options.items() if v != own["strategy_options"].get(k)}
+    return written(told | ({"mesh": settings["mesh"] or "as it is"} if "mesh" in settings else {}))
+
+
+def _parts(seen: Seen) -> dict[str, float]:
+    seconds = parts_of(seen)
+    found = {name: float(seconds.get(name, 0.0)) for name in _PARTS}
+    return {**found, "products_s": found["products_s"] - found[IN_BLOCKS]}
+
+
+def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
+    """What a layout sets beside strategy, ranks, backend and micro-batches, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in cell.model_options.items():
+        if asked.model_options.get(name) != value:
+            found[f"model_options.{name}"] = value
+    found |= {f"strategy_options.{name}": value for name, value in cell.strategy_options.items()}
+    if cell.training.virtual_stages > 1:
+        found["training.virtual_stages"] = cell.training.virtual_stages
+    if cell.mesh is not None:
+        found["mesh"] = cell.mesh
+    return found
+
+
+def scenario_text(cells: Sequence[Cell], title: str) -> str:
+    """A scenario file with these cells, to run, verify, trace and ask fit about."""
+    left_out = {"engine", "timing", "model_config_json"}
+    groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
+    for group in groups:
+        group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
+    return dump({"title": title, "groups": groups})

@@ -1,0 +1,201 @@
+"""The candidates of a search, with their estimates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.tools.advise.estimates import Estimates, WayFigures
+from spbench.bench.tools.advise.layouts import (
+    ORDER,
+    Layout,
+    Refused,
+    Way,
+    backend_settings,
+    layouts,
+    settings_of,
+    ways,
+)
+from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.references import as_text
+from spbench.impls.axes import MESH_AXES, spelled
+from spbench.impls.layout import Unsupported
+from spbench.impls.registries import backend_class
+
+#: a layout whose estimated bytes are so much less than a card has surely fits
+SURELY = 2.0
+#: settings that save memory which is there must be faster than simpler ones by so much, by the estimate
+_SAME = 1.005
+#: what became of layouts that take longer than another that surely fits
+SLOWER = "slower than with other settings that surely fit"
+
+
+def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
+    """The axes of several ranks in that order; None: as they are by default."""
+    axes = [axis for axis in order if sizes.get(axis, 1) > 1]
+    return None if axes == sorted(axes, key=MESH_AXES.index) else axes
+
+
+#: a choice and its value
+Variant = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a backend and settings of the model.
+
+    Attributes:
+        options: of the strategy.
+        training: backend and its options.
+        saving: settings of the model that take less memory.
+        estimated_s, estimated_bytes: of a step, and of the fullest rank.
+        activation_bytes: of the estimated ones, those that are no states of training.
+        twin: ``training`` without the host, where that only makes room; None: it has nothing there.
+    """
+
+    layout: Layout
+    options: Mapping[str, Any]
+    training: Mapping[str, Any]
+    saving: Mapping[str, Any]
+    estimated_s: float
+    estimated_bytes: float
+    activation_bytes: float
+    twin: Mapping[str, Any] | None = None
+
+    @property
+    def strategy(self) -> str:
+        """Its name."""
+        return self.layout.way.strategy
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Strategy and mesh, as of a cell: of each kind the best layout is named."""
+        sizes = self.layout.sizes
+        return self.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
+
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        """What another layout of the same way may have other than this one."""
+        return ("backend", as_text(self.training)), ("micro-batch", str(self.layout.micro_batch))
+
+    @cached_property
+    def saving_text(self) -> str:
+        """Its saving as text."""
+        return as_text(self.saving)
+
+    def cell(self, asked: Cell) -> Cell:
+        """The cell that it makes of the one that was asked about."""
+        layout, (batch, _) = self.layout, asked.shape
+        training = {**asked.training.model_dump(exclude_defaults=True), **self.training}
+        if asked.training.step == "training":
+            training["micro_batches"] = batch // (layout.dp * layout.micro_batch)
+        if layout.virtual_stages > 1:
+            training |= {"schedule": "interleaved", "virtual_stages": layout.virtual_stages}
+        return asked.model_copy(
+            update={
+                "mesh": ordered(layout.sizes),
+                "strategy": self.strategy,
+                "strategy_options": dict(self.options),
+                "sizes": Sizes(**layout.sizes),
+                "model_options": {**asked.model_options, **self.saving},
+                "training": TrainingOptions.model_validate(training),
+            }
+        )
+
+
+def candidates(
+    question: Question,
+    estimates: Estimates,
+    savings: Mapping[str, Mapping[str, Any]],
+    refused: Refused,
+    usable: float = 0.0,
+    left_out: Counter[str] | None = None,
+) -> Iterator[Candidate]:
+    """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
+    backend none that takes longer by the estimate than another that surely fits, also with its states on the
+    cards where these are on the host; nor one with more settings that is no faster.
+
+    Args:
+        savings: settings of the model by their text.
+        refused: takes what cannot be.
+        usable: bytes of a card that tensors can have; 0: nothing surely fits.
+        left_out: counts those that take longer, as :data:`SLOWER`.
+    """
+    forward_only = question.cell.training.step == "inference"
+    known = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    backends = [known[text] for text in estimates.backends]
+    pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
+    settings = [savings[text] for text in estimates.references]
+    twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+    for way in ways(question):
+        made = figures_of(estimates, way, question, refused)
+        if made is None:
+            continue
+        figures, options = made
+        for layout in layouts(question, way, estimates.layers, refused):
+            times, states = estimates.times(layout, figures), estimates.states(layout, figures)
+            activations = estimates.activations(layout)
+            memories = states[:, None] + activations
+            fitting = np.where(memories * SURELY <= usable, times, np.inf)
+            shortest = fitting.min(axis=1, initial=np.inf)
+            for row, training in enumerate(backends):
+                if layout.pp > 1 and not pipelined[row]:
+                    continue
+                twin = None if (other := twins[row]) is None else backends[other]
+                of_twin = np.inf if other is None else shortest[other]
+                kept = np.flatnonzero(promising(times[row], fitting[row], of_twin))
+                for at in kept.tolist():
+                    seconds, nbytes = float(times[row, at]), float(memories[row, at])
+                    own = float(activations[at])
+                    yield Candidate(layout, options, training, settings[at], seconds, nbytes, own, twin)
+                if left_out is not None:
+                    left_out[SLOWER] += len(settings) - len(kept)
+
+
+def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
+    """Which of the settings, the simplest first, may be the best: none that takes longer than another that
+    surely fits, and of those that take as long as the shortest of these the simplest, alone.
+
+    Args:
+        fitting: the times of those that surely fit; infinite for others.
+        of_twin: the shortest time of the twin with settings with which it surely fits.
+    """
+    shortest = fitting.min(initial=np.inf)
+    kept: np.ndarray = times <= min(shortest, of_twin)
+    if shortest <= of_twin and shortest < np.inf:
+        simplest = int(np.argmax(fitting <= shortest * _SAME))
+        kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
+        kept[simplest] = True
+    return kept
+
+
+def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
+    """Of the settings of each backend that have states on the host, the place of those that have them on
+    cards and are the same otherwise; None: they have none there, or there are no such others."""
+
+    def twin(at: int) -> int | None:
+        own = backends[at].items()
+        others = [n for n, each in enumerate(backends) if not on_host[n] and each.items() <= own]
+        return max(others, key=lambda n: len(backends[n]), default=None) if on_host[at] else None
+
+    return [twin(at) for at in range(len(backends))]
+
+
+def figures_of(
+    estimates: Estimates, way: Way, question: Question, refused: Refused
+) -> tuple[WayFigures, Mapping[str, Any]] | None:
+    """With the first of the strategy's settings that can be; None: none can."""
+    reason = ""
+    for options in settings_of(question, way.strategy):
+        try:
+            return estimates.figures(way, options), options
+        except Unsupported as refusal:
+            reason = str(refusal)
+    refused.add(str(way), reason)
+    return None

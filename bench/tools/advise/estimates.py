@@ -1,0 +1,275 @@
+"""Estimates of layouts from closed forms and a few small traces; they decide in which order layouts are
+traced, and what is plainly too slow or too large.
+
+One layer of one sample takes on one rank what two small traces say; a layout divides that by its ranks, adds
+what its strategy sends by the closed forms at the speed of the links, fills the pipeline, and adds what the
+backend sends. How much of it really is hidden behind computation only traces tell: :mod:`.search` learns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import model_parameters, planned_strategy
+from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.tools.advise.layouts import ORDER, Layout, Way
+from spbench.impls.axes import ranks_along
+from spbench.impls.backends.backend import planned_sums
+from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.models.model import model_preset
+
+#: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
+#: behind one micro-batch; what it sends with each, behind each
+_HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+#: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
+_UPDATED, _COPIED = 28 / 16, 8 / 16
+
+
+@dataclass(frozen=True)
+class Depths:
+    """A number at one layer and at two, and so at any depth."""
+
+    one: float
+    two: float
+
+    @property
+    def layer(self) -> float:
+        """Of a layer."""
+        return self.two - self.one
+
+    @property
+    def ends(self) -> float:
+        """Of what is not layers."""
+        return max(0.0, self.one - self.layer)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one sample takes on one rank.
+
+    Attributes:
+        seconds: of a step without communication.
+        activation_bytes: at the peak.
+    """
+
+    seconds: Depths
+    activation_bytes: Depths
+
+
+@dataclass(frozen=True)
+class BackendFigures:
+    """Of a backend, for each element of parameters that a rank has.
+
+    Attributes:
+        whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
+        once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
+    """
+
+    whole_bytes: float
+    shared_bytes: float
+    once: Mapping[str, float]
+    each: Mapping[str, float]
+    host_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class WayFigures:
+    """Of a way to divide a sample, on a rank.
+
+    Attributes:
+        sent_s: seconds of what the strategy sends for one sample of one micro-batch.
+        elements: of parameters.
+        alike: the axes of the strategy along which ranks hold the same of most parameters.
+    """
+
+    sent_s: Depths
+    elements: Depths
+    alike: tuple[str, ...]
+
+
+class Estimates:
+    """Estimates for one question.
+
+    Args:
+        cell: of the question, on one rank.
+        gpus: of all layouts.
+        references: by the settings of the model that take less memory, as text; "" for none.
+        backends: by settings as text.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        gpus: int,
+        references: Mapping[str, Reference],
+        backends: Mapping[str, BackendFigures],
+    ):
+        self.cell, self.gpus = cell, gpus
+        self.references, self.backends = references, backends
+        model = model_preset(*cell.model_arguments)
+        self.layers: int = getattr(model, "layers", 1)
+        #: of layers, one of which is what figures here are of
+        self.periods = self.layers / model.period
+        self._known: dict[tuple[Any, ...], float] = {}
+        self._of_backends: dict[tuple[Way, int, int], np.ndarray] = {}
+
+    @cached_property
+    def _costs(self) -> Costs:
+        cluster = load_cluster(self.cell.cluster)
+        calibration = cluster.calibration_of(self.cell.precision)
+        return Costs(cluster, calibration, model_parameters(self.cell))
+
+    def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
+        """What a way sends and holds.
+
+        Raises:
+            Unsupported: it cannot divide the model so.
+        """
+        sizes = {"dp": self.gpus // way.ranks, **way.axes}
+        sent, elements = [], []
+        for layers in (1, 2):
+            made = at_depth(self.cell, layers).model_copy(
+                update={
+                    "strategy": way.strategy,
+                    "strategy_options": dict(options),
+                    "sizes": Sizes(**way.axes),
+                    "batch": 1,
+                }
+            )
+            strategy, model = planned_strategy(made), model_preset(*made.model_arguments)
+            precision, (_, length) = PRECISIONS[made.precision], made.shape
+            sites = list(model.sites(1, length, strategy.vocabulary_parts))
+            strategy.check(sites)
+            entries = strategy.traffic(sites, precision.parameters.itemsize)
+            sent.append(
+                sum(
+                    each.count * self.seconds(each.collective, each.payload_bytes, each.axes, sizes)
+                    for each in entries
+                    if each.phase in ("forward", "backward")
+                )
+            )
+            sums = planned_sums(sites, strategy, 1)
+            elements.append(float(sum(each.elements for each in sums)))
+        most = max(sums, key=lambda each: each.elements, default=None)
+        return WayFigures(Depths(*sent), Depths(*elements), most.axes if most else ())
+
+    def seconds(
+        self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
+    ) -> float:
+        """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
+        mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
+        around = tuple(axis for axis in axes if mesh[axis] > 1)
+        if not around or not nbytes:
+            return 0.0
+        key = (collective, nbytes, around, tuple(mesh.values()))
+        if key not in self._known:
+            self._known[key] = self._seconds(collective, nbytes, around, mesh)
+        return self._known[key]
+
+    def _seconds(
+        self, collective: str, nbytes: float, axes: tuple[str, ...], mesh: Mapping[str, int]
+    ) -> float:
+        ranks = np.arange(int(np.prod([*mesh.values()]))).reshape([*mesh.values()])
+        last = [list(mesh).index(axis) for axis in axes]
+        groups = np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))
+        if collective in ("send", "recv"):
+            if collective == "recv":
+                return 0.0
+            nexts = np.roll(groups, -1, axis=1)
+            latency, per_byte = self._costs.transfers(groups.ravel().tolist(), nexts.ravel().tolist(), 1)
+            return float((latency + per_byte * nbytes).max())
+        if collective == "barrier":
+            return 0.0
+        return max(self._costs.collectives(collective, nbytes, groups.tolist()))
+
+    def times(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of a step, for each backend (rows) and saving (columns)."""
+        batch, _ = self.cell.shape
+        ranks, b = layout.way.ranks, layout.micro_batch
+        parts = batch // (layout.dp * b)
+        layer_s, ends_s, _, _ = self._of_savings
+        layer = b * (layer_s / ranks + way.sent_s.layer)
+        ends = b * (ends_s / ranks + way.sent_s.ends)
+        stage = self.periods / layout.pp * layer
+        computing = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
+        key = (layout.way, layout.dp, layout.pp)
+        if key not in self._of_backends:
+            sent = [self._replicas_s(layout, way, backend) for backend in self.backends]
+            self._of_backends[key] = np.array(sent, dtype=float).reshape(-1, 2).T[:, :, None]
+        once, each = self._of_backends[key]
+        part = computing[None] / parts
+        sums = np.maximum(0.0, once - _HIDDEN_ONCE * part)
+        sent_s = sums + parts * np.maximum(0.0, each - _HIDDEN_EACH * part)
+        found: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
+        return found
+
+    def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
+        once."""
+        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
+        return self._host_s_of_parameter * (self._elements(layout, way) / sharing)
+
+    @cached_property
+    def _host_s_of_parameter(self) -> np.ndarray:
+        """Seconds of each parameter of a rank's part on the host and on its link, for each backend."""
+        cluster = load_cluster(self.cell.cluster)
+        host, ranks = cluster.host_memory, min(self.gpus, cluster.devices_per_node)
+        held = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
+        updated = _UPDATED * ranks * held / (host.update_bytes_per_s.value or float("inf"))
+        seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
+        return seconds
+
+    def _replicas_s(self, layout: Layout, way: WayFigures, backend: str) -> tuple[float, float]:
+        """Seconds of what a backend sends once a step, and with each micro-batch."""
+        figures, elements = self.backends[backend], self._elements(layout, way)
+        group, sizes = ("dp", *way.alike), layout.sizes
+
+        def sent(of: Mapping[str, float]) -> float:
+            return sum(
+                self.seconds(name, float(f"{n * elements:.2g}"), group, sizes) for name, n in of.items()
+            )
+
+        return sent(figures.once), sent(figures.each)
+
+    def _elements(self, layout: Layout, way: WayFigures) -> float:
+        ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
+        return way.elements.layer * self.periods / layout.pp + ends
+
+    def states(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Bytes of states of training on a rank, for each backend."""
+        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
+        each = np.array([e.whole_bytes + e.shared_bytes / sharing for e in self.backends.values()])
+        found: np.ndarray = each * self._elements(layout, way)
+        return found
+
+    def activations(self, layout: Layout) -> np.ndarray:
+        """Bytes of everything else on the fullest rank at its peak, for each saving."""
+        batch, _ = self.cell.shape
+        at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
+        _, _, layer, ends = self._of_savings
+        sample = self.periods / layout.pp * layer * at_once + ends
+        found: np.ndarray = layout.micro_batch * sample / layout.way.ranks
+        return found
+
+    @cached_property
+    def _of_savings(self) -> np.ndarray:
+        """Of each saving: seconds of a layer and of the ends, bytes of a layer and of the ends."""
+        depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
+        rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
+        return np.array(rows, dtype=float).T
+
+
+def at_depth(cell: Cell, layers: int) -> Cell:
+    """The cell with that many layers, or periods of them, where its model has a number of layers."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
+        return cell
+    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers * model.period}})

@@ -1,0 +1,325 @@
+"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best
+two of these with all.
+
+What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
+and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
+would be faster than the fifth best even if it took as little time as :meth:`Learned.least_s` says, or where
+many traces in a row have gained the best nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.setting_changes import changed
+from spbench.bench.tools.advise.absent import untraced
+from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates, ordered
+from spbench.bench.tools.advise.estimates import Estimates
+from spbench.bench.tools.advise.layouts import Way, settings_of
+from spbench.bench.tools.advise.learned import Learned
+from spbench.bench.tools.advise.looks import Depth, Look, outcomes
+from spbench.bench.tools.advise.possible import why_impossible
+from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.ranking import NAMED, TOSS, complexity, ranked
+from spbench.bench.tools.advise.references import references, savings_of
+from spbench.bench.tools.advise.search_findings import Found, Seen
+from spbench.bench.tools.advise.waiting import Waiting
+from spbench.bench.tools.fit.answers import Answers, Say, unheard
+from spbench.impls.models.model import model_preset
+
+#: layouts that are traced with few layers at once, a worker
+_AT_ONCE = 3
+#: so many of the best are wanted, and so many of these traced whole, which takes several times as long
+BEST, _WHOLE = NAMED, 2
+#: after so many traces of few layers, of strategies that were traced before, by which the best together were
+#: not faster by so much, none is awaited
+_PATIENCE, _GAIN = 24, 1.005
+#: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
+#: changes of the best, and traces of all layers
+BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
+#: layouts whose estimated memory is so much more than a card has are not traced
+_TOO_LARGE = 1.25
+#: a layout whose estimated memory is so much less probably fits
+_ROOM = 1.1
+#: orders of the mesh that are tried for the best
+_OTHER_ORDERS = (
+    ("pp", "dp", "cp", "sp", "tp"),
+    ("dp", "pp", "sp", "cp", "tp"),
+    ("dp", "pp", "tp", "cp", "sp"),
+)
+
+
+class Search:
+    """The search for one question; see the module.
+
+    Args:
+        answers: whose run is :func:`look`.
+        say: told what is done.
+        asked_about: ranks along axes of which it is kept what estimates said of those that are not traced.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        answers: Answers,
+        say: Say = unheard,
+        asked_about: Mapping[str, int] = {},
+    ):
+        self.question, self.answers, self.say = question, answers, say
+        self.asked_about = asked_about
+        self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
+        #: a layout that takes more is not traced
+        self.most_bytes = self.usable
+        self.found = Found()
+        self.seen: dict[str, Seen] = {}
+        #: by strategy, how much longer steps were by traces of all layers than by those of few
+        self.longer: dict[str, list[float]] = {}
+        self.learned = Learned()
+        #: by layout, its candidates, the fastest by the estimate first
+        self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
+        #: strategies of which a layout will probably fit
+        self._roomy: set[str] = set()
+
+    def run(self) -> Found:
+        """Search.
+
+        Raises:
+            UserError: no layout is possible.
+        """
+        if reason := why_impossible(self.question):
+            raise UserError(reason)
+        self.say("small traces of the model and of the backends", 0.0)
+        savings = savings_of(self.question)
+        known = references(self.question, self.answers, savings)
+        estimates = Estimates(self.question.cell, self.question.gpus, *known)
+        counts = self.found.counts
+        refusing = self.found.refused
+        every = [*candidates(self.question, estimates, savings, refusing, self.usable, counts)]
+        refused = refusing.reasons
+        if not every:
+            reasons = ", or ".join(dict.fromkeys(refused.values())) or "no backend or setting can be traced"
+            raise UserError(f"no layout of {self.question.gpus} GPUs can be traced: {reasons}")
+        counts["cannot be"] = len(refused)
+        counts["looked at"] = len(every) + counts[SLOWER] + len(refused)
+        waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
+        if not waiting:  # the nearest that would fit is asked for
+            waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
+            self.most_bytes = float("inf")
+        self.say(f"{len(every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
+        counts["need too much by the estimate"] = len(every) - len(waiting)
+        self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
+        for candidate in sorted(waiting, key=lambda each: each.estimated_s):
+            self._of_layouts[id(candidate.layout)].append(candidate)
+        left = Waiting(waiting)
+        self._few_layers(left)
+        counts["too slow by the estimate, or too large after traces of their strategy"] = len(left)
+        self._polish()
+        self._whole()
+        self._conclude()
+        too_large = _TOO_LARGE * self.usable
+        self.found.untraced = untraced(self.asked_about, every, self.found.traced, too_large)
+        return self.found
+
+    # -- few layers ------------------------------------------------------------------------------------
+
+    def _few_layers(self, waiting: Waiting) -> None:
+        """Trace candidates with few layers until none is left that could be among the best."""
+        best_s, patience = float("inf"), _PATIENCE
+        while patience > 0 and (batch := self._next(waiting)):
+            again = sum(self.learned.knows(candidate.strategy) for candidate in batch)
+            self._look(batch)
+            if best := self._best_layouts():
+                patience -= again
+                sum_s = sum(seen.step_s for seen in best[:BEST])
+                if len(best) < BEST or sum_s * _GAIN < best_s:
+                    best_s, patience = sum_s, _PATIENCE
+                self.say(
+                    f"{len(self.seen)} layouts traced with few layers; the best: {best[0].step_s:.3g} s, "
+                    f"{best[0].cell.strategy} {best[0].cell.mesh_text}",
+                    BEHIND["small"] + (1 - max(patience, 0) / _PATIENCE) * (BEHIND["few"] - BEHIND["small"]),
+                )
+
+    def _next(self, waiting: Waiting) -> list[Candidate]:
+        """Take the most promising of those that could be among the best, of each way one at a time; of a
+        strategy that was not traced yet, one."""
+        best = self._best_layouts()
+        bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
+        of_kind = {(seen.cell.strategy, seen.cell.mesh_text): seen.step_s for seen in best}
+        least_s, expected_s = self.learned.least_s(waiting), self.learned.expected_s(waiting)
+        places = np.flatnonzero(waiting.left & (least_s <= bar))
+        chosen: dict[int, Candidate] = {}
+        begun: set[str | Way] = set()
+        for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
+            candidate = waiting.candidates[at]
+            name, way = candidate.strategy, candidate.layout.way
+            if len(chosen) >= _AT_ONCE * max(2, self.answers.jobs):
+                break
+            if name in begun or way in begun:
+                continue
+            if least_s[at] > of_kind.get(candidate.kind, bar):
+                continue
+            if self.learned.least_bytes(candidate) > self.most_bytes or self._outdone(candidate):
+                continue
+            if not self.learned.knows(name):
+                # the first of a strategy tells how long its steps are only where one like it may fit
+                if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
+                    continue
+                begun.add(name)
+            begun.add(way)
+            chosen[at] = candidate
+        waiting.take(chosen)
+        return [*chosen.values()]
+
+    def _outdone(self, candidate: Candidate) -> bool:
+        """Whether the same layout, with other settings of the model or with its states on the cards, takes
+        no longer by the estimate and surely fits."""
+        for rival in self._of_layouts[id(candidate.layout)]:
+            if rival is candidate:
+                return False  # the next ones take longer
+            alike = rival.training in (candidate.training, candidate.twin)
+            if alike and self.learned.most_bytes(rival) <= self.usable:
+                return True
+        return False
+
+    def _look(self, chosen: Sequence[Candidate]) -> None:
+        cells = [candidate.cell(self.question.cell) for candidate in chosen]
+        made = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
+        for seen in self._traced(cells, "few_layers"):
+            self.learned.add(made[seen.cell.key], seen.step_s, seen.peak)
+        self.learned.fit()
+
+    def _traced(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
+        """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
+        is counted and left out."""
+        found = []
+        for made, outcome in outcomes(self.answers, [Look.of(cell, depth) for cell in cells]):
+            cell = made.cell
+            if outcome.status == "unsupported":
+                self.found.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.found.counts["cannot be run"] += 1
+                self.seen.pop(cell.key, None)
+            else:
+                if depth == "all_layers" and (few := self.seen.get(cell.key)):
+                    ratio = outcome.measurement["step_time_s"] / few.step_s
+                    self.longer.setdefault(cell.strategy, []).append(ratio)
+                self.seen[cell.key] = Seen(cell, outcome, depth)
+                found.append(self.seen[cell.key])
+        return found
+
+    def fitting(self) -> list[Seen]:
+        """The cells that fit and that the program has, if one is given; the fastest first."""
+        found = (s for s in self.seen.values() if s.fits and self.question.runs(s.cell))
+        return sorted(found, key=self._least_whole_s)
+
+    def _least_whole_s(self, seen: Seen) -> float:
+        """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
+        longer than by few layers, as where the host falls behind, so will this one."""
+        known = self.longer.get(seen.cell.strategy, ())
+        few = seen.depth != "all_layers" and len(known) > 1
+        return seen.step_s * (min(known) if few else 1.0)
+
+    # -- all layers ------------------------------------------------------------------------------------
+
+    def _whole(self) -> None:
+        """Trace the best with all layers, until the first :data:`_WHOLE` of them are, the one that is named
+        first, and those named of which traces of few layers leave open whether they fit."""
+
+        def wanted() -> list[Seen]:
+            best = self._best_layouts()
+            named = ranked(best)[:NAMED]
+            return [*best[:_WHOLE], *named[:1], *(seen for seen in named if self._doubtful(seen))]
+
+        while chosen := [seen.cell for seen in wanted() if seen.depth != "all_layers"]:
+            self.say(f"tracing {len(chosen)} of the best with all layers", BEHIND["changes"])
+            self._traced(chosen, "all_layers")
+
+    def _doubtful(self, seen: Seen) -> bool:
+        """Whether what is said to be needed, and not only allocated, is more than a card has."""
+        usable = seen.outcome.measurement.get("usable_memory_bytes") or self.usable
+        return seen.tensors_bytes > usable
+
+    def _polish(self) -> None:
+        """Look at single changes of the best: other settings of its strategy, another order of the mesh, and
+        a part of the layers computed again, where all are."""
+        fitting = self.fitting()
+        if not fitting:
+            return
+        best = fitting[0].cell
+        changes = self._changed(best, self._changes(best))
+        self.say(f"{len(changes)} single changes of the best", BEHIND["few"])
+        self._changes_looked_at(changes)
+        waiting = self._changed(best, self._partial(best))
+        while waiting:
+            begun = waiting[: self.answers.jobs]
+            self._changes_looked_at(begun)
+            if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
+                break  # the next ones save more memory, and take longer
+            waiting = waiting[len(begun) :]
+
+    def _changed(self, cell: Cell, changes: Iterator[dict[str, Any]]) -> list[Cell]:
+        """The cell with each of these changes that can be, and was not seen."""
+        cells: dict[str, Cell] = {}
+        for settings in changes:
+            if not self.question.keeps(settings):
+                continue
+            try:
+                made = changed(cell, settings)
+            except UserError:
+                continue
+            if made.key not in self.seen:
+                cells[made.key] = made
+        return [*cells.values()]
+
+    def _changes_looked_at(self, cells: Sequence[Cell]) -> None:
+        self.found.counts["looked at"] += len(cells)
+        self._traced(cells, "few_layers")
+
+    def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        for options in settings_of(self.question, cell.strategy)[1:]:
+            yield {f"strategy_options.{name}": value for name, value in options.items()}
+        sizes = cell.sizes.by_axis
+        for order in _OTHER_ORDERS:
+            if (mesh := ordered(sizes, order)) != cell.mesh:
+                yield {"mesh": mesh}
+
+    def _partial(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """Of a cell that saves memory, what saves less of it and takes less time, the cheapest first."""
+        model = model_preset(*self.question.cell.model_arguments)
+        savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
+        own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
+        for saving in savings[: own[-1]] if own else []:
+            yield {f"model_options.{name}": value for name, value in saving.items()}
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def _best_layouts(self) -> list[Seen]:
+        return self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
+
+    def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
+        """Of each kind of cells the fastest that fits, or the simplest of those that are as fast but for a
+        toss; the fastest first."""
+        of_kinds: dict[Hashable, list[Seen]] = {}
+        for seen in self.fitting():
+            of_kinds.setdefault(kind(seen.cell), []).append(seen)
+        best = []
+        for alike in of_kinds.values():
+            as_fast = [s for s in alike if self._least_whole_s(s) <= TOSS * self._least_whole_s(alike[0])]
+            best.append(min(as_fast, key=lambda s: complexity(s.cell)))
+        return sorted(best, key=self._least_whole_s)
+
+    def _conclude(self) -> None:
+        found, fitting = self.found, self.fitting()
+        found.traced = [*self.seen.values()]
+        found.best = self._best_layouts()
+        found.of_strategies = self._best_of(lambda cell: cell.strategy)
+        if not fitting and self.seen:
+            found.nearest = min(self.seen.values(), key=lambda s: s.peak)
+        found.counts["traced with few layers"] = len(self.seen)
+        found.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in found.traced)

@@ -1,0 +1,214 @@
+"""The layouts that a search looks at: strategies, alone and around each other, times the ranks along axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from spbench.bench.cell import Sizes
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.tools.advise.question import Question
+from spbench.impls.axes import spelled
+from spbench.impls.registries import backends, strategies
+from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
+
+#: the order of the mesh: tensor parallel ranks next to each other, since they send most
+ORDER = ("dp", "pp", "cp", "sp", "tp")
+#: strategies around each other, at the most; a mesh has no more axes for them
+_DEEPEST = 3
+#: positions of a rank and micro-batch from which larger micro-batches make kernels no faster
+_MANY_POSITIONS = 16384
+#: micro-batches are doubled so often at the most
+_DOUBLINGS = 4
+#: runs of layers a rank of the pipeline holds
+_VIRTUAL_STAGES = (1, 2)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to divide a sample, with the ranks along the axes of its strategies, each 2 or more."""
+
+    strategy: str
+    axes: Mapping[str, int]
+
+    def __hash__(self) -> int:
+        return hash((self.strategy, *self.axes.items()))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share a sample."""
+        product = 1
+        for n in self.axes.values():
+            product *= n
+        return product
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {spelled(self.axes)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way with the ranks around it.
+
+    Attributes:
+        micro_batch: samples of one.
+    """
+
+    way: Way
+    dp: int
+    pp: int
+    micro_batch: int
+    virtual_stages: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {"dp": self.dp, "pp": self.pp, **self.way.axes}
+
+
+@dataclass
+class Refused:
+    """Layouts that cannot be, and why, as far as no trace is needed to say so."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, what: str, reason: str) -> None:
+        """One more."""
+        self.reasons.setdefault(what, reason)
+
+
+def divisors(n: int) -> list[int]:
+    """Of n, in ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def searched_strategies(question: Question) -> list[Nesting]:
+    """The strategies that may be asked, alone and around each other; no peers, which stand for the same. Of a
+    program's, those that it has, alone or around others that it has alone."""
+    own = [name for name, cls in strategies().items() if not cls.requires and settings_of(question, name)]
+    found = []
+    for depth in range(1, _DEEPEST + 1):
+        for parts in itertools.permutations(own, depth):
+            if not question.allows(PLUS.join(parts)):
+                continue
+            try:
+                nested = nesting(PLUS.join(parts))
+            except ValueError:
+                continue
+            if settings_of(question, nested.name):
+                found.append(nested)
+    return found
+
+
+def ways(question: Question) -> Iterator[Way]:
+    """The ways to divide a sample over a divisor of the ranks."""
+    for strategy in searched_strategies(question):
+        for axes in _meshes(strategy.axes, question.gpus, question.fixed):
+            yield Way(strategy.name, axes)
+
+
+def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Ranks along each axis, 2 or more, that together divide the ranks, with every fixed axis among them."""
+    if any(n > 1 and axis not in (*axes, "dp", "pp") for axis, n in fixed.items() if axis != "micro_batch"):
+        return
+    if not axes:
+        yield {}
+        return
+    axis, *others = axes
+    for n in divisors(ranks)[1:]:
+        if axis not in fixed or n == fixed[axis]:
+            own = {k: v for k, v in fixed.items() if k != axis}
+            for rest in _meshes(tuple(others), ranks // n, own):
+                yield {axis: n, **rest}
+
+
+def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iterator[Layout]:
+    """The replicas, stages and micro-batches around a way.
+
+    Args:
+        layers: of the model.
+        refused: takes what cannot be.
+    """
+    batch, length = question.cell.shape
+    around, fixed = question.gpus // way.ranks, question.fixed
+    forward_only = question.cell.training.step == "inference"
+    for pp in [1] if forward_only else divisors(around):
+        dp = around // pp
+        if fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
+            continue
+        what = f"{way} dp{dp} pp{pp}"
+        if batch % dp:
+            refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
+        elif pp > 1 and layers % pp:
+            refused.add(what, f"{layers} layers are no whole number for {pp} stages")
+        else:
+            samples_of = _micro_batches(question, way, batch // dp, length)
+            for samples in [batch // dp] if forward_only else samples_of:
+                for virtual in _VIRTUAL_STAGES:
+                    parts = batch // (dp * samples)
+                    if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
+                        yield Layout(way, dp, pp, samples, virtual)
+
+
+def _micro_batches(question: Question, way: Way, samples: int, length: int) -> Iterator[int]:
+    """Samples of a micro-batch of a replica: doubled until kernels become no faster."""
+    if "micro_batch" in question.fixed:
+        if samples % question.fixed["micro_batch"] == 0:
+            yield question.fixed["micro_batch"]
+        return
+    for n in (2**k for k in range(_DOUBLINGS + 1)):
+        if n == 1 or (samples % n == 0 and n * length // way.ranks <= _MANY_POSITIONS):
+            yield n
+
+
+def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The settings of a strategy that are worth a look: the most promising of each of its classes, and then
+    those with one class's other settings. ``heeded``: of :meth:`Options.searched`."""
+    kinds = dict.fromkeys(cls.options_type for cls in nesting(strategy).classes)
+    searched = [[*kind.searched(heeded)] for kind in kinds]
+    first = {name: value for kind in searched for name, value in kind[0].items()}
+    others = [{**first, **settings} for kind in searched for settings in kind[1:]]
+    return [first, *others]
+
+
+def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
+    """The settings of a strategy that are worth a look, and that the program has, if one is given."""
+    settings = strategy_settings(strategy, question.heeded)
+    if not question.program:
+        return settings
+    sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
+    cells = [question.on_two(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
+    return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
+
+
+def backend_settings(question: Question) -> list[dict[str, Any]]:
+    """The settings of ``training`` for each backend that is searched, and each of its own choices; of an
+    option that is given those that have it so, where a backend without it is as others are by default.
+
+    Raises:
+        UserError: no backend has an option that is given, or none as it is given.
+    """
+    searched = {name: cls for name, cls in sorted(backends().items()) if cls.searched}
+    defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
+    of_any = {name: value for each in defaults.values() for name, value in each.items()}
+    settings = [
+        {"backend": name, **own}
+        for name, cls in searched.items()
+        if question.allows_backend(name)
+        for own in cls.options_type.searched()
+        if question.runs(question.on_two({"backend": name, **own}), "training")
+    ]
+    for name, value in question.options.items():
+        section, _, option = name.partition(".")
+        if section != "training":
+            continue
+        if option not in of_any:
+            raise UserError(f"--fixed {name}: no backend that is searched has it{suggestion(option, of_any)}")
+        has = [{**of_any, **defaults[each["backend"]], **each}[option] for each in settings]
+        settings = [each for each, own in zip(settings, has, strict=True) if own == value]
+        if not settings:
+            there = ", ".join(dict.fromkeys(map(str, has)))
+            raise UserError(f"--fixed {name}={value}: no backend is searched with it; they have {there}")
+    return settings

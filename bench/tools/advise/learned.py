@@ -1,0 +1,224 @@
+"""What traces have taught about the estimates of candidates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from spbench.bench.tools.advise.candidates import SURELY, Candidate, Variant
+from spbench.bench.tools.advise.layouts import Way
+from spbench.bench.tools.advise.references import as_text
+from spbench.bench.tools.advise.waiting import Waiting
+from spbench.impls.strategies.nesting import PLUS
+
+#: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
+#: a backend or a size of micro-batches, before anything was traced
+_NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
+#: seconds may be off by this much more for each doubling of ranks along an axis from what was traced
+_MARGIN_OF_STEP = 1.08
+#: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much
+UNKNOWN = 1.6
+#: until one was traced, estimated bytes may be too many by so much
+_MARGIN_OF_UNKNOWN = 1.25
+#: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
+_BENEFIT = 0.1
+
+
+class Excess(NamedTuple):
+    """How many bytes more a traced candidate took than was estimated: what is the same whatever a rank
+    computes, a share of all, buffers of its part of the samples, activations, or those of them that each rank
+    along an axis has whole."""
+
+    more: float
+    of: Candidate
+
+    def least(self, candidate: Candidate) -> float:
+        """Bytes that a candidate like it takes at the least, whatever of these it is."""
+        return candidate.estimated_bytes + min(self.more * share for share in self._shares(candidate))
+
+    def most(self, candidate: Candidate) -> float:
+        """Bytes at the most."""
+        return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
+
+    def _shares(self, candidate: Candidate) -> tuple[float, ...]:
+        """What the excess of the candidate would be of this one, if it were of each of these kinds."""
+        here, there = candidate.layout, self.of.layout
+        ranks = here.way.ranks / there.way.ranks
+        activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
+        of_axes = ((1 - 1 / n) / (1 - 1 / there.way.axes[axis]) for axis, n in here.way.axes.items())
+        return (
+            1.0,
+            candidate.estimated_bytes / self.of.estimated_bytes,
+            here.micro_batch / there.micro_batch / ranks,
+            activations,
+            activations * ranks * math.prod(of_axes),
+        )
+
+
+class Learned:
+    """How far estimates were off.
+
+    Of seconds, traced over estimated: a factor of each way, times one of each backend and one of each size of
+    micro-batches, by Bayesian least squares of their logarithms. So a size that was traced only with ways
+    that were traced with no other is as good as unknown: its factor cannot be told from theirs. Of bytes,
+    what was not foreseen of the candidates that are most alike.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Candidate, float]] = []
+        self._parts: dict[str, list[Way]] = {}
+        self._of_ways: dict[Way, float] = {}
+        self._of_variants: dict[Variant, float] = {}
+        #: of each way, the largest micro-batch that was traced
+        self._largest: dict[Way | None, int] = {}
+        self._columns: dict[Hashable, int] = {}
+        self._covariance: np.ndarray = np.zeros((0, 0))
+        self._nearest: dict[Way, tuple[float, float, Way | None]] = {}
+        self._of_relatives: dict[str, float] = {}
+        self._excess: dict[Hashable, list[Excess]] = {}
+
+    def knows(self, strategy: str) -> bool:
+        """Whether a layout of it was traced."""
+        return strategy in self._excess
+
+    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
+        """What a trace of a candidate found."""
+        self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
+        excess = Excess(nbytes - candidate.estimated_bytes, candidate)
+        for _, key in _likenesses(candidate):
+            self._excess.setdefault(key, []).append(excess)
+        if candidate.layout.way not in self._of_ways:
+            for part in candidate.strategy.split(PLUS):
+                self._parts.setdefault(part, []).append(candidate.layout.way)
+        self._of_ways[candidate.layout.way] = 0.0
+        layout = candidate.layout
+        self._largest[layout.way] = max(layout.micro_batch, self._largest.get(layout.way, 0))
+
+    def fit(self) -> None:
+        """Work out the factors, once something was traced."""
+        self._nearest.clear()
+        self._of_relatives.clear()
+        if not self._seen:
+            return
+        ways = list(self._of_ways)
+        variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
+        self._columns = columns = {name: at for at, name in enumerate([*ways, *variants])}
+        matrix = np.zeros((len(self._seen), len(columns)))
+        for row, (candidate, _) in enumerate(self._seen):
+            for name in (candidate.layout.way, *candidate.variants):
+                matrix[row, columns[name]] = 1.0
+        off = np.array([each for _, each in self._seen])
+        before = np.array([_SD_OF_WAY] * len(ways) + [_SD] * len(variants))
+        self._covariance = np.linalg.inv(matrix.T @ matrix / _NOISE**2 + np.diag(before**-2.0))
+        factors = self._covariance @ matrix.T @ off / _NOISE**2
+        self._of_ways = {way: float(factors[columns[way]]) for way in ways}
+        self._of_variants = {name: float(factors[columns[name]]) for name in variants}
+
+    def expected_s(self, waiting: Waiting) -> np.ndarray:
+        """Seconds that candidates probably take."""
+        found: np.ndarray = waiting.estimated_s * np.exp(self._off(waiting))[waiting.alike_at]
+        return found
+
+    def least_s(self, waiting: Waiting) -> np.ndarray:
+        """Seconds that they take at the least."""
+        steps = np.array([self._of_way(way)[1] for way in waiting.ways], dtype=float)[waiting.alike[:, 0]]
+        margins = self._deviations(waiting) + steps * math.log(_MARGIN_OF_STEP)
+        least = np.where(np.isnan(steps), -math.log(UNKNOWN), self._off_at_least(waiting) - margins)
+        found: np.ndarray = waiting.estimated_s * np.exp(least)[waiting.alike_at]
+        return found
+
+    def _off(self, waiting: Waiting) -> np.ndarray:
+        """Logarithms of the factors of each group of candidates that are alike."""
+        ways = np.array([self._of_way(way)[0] for way in waiting.ways], dtype=float)
+        variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
+        way_at, *variants_at = waiting.alike.T
+        off: np.ndarray = ways[way_at] + sum(variants[at] for at in variants_at)
+        return off
+
+    def _off_at_least(self, waiting: Waiting) -> np.ndarray:
+        """The same, of larger micro-batches than were traced as small as it may be: what a step took beside
+        its estimate may be of each micro-batch, as where the host is slower than the card."""
+        off = self._off(waiting)
+        most = [self._largest.get(self._of_way(way)[2], math.inf) for way in waiting.ways]
+        sizes = [float(value) if name == "micro-batch" else 0.0 for name, value in waiting.variants]
+        way_at, *variants_at = waiting.alike.T
+        of_group = np.max([np.array(sizes)[at] for at in variants_at], axis=0)
+        fewer = np.minimum(1.0, np.array(most)[way_at] / of_group)
+        least: np.ndarray = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
+        return least
+
+    def _deviations(self, waiting: Waiting) -> np.ndarray:
+        """Standard deviations of these, each way taken for the one that is nearest to it."""
+        nearest = [self._of_way(way)[2] for way in waiting.ways]
+        unknown = len(self._columns)  # has the variance that it had before, and depends on nothing
+        ways = np.array([self._columns.get(way, unknown) for way in nearest], dtype=int)
+        variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
+        way_at, *variants_at = waiting.alike.T
+        columns = [ways[way_at], *(variants[at] for at in variants_at)]
+        own = np.append(np.diag(self._covariance), _SD**2)
+        others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
+        variance = sum(own[at] for at in columns) + 2 * sum(
+            others[a, b] for a, b in itertools.combinations(columns, 2)
+        )
+        deviations: np.ndarray = np.sqrt(variance)
+        return deviations
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
+        in some way."""
+        bounds = [
+            min(each.least(candidate) for each in known) / margin for margin, known in self._like(candidate)
+        ]
+        return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
+
+    def most_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the most, likewise."""
+        bounds = [
+            max(each.most(candidate) for each in known) * margin for margin, known in self._like(candidate)
+        ]
+        return min(bounds, default=candidate.estimated_bytes * SURELY)
+
+    def _like(self, candidate: Candidate) -> Iterator[tuple[float, list[Excess]]]:
+        """What is known of candidates that are like this one in some way, each with its margin."""
+        for margin, key in _likenesses(candidate):
+            if known := self._excess.get(key):
+                yield margin, known
+
+    def _of_way(self, way: Way) -> tuple[float, float, Way | None]:
+        """Of the way of the same strategy that is most like this one and was traced: (its factor, as a
+        logarithm; how many doublings of ranks along an axis lie between; it). Nan doublings if none was."""
+        if way not in self._nearest:
+            alike = [known for known in self._of_ways if known.strategy == way.strategy]
+            if alike:
+                nearest = min(alike, key=lambda known: _doublings(way, known))
+                self._nearest[way] = self._of_ways[nearest], float(_doublings(way, nearest)), nearest
+            else:
+                self._nearest[way] = self._relatives(way.strategy), math.nan, None
+        return self._nearest[way]
+
+    def _relatives(self, strategy: str) -> float:
+        """The factor of a strategy that was not traced: the mean of those that share a part with it, or of
+        all, and no more than 1; with the benefit of the doubt, so that none is left to the end."""
+        if strategy not in self._of_relatives:
+            ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
+            factors = [self._of_ways[way] for way in ways or self._of_ways]
+            mean = sum(factors) / len(factors) if factors else 0.0
+            self._of_relatives[strategy] = min(0.0, mean) - _BENEFIT
+        return self._of_relatives[strategy]
+
+
+def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
+    """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
+    way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
+    yield 1.03, (way, pp, saving)
+    yield 1.08, (candidate.strategy, pp, saving, as_text(candidate.training))
+    yield 1.08, way
+    yield 1.1, candidate.strategy
+
+
+def _doublings(way: Way, other: Way) -> int:
+    return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

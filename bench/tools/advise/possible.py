@@ -1,0 +1,155 @@
+"""Whether a question has any layout, and where it has none, what stands in the way: what is named as that is
+changed first, and named only if then there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from spbench.bench.tools.advise.candidates import figures_of
+from spbench.bench.tools.advise.estimates import Estimates
+from spbench.bench.tools.advise.layouts import Refused, backend_settings, divisors, layouts, ways
+from spbench.bench.tools.advise.question import Question
+from spbench.impls.registries import backend_class
+
+#: changes that are named at the most, and values that are tried for one
+_NAMED, _VALUES = 3, 6
+#: a batch that is as many times as large or as small is another job rather
+_ANOTHER_JOB = 1.5
+NO_STAGES = "no backend that is searched has stages of a pipeline"
+
+
+def possible(question: Question, refused: Refused) -> bool:
+    """Whether there is a layout, as far as no trace is needed to say so.
+
+    Args:
+        refused: takes what cannot be, until there is one that can.
+    """
+    forward_only = question.cell.training.step == "inference"
+    settings = [] if forward_only else backend_settings(question)
+    if not forward_only and not settings:
+        return False
+    pipelined = any(backend_class(each["backend"]).pipelined for each in settings)
+    estimates = Estimates(question.cell, question.gpus, {}, {})
+    for way in ways(question):
+        around = [*islice(layouts(question, way, estimates.layers, refused), 1)]
+        if around and around[0].pp > 1 and not pipelined:  # the first has the fewest stages
+            refused.add(f"{way} pp{around[0].pp}", NO_STAGES)
+        elif around and figures_of(estimates, way, question, refused) is not None:
+            return True
+    return False
+
+
+def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
+    """Why a question has no layout, in a sentence; "" if it has one.
+
+    Args:
+        kept: axes of ``fixed`` that are not what is wrong.
+    """
+    refused = Refused()
+    if possible(question, refused):
+        return ""
+    cell = question.cell
+    reasons = {*refused.reasons.values()}
+    if len(reasons) == 1:
+        reason = f": {reasons.pop()}"
+    elif reasons:
+        reason = f" for {cell.batch} sequences of {cell.seq_len} tokens"
+    else:
+        reason = " as it is asked"
+    ways_out = [*islice(_ways_out(question, kept), _NAMED)]
+    text = f"no layout of {question.gpus} GPUs is possible{reason}"
+    if ways_out:
+        return f"{text}; one is {', or '.join(ways_out)}"
+    return f"{text}, and no single change of what was asked that was tried makes one possible"
+
+
+def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
+    """What of a question may be changed so that it has a layout, each tried."""
+    for text, made in _without(question, kept):
+        if possible(made, Refused()):
+            yield f"without {text}"
+    for flag, values, made_of in (
+        ("--batch", _batches(question), _with_batch),
+        ("--gpus", _gpus(question), lambda asked, n: replace(asked, gpus=n)),
+        ("--seq-len", _lengths(question), _with_length),
+    ):
+        if (value := _first(question, values, made_of)) is not None:
+            yield f"with {flag} {value}"
+
+
+def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Question]]:
+    """The question without each thing that narrows it."""
+    for name, n in question.fixed.items():
+        if name not in kept:
+            rest = {other: value for other, value in question.fixed.items() if other != name}
+            yield f"--fixed {name}={n}", replace(question, fixed=rest)
+    for name, value in question.options.items():
+        if name.startswith("training."):
+            others = {other: given for other, given in question.options.items() if other != name}
+            yield f"--fixed {name}={value}", replace(question, options=others)
+    strategies = question.strategies
+    for some in (strategies, [each for each in question.only if each not in strategies]):
+        if some:
+            left = [each for each in question.only if each not in some]
+            yield f"--only {','.join(some)}", replace(question, only=left)
+    if question.program:
+        yield f"--for {question.program}", replace(question, program="")
+    for name in question.without:
+        left = [each for each in question.without if each != name]
+        yield f"--without {name}", replace(question, without=left)
+
+
+def _first(
+    question: Question, values: Sequence[int], made_of: Callable[[Question, int], Question]
+) -> int | None:
+    """The first of the values with which there is a layout."""
+    tried = (n for n in values if possible(made_of(question, n), Refused()))
+    return next(tried, None)
+
+
+def _with_batch(question: Question, batch: int) -> Question:
+    return replace(question, cell=question.cell.model_copy(update={"batch": batch}))
+
+
+def _with_length(question: Question, length: int) -> Question:
+    return replace(question, cell=question.cell.model_copy(update={"seq_len": length}))
+
+
+def _near(n: int, factor: int) -> int:
+    """The multiple of a factor that is nearest to n, from the factor on."""
+    return max(factor, round(n / factor) * factor)
+
+
+def _batches(question: Question) -> list[int]:
+    """Batches that more of the GPUs divide, those that hardly change the job first."""
+    batch, _ = question.cell.shape
+    around = {_near(batch, n): n for n in divisors(question.gpus)}
+    around.pop(batch, None)
+
+    def order(value: int) -> tuple[bool, float]:
+        ratio = max(value, batch) / min(value, batch)
+        far = ratio > _ANOTHER_JOB
+        return far, ratio if far else -around[value]
+
+    # what all GPUs divide comes last, whatever it is: every replica then has its samples
+    return [*sorted(around, key=order)[: _VALUES - 1], _near(batch, question.gpus)]
+
+
+def _gpus(question: Question) -> list[int]:
+    """Numbers of GPUs that the fixed ranks divide: near ones, powers of two, and as many as there are
+    samples; the nearest first."""
+    gpus, (batch, _) = question.gpus, question.cell.shape
+    fixed = math.prod(n for axis, n in question.fixed.items() if axis != "micro_batch")
+    power = 1 << (gpus.bit_length() - 1)
+    around = {_near(gpus, fixed), _near(power, fixed), _near(2 * power, fixed), batch * fixed} - {gpus}
+    return sorted(around, key=lambda n: max(n, gpus) / min(n, gpus))
+
+
+def _lengths(question: Question) -> list[int]:
+    """Lengths that the GPUs divide, once and twice, as placements in two chunks a rank need."""
+    _, length = question.cell.shape
+    around = dict.fromkeys(_near(length, n) for n in (question.gpus, 2 * question.gpus))
+    return [n for n in around if n != length]

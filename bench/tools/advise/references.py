@@ -1,0 +1,196 @@
+"""The small traces that estimates rest on: the model with one and two layers on one rank, also with each of
+the settings by which it takes less memory, and each backend on two and four replicas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.plan import model_parameters, plan
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference, at_depth
+from spbench.bench.tools.advise.layouts import backend_settings
+from spbench.bench.tools.advise.looks import Look, outcomes
+from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.fit.answers import Answers
+from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
+
+#: replicas of the traces of backends
+_REPLICAS = (2, 4)
+_FEW_POSITIONS = 256
+#: stages of a pipeline, of which each asks for the same settings
+_STAGES = (1, 2, 4)
+#: categories of memory that are states of training
+STATES = ("parameters", "gradients", "optimizer_state")
+#: no settings, as text
+AS_IT_IS = ""
+
+
+def as_text(settings: Mapping[str, Any]) -> str:
+    """Settings as a key."""
+    return json.dumps(settings, sort_keys=True) if settings else AS_IT_IS
+
+
+def savings_of(question: Question) -> dict[str, dict[str, Any]]:
+    """The settings of the model that take less memory whatever the stages, by their text: none, each alone,
+    two of other options together, and as many together as there can be."""
+    model = model_preset(*question.cell.model_arguments)
+    of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
+    alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
+    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
+    for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
+        options = {name: value for each in together for name, value in each.items()}
+        made = question.on_two(model_options={**question.cell.model_options, **options})
+        kept = question.keeps({f"model_options.{name}": value for name, value in options.items()})
+        if kept and question.runs(made, "model_options"):
+            found.setdefault(as_text(options), options)
+    return found
+
+
+def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """So many settings together that have no option in common."""
+    for chosen in itertools.combinations(settings, n):
+        if len({name for each in chosen for name in each}) == sum(map(len, chosen)):
+            yield chosen
+
+
+def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """With each of the settings, the last of the others first, as many as have no option in common: what
+    takes least memory is last."""
+    for first in settings:
+        chosen = [first]
+        for each in reversed(settings):
+            if not any(each.keys() & other.keys() for other in chosen):
+                chosen.append(each)
+        yield sorted(chosen, key=settings.index)
+
+
+def cell_of(
+    question: Question,
+    *,
+    batch: int,
+    dp: int = 1,
+    model: Mapping[str, Any] = {},
+    training: Mapping[str, Any] = {},
+) -> Cell:
+    """The question's cell on a mesh of replicas alone."""
+    cell = question.cell
+    content = {**cell.training.model_dump(exclude_defaults=True), **training}
+    return cell.model_copy(
+        update={
+            "batch": batch,
+            "sizes": Sizes(dp=dp),
+            "model_options": {**cell.model_options, **model},
+            "training": TrainingOptions.model_validate(content),
+        }
+    )
+
+
+def references(
+    question: Question, answers: Answers, savings: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
+    """By the settings of the model and of the backend, as text. A setting that cannot be run is left out.
+
+    Raises:
+        UserError: the model as it is cannot be run.
+    """
+    # several may ask for the same: without layers there is one depth
+    places: dict[str, list[tuple[str, str, int]]] = {}
+    looks: dict[str, Look] = {}
+
+    def ask(kind: str, text: str, at: int, cell: Cell) -> None:
+        asked = Look.of(cell, "small")
+        looks.setdefault(asked.key, asked)
+        places.setdefault(asked.key, []).append((kind, text, at))
+
+    for text, settings in savings.items():
+        for layers in (1, 2):
+            ask("model", text, layers, at_depth(cell_of(question, batch=1, model=settings), layers))
+    forward_only = question.cell.training.step == "inference"
+    kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
+    for settings in kinds:
+        for dp in _REPLICAS:
+            made = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
+            ask("backend", as_text(settings), dp, _short(made))
+    found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
+    as_it_is = next(iter(looks))
+    for made, outcome in outcomes(answers, [*looks.values()]):
+        if outcome.status != "unsupported":
+            found |= dict.fromkeys(places[made.key], (made.cell, outcome))
+        elif made.key == as_it_is:
+            raise UserError(f"{question.cell.model} cannot be run: {outcome.reason}")
+    return (
+        {text: reference for text in savings if (reference := _reference(found, text))},
+        {text: figures for text in map(as_text, kinds) if (figures := _backend(found, text))},
+    )
+
+
+def _short(cell: Cell) -> Cell:
+    """The cell with few positions, where its model takes so few: states are then what its peak is made of."""
+    short = cell.model_copy(update={"seq_len": min(cell.shape[1], _FEW_POSITIONS)})
+    try:
+        plan(short)
+    except Unsupported:
+        return cell
+    return short
+
+
+Found = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
+
+
+def _reference(found: Found, text: str) -> Reference | None:
+    both = [found.get(("model", text, layers)) for layers in (1, 2)]
+    if None in both:
+        return None
+    measured = [each[1].measurement for each in both if each]
+    return Reference(
+        Depths(*(m["step_time_s"] for m in measured)),
+        Depths(*(_held(m, lambda name: name not in STATES) for m in measured)),
+    )
+
+
+def _held(measurement: Mapping[str, Any], counts: Callable[[str], bool]) -> float:
+    return float(sum(n for name, n in measurement["peak_held"].items() if counts(name)))
+
+
+def _backend(found: Found, text: str) -> BackendFigures | None:
+    both = [found.get(("backend", text, dp)) for dp in _REPLICAS]
+    if None in both:
+        return None
+    (cell, fewest), (_, most) = (each for each in both if each)
+    elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
+    few_bytes, many_bytes = (
+        _held(outcome.measurement, lambda name: name in STATES) / elements for outcome in (fewest, most)
+    )
+    # bytes = whole + shared / replicas, at both numbers of replicas
+    a, b = _REPLICAS
+    shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))
+    forward_only = cell.training.step == "inference"
+    once, twice = (_sent(cell, n, elements) for n in ((1, 1) if forward_only else (1, 2)))
+    each = {name: max(0.0, twice[name] - once[name]) for name in once}
+    kept = backend_class(cell.training.backend).kept_bytes(PRECISIONS[cell.precision])
+    return BackendFigures(
+        max(0.0, few_bytes - shared / a) + kept,
+        shared,
+        {name: max(0.0, n - each[name]) for name, n in once.items()},
+        each,
+        a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
+    )
+
+
+def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
+    """By collective, what a rank exchanges with its replicas in a step, for each element."""
+    training = cell.training.model_copy(update={"micro_batches": micro_batches})
+    made = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
+    sent: Counter[str] = Counter()
+    for row in plan(made).formula(0):
+        sent[row["collective"]] += row["payload_bytes"] * row["count"] / elements
+    return sent

@@ -1,0 +1,193 @@
+"""`spbench calibrate`: fit a cluster's scalars to published step times, measure a machine, or read logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spbench.bench.command_line.options import WORDS, many, numbers, path_option, printed, refuse_given
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
+from spbench.bench.errors import UserError, suggestion
+
+if TYPE_CHECKING:
+    from spbench.bench.measure.clusters.cluster import Calibration
+    from spbench.bench.tools.calibrate.fit import Residual
+
+
+#: the parameters that go with one way of making a cluster's figures alone
+_OF_WAYS = {
+    "--scenario": ("quantity",),
+    "--engine": (
+        *("device", "world_size", "precision"),
+        *("message_bytes", "sides", "lengths"),
+    ),
+    "--from": ("extends",),
+}
+
+
+@click.command("calibrate")
+@click.option("--scenario", help="A scenario with a published table: its name or its file.")
+@click.option("--table", help="The table's name in the scenario.")
+@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
+@click.option(
+    "--fit",
+    "fits",
+    multiple=True,
+    metavar="SCALAR:COLUMN=VALUE[,...]",
+    help="Fit a scalar on the rows that have these values; fits are done in the order given.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["distributed", "emulated"]),
+    help="Measure this machine: on real ranks with their collectives, or on one device alone.",
+)
+@click.option(
+    "--check",
+    metavar="SCENARIO",
+    help="With --engine distributed, on CPUs: measure this scenario's cells too, such as closed_loop, and "
+    "predict them from what was measured of the machine; a file for each number of ranks.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
+)
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
+@many("--precision", WORDS, "Of products and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
+@many(
+    "--message-bytes",
+    numbers(4),
+    "Sizes of the collectives' messages instead of 1 KiB to 64 MiB (1 GiB on GPUs).",
+)
+@many("--sides", numbers(), "Sides of the matrices instead of 128 to 2048 (16384).")
+@many("--lengths", numbers(), "Sequence lengths of attention instead of 128 to 2048 (32768).")
+@click.option(
+    "--from",
+    "logs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE...",
+    help="Take the rates from logs: of nccl-tests, mamf-finder, flash-attention's benchmark, or traces of "
+    "torch.profiler.",
+)
+@click.argument("more_logs", nargs=-1, metavar="", type=click.Path(path_type=Path))
+@click.option(
+    "--extends", metavar="CLUSTER", help="With --from: the packaged cluster that all else is taken from."
+)
+@path_option(
+    "--output",
+    "The file of the cluster that --engine or --from makes; samples and plots go beside it.",
+    default="measured.yaml",
+    show_default=True,
+)
+@printed
+def command(
+    scenario: str | None,
+    table: str | None,
+    quantity: str,
+    fits: tuple[str, ...],
+    engine: str | None,
+    check: str | None,
+    output: Path,
+    device: str | None,
+    world_size: int | None,
+    precision: tuple[str, ...],
+    logs: tuple[Path, ...],
+    more_logs: tuple[Path, ...],
+    extends: str | None,
+    **sizes: tuple[int, ...],
+) -> Output:
+    """Fit or measure the rates of a cluster.
+
+    Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
+    --fit), measure this machine (--engine), or read what benchmarks wrote (--from FILE...). The latter two
+    write a cluster file for --cluster."""
+    ways = {"--scenario": bool(scenario or table or fits), "--engine": bool(engine), "--from": bool(logs)}
+    if sum(ways.values()) != 1:
+        raise UserError("give either --scenario, --table and --fit, or --engine, or --from")
+    if more_logs and not logs:
+        raise UserError(f"{more_logs[0]}: it goes with --from FILE...")
+    for way, names in _OF_WAYS.items():
+        if not ways[way]:
+            refuse_given(names, f"goes with {way}")
+    if ways["--scenario"]:
+        refuse_given(["output"], "goes with --engine or --from")
+    if check and (engine != "distributed" or device == "cuda"):
+        raise UserError("--check: it goes with --engine distributed, on CPUs")
+    if logs:
+        from spbench.bench.tools.calibrate.logs_report import cluster_from_logs
+
+        return cluster_from_logs([*logs, *more_logs], extends, output)
+    if engine is not None:
+        from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
+
+        asked = MachineRequest(engine, "cpu" if check else device, world_size, precision, sizes)
+        if check is not None:
+            from spbench.bench.tools.calibrate.check_report import checked_machine
+
+            return checked_machine(asked, check, output)
+        return measured_machine(asked, output)
+    if scenario is None or table is None or not fits:
+        raise UserError("--scenario, --table and --fit go together")
+    return _fitted(scenario, table, quantity, fits)
+
+
+def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
+    import torch
+
+    from spbench.bench.measure.scenarios.scenario import load_scenario
+    from spbench.bench.tools.calibrate.fit import Fit, fitted, known_cells, residuals, summary
+    from spbench.bench.tools.papers.answers.tables import PublishedTable
+
+    loaded = load_scenario(scenario)
+    parsed = [Fit.parse(text) for text in fits]
+    tables = {declared.table: declared for declared in loaded.answers(PublishedTable)}
+    if table not in tables:
+        raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
+    if quantity not in tables[table].quantities:
+        raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
+    torch.set_num_threads(1)
+    known = known_cells(loaded, tables[table], quantity, lambda cell: message(f"tracing {cell.key}"))
+    calibration = fitted(parsed, known)
+    lines = residuals(parsed, known, tables[table], quantity)
+    records = [dataclasses.asdict(line) for line in lines]
+    return Output(
+        [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
+        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
+        records,
+    )
+
+
+def _errors(lines: Sequence[Residual]) -> Table:
+    return Table(
+        "Step times in seconds, published and simulated (error: simulated / published - 1)",
+        [
+            {
+                "cell": line.label,
+                "published": f"{line.published_s:.2f}",
+                "simulated": f"{line.simulated_s:.2f}",
+                "error": f"{line.relative_error:+.1%}",
+                "left out": None if line.left_out is None else f"{line.left_out:+.1%}",
+                "role": line.role,
+            }
+            for line in lines
+        ],
+    )
+
+
+def _profile(calibration: Calibration, precision: str) -> str:
+    """The lines to copy into the cluster's file."""
+    return "\n".join(
+        [
+            "for the cluster's profile:",
+            f"calibration:\n  {precision}:",
+            *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
+            "    fitted_on:",
+            *(f"      - {key}" for key in calibration.fitted_on),
+        ]
+    )

@@ -1,0 +1,127 @@
+"""Predictions on a cluster that was just measured, beside the same cells on real ranks of the same machine.
+
+No cell's own time is used in its prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from statistics import median
+
+from scipy.stats import kendalltau
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.engines.distributed import DistributedEngine
+from spbench.bench.measure.engines.virtual import trace_classes
+
+#: times that each cell is measured, with all the others in between
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A cell's times in seconds; ``relative_error`` is predicted / measured - 1."""
+
+    model: str
+    strategy: str
+    ranks: int
+    batch: int
+    seq_len: int
+    measured_s: float
+    measured_least_s: float
+    measured_most_s: float
+    predicted_s: float
+    relative_error: float
+    compute_s: float
+    host_s: float
+    communication_s: float
+
+
+def measured_samples(cells: Sequence[Cell]) -> list[list[float]]:
+    """Samples of each cell's step in seconds, on real ranks, in rounds: a busy minute falls on all cells.
+
+    Errors are those of :meth:`DistributedEngine.measure`.
+    """
+    rounds = [
+        [DistributedEngine().measure(cell).step_time_samples_s for cell in cells] for _ in range(ROUNDS)
+    ]
+    return [[*chain.from_iterable(of_cell)] for of_cell in zip(*rounds, strict=True)]
+
+
+def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
+    """The step time of a cell on virtual ranks, and what it is made of, in seconds."""
+    timeline = trace_classes(cell, events=True).simulator(cluster)()
+    return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
+
+
+def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> Compared:
+    """A cell's predicted step beside the samples of its measured one."""
+    batch, seq_len = cell.shape
+    measured = median(samples)
+    return Compared(
+        model=cell.model,
+        strategy=cell.strategy,
+        ranks=cell.sizes.world,
+        batch=batch,
+        seq_len=seq_len,
+        measured_s=measured,
+        measured_least_s=min(samples),
+        measured_most_s=max(samples),
+        predicted_s=found["step_time_s"],
+        relative_error=found["step_time_s"] / measured - 1,
+        compute_s=found["compute_s"],
+        host_s=found.get("host_s", 0.0) + found["overhead_s"],
+        communication_s=found["exposed_communication_s"] + found["bubble_s"],
+    )
+
+
+def closed_loop(cells: Sequence[Cell], cluster: Cluster) -> Iterator[Compared]:
+    """Measure and predict cells, all on as many ranks as the cluster was measured with."""
+    for cell, samples in zip(cells, measured_samples(cells), strict=True):
+        yield compared(cell, samples, predicted(cell, cluster))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well the predicted order and times are the measured ones.
+
+    Attributes:
+        tau: Kendall's, over all cells.
+        clear_pairs: pairs of cells of one shape whose measured samples do not overlap; clear_pairs_alike:
+            those of them that both put in the same order.
+        median_error, worst_error: of the times, without sign.
+    """
+
+    tau: float
+    clear_pairs: int
+    clear_pairs_alike: int
+    median_error: float
+    worst_error: float
+
+    def __str__(self) -> str:
+        return (
+            f"error: median {self.median_error:.0%}, worst {self.worst_error:.0%}; Kendall's tau "
+            f"{self.tau:.2f}; of pairs of one shape whose samples do not overlap "
+            f"{self.clear_pairs_alike} of {self.clear_pairs} in the measured order"
+        )
+
+
+def agreement(rows: Sequence[Compared]) -> Agreement:
+    """Compare the order and the times of two cells or more."""
+    clear = [
+        (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
+        for a, b in combinations(rows, 2)
+        if (a.model, a.batch, a.seq_len) == (b.model, b.batch, b.seq_len)
+        and (a.measured_most_s < b.measured_least_s or b.measured_most_s < a.measured_least_s)
+    ]
+    errors = [abs(row.relative_error) for row in rows]
+    return Agreement(
+        tau=float(kendalltau([r.measured_s for r in rows], [r.predicted_s for r in rows]).statistic),
+        clear_pairs=len(clear),
+        clear_pairs_alike=sum(clear),
+        median_error=median(errors),
+        worst_error=max(errors),
+    )

@@ -1,0 +1,155 @@
+"""Rates of collectives over message sizes, with algorithm and bus bandwidth as nccl-tests defines them.
+
+S is the size of the whole buffer in bytes: the input of all_reduce, reduce_scatter and all_to_all, the output
+of all_gather, what each rank sends in send_recv. Algorithm bandwidth is S / t; bus bandwidth is that times
+2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter and all_to_all, and 1 for send_recv,
+which is what a rank sends over t (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep, timed
+from spbench.impls.collectives import all_gather_flat, all_reduce, exchange, reduce_scatter_flat
+from spbench.impls.traffic import WIRE_SHARE
+
+#: a message to the next rank; of a machine of several nodes also those that stay in a node, and those that
+#: leave it
+SEND, SEND_WITHIN, SEND_BETWEEN = "send_recv", "send_recv within a node", "send_recv between nodes"
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A collective that is ready to run, and the result that the first run must have."""
+
+    run: Callable[[], Any]
+    buffers: tuple[Tensor, ...]
+    expected: Tensor
+
+    def wrong(self) -> int:
+        """Run it once; elements of the result that are not as expected. Then the buffers are zero, since a
+        sum in place would grow from run to run."""
+        returned = self.run()
+        result = self.buffers[-1] if returned is None else returned
+        count = int((result != self.expected).sum())
+        for buffer in self.buffers:
+            buffer.zero_()
+        return count
+
+
+#: makes a call of a group, for so many elements S, on a device
+_Maker = Callable[[dist.ProcessGroup, int, str], _Call]
+
+
+def _parts(numbers: Tensor, count: int) -> Tensor:
+    """So many elements: each of the numbers equally often, one after another."""
+    return numbers.repeat_interleave(count // len(numbers))
+
+
+def _all_reduce(group: dist.ProcessGroup, count: int, device: str) -> _Call:
+    n, rank = group.size(), group.rank()
+    x = torch.full((count,), rank + 1.0, device=device)
+    return _Call(lambda: all_reduce(x, group), (x,), torch.full_like(x, n * (n + 1) / 2))
+
+
+def _all_gather(group: dist.ProcessGroup, count: int, device: str) -> _Call:
+    n, rank = group.size(), group.rank()
+    part = torch.full((count // n,), rank + 1.0, device=device)
+    whole = torch.zeros(count, device=device)
+    expected = _parts(torch.arange(1.0, n + 1, device=device), count)
+    return _Call(lambda: all_gather_flat(part, group, whole), (part, whole), expected)
+
+
+def _reduce_scatter(group: dist.ProcessGroup, count: int, device: str) -> _Call:
+    n, rank = group.size(), group.rank()
+    whole = _parts(torch.arange(1.0, n + 1, device=device), count) * (rank + 1)
+    expected = torch.full((count // n,), (rank + 1) * n * (n + 1) / 2, device=device)
+    return _Call(lambda: reduce_scatter_flat(whole, group), (whole,), expected)
+
+
+def _all_to_all(group: dist.ProcessGroup, count: int, device: str) -> _Call:
+    n, rank = group.size(), group.rank()
+    numbers = torch.arange(float(n), device=device)
+    sent, received = _parts(rank * n + numbers, count), torch.zeros(count, device=device)
+
+    def run() -> None:
+        dist.all_to_all_single(received, sent, group=group)
+
+    return _Call(run, (sent, received), _parts(numbers * n + rank, count))
+
+
+def _message(peers: tuple[int, int], group: dist.ProcessGroup, count: int, device: str) -> _Call:
+    """A message to the first of two ranks, and one from the second."""
+    to, origin = peers
+    sent = torch.full((count,), group.rank() + 1.0, device=device)
+    received = torch.zeros(count, device=device)
+    run = partial(exchange, [(sent, to)], [(received, origin)], group)
+    return _Call(run, (sent, received), torch.full_like(sent, origin + 1.0))
+
+
+_COLLECTIVES: dict[str, _Maker] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def bus_factor(operation: str, n: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, for n ranks: the share of S that a rank sends."""
+    collective = "send" if operation.startswith(SEND) else operation
+    return float(WIRE_SHARE[collective](n))
+
+
+def collective_rates(device: str, sweep: RateSweep) -> Iterator[RatePoint]:
+    """The points of each collective over all ranks; the same on all ranks. None for a rank alone."""
+    group = dist.group.WORLD
+    assert group is not None
+    n = group.size()
+    if n == 1:
+        return
+    for operation, ready in (*_COLLECTIVES.items(), *_messages(group).items()):
+        for asked in sweep.message_bytes:
+            count = asked // _ITEM_BYTES // n * n
+            if count == 0:
+                continue
+            call = ready(group, count, device)
+            wrong = torch.tensor(call.wrong(), device=device)
+            dist.all_reduce(wrong)
+            samples, nbytes = timed(call.run, device, sweep), count * _ITEM_BYTES
+            point = RatePoint(operation, f"{nbytes} B", nbytes, "fp32", n, samples, nbytes=nbytes)
+            yield replace(point, bus_factor=bus_factor(operation, n), wrong=int(wrong))
+            if min(samples) > sweep.longest_call_s:
+                break
+
+
+def _messages(group: dist.ProcessGroup) -> dict[str, _Maker]:
+    """Messages round the ring of all ranks and, where there are nodes of as many ranks each, within and
+    between nodes: each rank to the next of its node, and to the one in its place of the next node."""
+    n, rank, local = group.size(), group.rank(), ranks_per_node(group)
+    peers = {SEND: ((rank + 1) % n, (rank - 1) % n)}
+    if local < n:
+        peers[SEND_BETWEEN] = (rank + local) % n, (rank - local) % n
+    if 1 < local < n:
+        first = rank // local * local
+        peers[SEND_WITHIN] = first + (rank + 1) % local, first + (rank - 1) % local
+    return {operation: partial(_message, pair) for operation, pair in peers.items()}
+
+
+def ranks_per_node(group: dist.ProcessGroup) -> int:
+    """Ranks on each host; all of them where hosts have different numbers of ranks."""
+    hosts: list[str] = [""] * group.size()
+    dist.all_gather_object(hosts, platform.node(), group=group)
+    counts = set(Counter(hosts).values())
+    return counts.pop() if len(counts) == 1 else group.size()

@@ -1,0 +1,193 @@
+"""Calibration: fit a cluster's few scalars to named published cells, and show what the others say of it.
+
+Each scalar is fitted alone on rows of its own, so that the mean of log(simulated / published step time) over
+them is zero; step time is monotonic in it. The fits are repeated until no scalar moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
+from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.simulator.simulate import Simulator
+from spbench.bench.tools.papers.answers.tables import PublishedTable
+from spbench.bench.tools.papers.quantity_columns import PublishedRow, QuantityColumn
+from spbench.impls.models.model import model_preset
+
+#: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
+BOUNDS = {
+    "efficiency": (1e-3, 1.0),
+    "compute_efficiency": (1e-3, 1.0),
+    "memory_efficiency": (1e-3, 1.0),
+    "link_efficiency": (1e-3, 1.0),
+    "step_overhead_s": (1e-6, 1e2),
+    "parameter_overhead_s": (1e-14, 1e-6),
+    "strided_element_s": (1e-14, 1e-6),
+}
+#: rounds of all fits, and how near one comes to the logarithm of its scalar
+_ROUNDS, _ARRIVED = 30, 1e-10
+#: relative change of every scalar below which a round was the last
+_SETTLED = 1e-4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A scalar, and the columns that choose the rows it is fitted on."""
+
+    scalar: str
+    rows: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Fit:
+        """From ``scalar:column=value,column=value``; UserError for another form or scalar."""
+        scalar, _, conditions = text.partition(":")
+        if scalar not in BOUNDS:
+            raise UserError(f"--fit {text}: unknown scalar {scalar!r}{suggestion(scalar, BOUNDS)}")
+        pairs = [condition.partition("=") for condition in conditions.split(",") if condition]
+        if not pairs or any(not equals for _, equals, _ in pairs):
+            raise UserError(f"--fit {text}: write SCALAR:COLUMN=VALUE[,COLUMN=VALUE...]")
+        return cls(scalar, {column.strip(): value.strip() for column, _, value in pairs})
+
+
+@dataclass(frozen=True)
+class Known:
+    """A cell whose published throughput is known, ready to be timed under any calibration."""
+
+    row: PublishedRow
+    cell: Cell
+    published_s: float
+    simulator: Simulator
+
+    def log_error(self, calibration: Calibration) -> float:
+        """log(simulated / published step time)."""
+        return math.log(self.simulator(calibration).step_time_s / self.published_s)
+
+
+def known_cells(
+    scenario: Scenario, table: PublishedTable, quantity: str, on_trace: Callable[[Cell], None]
+) -> list[Known]:
+    """The cells of a published table that have a step time, or a throughput in tokens or in samples per
+    second, traced on virtual ranks."""
+    cells = next(iter(scenario.cells.values()))
+    known = []
+    for row, matched in table.matched(table.rows(scenario.path.parent), cells):
+        published = row.value(quantity)
+        if published is None or not matched:
+            continue
+        cell = matched[0]
+        on_trace(cell)
+        simulator = trace_classes(cell, events=True).simulator()
+        seconds = _published_seconds(cell, table.quantities[quantity], published)
+        known.append(Known(row, cell, seconds, simulator))
+    return known
+
+
+def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -> float:
+    """A cell's step time by what was published of it."""
+    if quantity.field == "step_time_s":
+        return published * (quantity.published_unit or quantity.unit)
+    if quantity.field == "samples_per_s":
+        return cell.shape[0] / published
+    return model_preset(*cell.model_arguments).tokens(*cell.shape) / published
+
+
+def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
+    """The cells of a fit's rows; UserError if there are none, or no such column."""
+    for column in fit.rows:
+        if known and column not in known[0].row.text:
+            hint = suggestion(column, known[0].row.text)
+            raise UserError(f"--fit {fit.scalar}: no column {column!r}{hint}")
+    cells = [k for k in known if all(k.row.text[c] == value for c, value in fit.rows.items())]
+    if not cells:
+        where = ", ".join(f"{c}={value}" for c, value in fit.rows.items())
+        raise UserError(f"--fit {fit.scalar}: no row with a published throughput has {where}")
+    return cells
+
+
+def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:
+    """The calibration that the fits give, one after the other, beside the scalars of the cells' cluster that
+    no fit names; ``without``: as if that cell were not known. UserError if a fit has no rows."""
+    chosen(fits[0], known)
+    cell = known[0].cell
+    before_fits = load_cluster(cell.cluster).calibration_of(cell.precision)
+    kept = {
+        name: value for name, value in before_fits.scalars.items() if name not in {f.scalar for f in fits}
+    }
+    values: dict[str, Any] = dict(kept)
+    for _ in range(_ROUNDS):
+        before = dict(values)
+        for fit in fits:
+            cells = [k for k in chosen(fit, known) if k is not without]
+            if cells:
+                values[fit.scalar] = _root(fit.scalar, cells, values)
+        if before.keys() == values.keys() and all(
+            math.isclose(values[s], before[s], rel_tol=_SETTLED) for s in values
+        ):
+            break
+    names = dict.fromkeys(before_fits.fitted_on if kept else ())
+    names |= dict.fromkeys(k.cell.key for fit in fits for k in chosen(fit, known) if k is not without)
+    return Calibration(**values, fitted_on=list(names))
+
+
+def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
+    """Where the mean error is zero; else the bound that is nearer to it."""
+    from scipy.optimize import brentq
+
+    def error(at: float) -> float:
+        calibration = Calibration(**{**values, scalar: math.exp(at)})
+        return sum(k.log_error(calibration) for k in cells) / len(cells)
+
+    a, b = (math.log(bound) for bound in BOUNDS[scalar])
+    error_a, error_b = error(a), error(b)
+    if error_a * error_b > 0:
+        return math.exp(a if abs(error_a) < abs(error_b) else b)
+    return math.exp(brentq(error, a, b, xtol=_ARRIVED))
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A cell under a calibration; relative errors are of step time, simulated / published - 1.
+
+    Attributes:
+        role: calibrated or held out, as the fit did or did not use the cell.
+        left_out: the error when the fit did not know the cell, of a cell that it was fitted on with others.
+    """
+
+    label: str
+    published_s: float
+    simulated_s: float
+    relative_error: float
+    role: str
+    left_out: float | None
+
+
+def residuals(
+    fits: Sequence[Fit], known: Sequence[Known], table: PublishedTable, quantity: str
+) -> list[Residual]:
+    """Every known cell under the fitted calibration; UserError if a fit has no rows."""
+    calibration = fitted(fits, known)
+    shared = [k for fit in fits if len(chosen(fit, known)) > 1 for k in chosen(fit, known)]
+    lines = []
+    for k in known:
+        simulated = k.simulator(calibration).step_time_s
+        left_out = math.expm1(k.log_error(fitted(fits, known, without=k))) if k in shared else None
+        role = "calibrated" if k.cell.key in calibration.fitted_on else "held out"
+        label, error = table.label(k.row, quantity), simulated / k.published_s - 1
+        lines.append(Residual(label, k.published_s, simulated, error, role, left_out))
+    return lines
+
+
+def summary(lines: Sequence[Residual]) -> str:
+    """The errors of the cells that nothing was fitted on, in one line."""
+    errors = [abs(line.relative_error) for line in lines if line.role == "held out"]
+    if not errors:
+        return "no cell is held out: all were fitted on"
+    return f"{len(errors)} cells held out: median error {median(errors):.1%}, worst {max(errors):.1%}"

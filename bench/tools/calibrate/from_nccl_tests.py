@@ -1,0 +1,146 @@
+"""Logs of nccl-tests: what all_reduce_perf and its like print.
+
+A log names its collective (in the line of newer releases, or as the command that was run) or its file does; a
+file may have several logs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedCollective
+from spbench.impls.traffic import WIRE_SHARE
+
+#: the collective of each program that is read; sendrecv_perf sends round the ring of all ranks
+PROGRAMS = {
+    "all_reduce_perf": "all_reduce",
+    "all_gather_perf": "all_gather",
+    "reduce_scatter_perf": "reduce_scatter",
+    "alltoall_perf": "all_to_all",
+    "sendrecv_perf": "send",
+}
+_PROGRAM = re.compile(
+    r"(?:all_reduce|all_gather|reduce_scatter|alltoallv?|sendrecv|broadcast|reduce|gather|scatter|hypercube)"
+    r"_perf(?![a-z])"
+)
+_BEGIN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")
+_HEADER = re.compile(r"#\s+size\s+count\s+type\s+redop\s+root\s+time\s+algbw\s+busbw")
+#: below the header; other units would be read as these
+_UNITS = re.compile(r"#\s+\(B\)\s+\(elements\)\s+(\(.*)")
+_KNOWN_UNITS = {"(us)", "(GB/s)"}
+_OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\S+\s+\S+)")
+_END = re.compile(r"#\s*Avg bus bandwidth")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?(?:\bon\s+(\S+)\s+)?device\s+\d+\s+\[[^\]]*\]\s*(.*)")
+#: size, count, type, redop, root, and out of place the time in us, algbw, busbw and wrong results
+_NUMBER = r"(\d{1,15}(?:\.\d+)?)"
+_BEGUN = r"(?<!\S)(\d{1,18})\s+\d+\s+(?:u?int|float|half|double|bfloat|fp8)\w*\s+\w+\s+-?\d+\s"
+_ROW = re.compile(rf"{_BEGUN}\s*{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?:\s+(\d+|N/A))?(?!\S)")
+_BEGUN_ROW = re.compile(_BEGUN)
+#: bandwidths are printed in GB/s with two digits after the point: of those below, little is left
+_PRECISE_GB, _ROUNDING = 1.0, 0.01
+
+
+@dataclass
+class _Table:
+    """One run's log while it is read."""
+
+    program: str = ""
+    hosts: dict[int, str] = field(default_factory=dict)
+    card: str = ""
+    #: line number, bytes, us, algbw, busbw, wrong results
+    rows: list[tuple[int, int, float, float, float, str]] = field(default_factory=list)
+    ended: bool = False
+
+
+def read(log: LogFile) -> Findings | None:
+    """The times out of place of each collective and size."""
+    if not (_BEGIN.search(log.text) or _HEADER.search(log.text)):
+        return None
+    named = _PROGRAM.search(log.path.name)
+    tables, remarks = list(_tables(log, named[0] if named else "")), []
+    if not any(table.rows for table in tables):
+        raise log.damaged("a log of nccl-tests without rows; was the run cut off?")
+    collectives: list[TimedCollective] = []
+    for table in tables:
+        if not table.program:
+            raise log.damaged("does not say which collective it is of; name the file as all_gather_perf.log")
+        if table.program not in PROGRAMS:
+            remarks.append(f"{log.path}: {table.program} is passed over (read are {', '.join(PROGRAMS)})")
+            continue
+        if not table.ended:
+            remarks.append(f"{log.path}: {table.program} has no end: the larger sizes may be missing")
+        collectives += _timed(log, table)
+    programs = list(dict.fromkeys(table.program for table in tables))
+    card = ""
+    for table in tables:
+        card = _same_card(log, card, table.card)
+    return Findings(f"{', '.join(programs)} of nccl-tests", card, collectives=collectives, remarks=remarks)
+
+
+def _tables(log: LogFile, program: str) -> Iterator[_Table]:
+    """The runs of a file; ``program`` is that of a run that names none."""
+    table, named = _Table(program), program
+    for number, line in enumerate(log.text.splitlines(), 1):
+        if found := _PROGRAM.search(line):
+            named = found[0]
+        if _BEGIN.search(line):
+            if table.rows:
+                yield table
+            table = _Table(named)
+        elif found := _RANK.search(line):
+            table.hosts[int(found[1])] = found[2] or ""
+            table.card = _same_card(log, table.card, found[3].strip())
+        elif (found := _UNITS.search(line)) and (others := {*found[1].split()} - _KNOWN_UNITS):
+            raise log.damaged(f"line {number}: columns in {' and '.join(sorted(others))}, not in us and GB/s")
+        elif (found := _OUT_OF_BOUNDS.search(line)) and found[1].split() != ["0", "OK"]:
+            raise log.damaged(f"line {number}: out of bounds values: {found[1]}; do not trust this machine")
+        elif found := _ROW.search(line):
+            size, us, algbw, busbw = int(found[1]), *map(float, found.group(2, 3, 4))
+            table.rows.append((number, size, us, algbw, busbw, found[5] or "0"))
+        elif _BEGUN_ROW.search(line):
+            raise log.damaged(f"line {number}: a row of nccl-tests that is not whole")
+        table.ended |= _END.search(line) is not None
+        table.program = table.program or named
+    yield table
+
+
+def _same_card(log: LogFile, before: str, card: str) -> str:
+    """The card of a run's ranks.
+
+    Raises:
+        UserError: they have different ones.
+    """
+    if before and card and card != before:
+        raise log.damaged(f"ranks on several cards, {before} and {card}: the slowest has set the pace")
+    return card or before
+
+
+def _timed(log: LogFile, table: _Table) -> Iterator[TimedCollective]:
+    ranks, on_hosts = len(table.hosts), Counter(table.hosts.values())
+    if ranks == 0:
+        raise log.damaged(f"{table.program}: no lines '# Rank 0 ...' that say how many ranks there were")
+    if ranks == 1:
+        raise log.damaged(f"{table.program} on one rank moves nothing; run it on several")
+    if max(table.hosts) + 1 != ranks:
+        raise log.damaged(f"{table.program}: {ranks} lines of ranks, of which the last is {max(table.hosts)}")
+    if len(set(on_hosts.values())) > 1:
+        raise log.damaged(f"{table.program}: hosts have different numbers of ranks: {dict(on_hosts)}")
+    collective = PROGRAMS[table.program]
+    factor = float(WIRE_SHARE[collective](ranks))
+    for number, size, us, algbw, busbw, wrong in table.rows:
+        where = f"line {number}: {table.program} of {size} bytes"
+        if wrong not in ("0", "N/A"):
+            raise log.damaged(f"{where}: {wrong} wrong results; do not trust this machine")
+        if algbw >= _PRECISE_GB:
+            if abs(us * algbw * 1e3 - size) > _ROUNDING * size:
+                raise log.damaged(f"{where}: {us:g} us and {algbw:g} GB/s contradict each other")
+            if abs(busbw / algbw / factor - 1) > _ROUNDING:
+                raise log.damaged(
+                    f"{where}: busbw over algbw is {busbw / algbw:.3g}, but of {ranks} ranks, as listed, "
+                    f"{factor:.3g}"
+                )
+        if size and us:  # what is faster than the clock is printed as 0
+            yield TimedCollective(collective, ranks, len(on_hosts), size, us / 1e6)

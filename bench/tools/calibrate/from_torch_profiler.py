@@ -1,0 +1,250 @@
+"""Chrome traces of torch.profiler (export_chrome_trace), packed or not.
+
+A kernel belongs to the operator that launched it, by "External id". With the shapes of inputs
+(record_shapes=True) there are times of matrix products and of element-wise operators, and speeds of
+attention; without, only the gaps between kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from math import inf, isfinite, prod
+from typing import Any, NamedTuple, TypeVar
+
+from spbench.bench.measure.clusters.cluster import Precision
+from spbench.bench.measure.clusters.rates import AttentionKernel, Direction
+from spbench.bench.tools.calibrate.log_findings import (
+    AttentionSpeed,
+    Findings,
+    LogFile,
+    TimedPass,
+    TimedProduct,
+)
+
+T = TypeVar("T")
+
+_PRECISIONS: dict[str, Precision] = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::Half": "fp16",
+    "c10::BFloat16": "bf16",
+}
+_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
+#: operators that are one product -> the place of its left operand among the inputs
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+#: what cuBLAS and CUTLASS call kernels that multiply fp32 on tensor cores, faster than its peak
+_TF32 = ("tf32", "tensorop_s")
+
+
+class AttentionOperator(NamedTuple):
+    """Where an operator of attention has what; its inputs by their places.
+
+    Attributes:
+        query, causal: places; the key follows the query. The window's left side, if there may be one, is at
+            ``window``.
+        length_first: tensors are [B, L, H, D], else [B, H, L, D].
+    """
+
+    kernel: AttentionKernel
+    direction: Direction
+    query: int
+    causal: int
+    length_first: bool
+    window: int | None = None
+
+
+ATTENTION = {
+    "aten::_flash_attention_forward": AttentionOperator("flash_attention_2", "forward", 0, 8, True, 11),
+    "aten::_flash_attention_backward": AttentionOperator("flash_attention_2", "backward", 1, 11, True, 15),
+    "aten::_scaled_dot_product_cudnn_attention": AttentionOperator("cudnn", "forward", 0, 6, False),
+    "aten::_cudnn_attention_forward": AttentionOperator("cudnn", "forward", 0, 10, False),
+    "aten::_scaled_dot_product_cudnn_attention_backward": AttentionOperator(
+        "cudnn", "backward", 1, 14, False
+    ),
+    "aten::_cudnn_attention_backward": AttentionOperator("cudnn", "backward", 1, 14, False),
+    "flash_attn::_flash_attn_forward": AttentionOperator("flash_attention_2", "forward", 0, 5, True, 6),
+    "flash_attn::_flash_attn_backward": AttentionOperator("flash_attention_2", "backward", 1, 11, True, 12),
+}
+#: element-wise operators, which read their tensors and write one of the shape that these make together; with
+#: "_" at the end into the first of them
+_ELEMENT_WISE = {
+    *("aten::add", "aten::sub", "aten::mul", "aten::div", "aten::neg", "aten::relu", "aten::gelu"),
+    *("aten::silu", "aten::tanh", "aten::sigmoid", "aten::exp", "aten::sqrt", "aten::rsqrt"),
+}
+
+
+class _Launched(NamedTuple):
+    """An operator with the seconds of the kernels that it launched, and their names."""
+
+    name: str
+    inputs: Mapping[str, Any]
+    seconds: float
+    kernels: tuple[str, ...]
+
+    def shape(self, place: int) -> list[int]:
+        """The shape of a tensor among the inputs; [] for another input. ValueError: none has such a one."""
+        shapes = self.inputs["Input Dims"]
+        shape: list[int] = shapes[place] if place < len(shapes) else []
+        if not all(0 <= size < 2**63 for size in shape):
+            raise ValueError("a size beyond 64 bits")
+        return shape
+
+    def kind(self, place: int) -> str:
+        """The type of an input, as "c10::Half"."""
+        kinds = self.inputs.get("Input type") or []
+        return kinds[place] if place < len(kinds) else ""
+
+    def value(self, place: int) -> str:
+        """An input that is no tensor, as text; "" if there is none."""
+        values = self.inputs.get("Concrete Inputs") or []
+        return values[place] if place < len(values) else ""
+
+
+def read(log: LogFile) -> Findings | None:
+    """Times of the kernels of the card that is busiest."""
+    if not log.text.lstrip().startswith("{") or '"traceEvents"' not in log.text:
+        return None
+    try:
+        trace = json.loads(log.content)
+    except (ValueError, RecursionError) as error:
+        raise log.damaged(f"damaged JSON of a trace: {error}") from error
+    try:
+        return _findings(log, trace)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise log.damaged(f"a trace with events of another form ({type(error).__name__}: {error})") from error
+
+
+def _findings(log: LogFile, trace: Mapping[str, Any]) -> Findings:
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    on_card = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if wrong := [event for event in on_card if not (isfinite(event["dur"]) and event["dur"] >= 0)]:
+        raise log.damaged(
+            f"{len(wrong)} events of a GPU have a duration below 0 or none, such as {wrong[0]['dur']}"
+        )
+    if not any(event["cat"] == "kernel" for event in on_card):
+        raise log.damaged("a trace without kernels of a GPU; profile with ProfilerActivity.CUDA too")
+    launched = list(_launched(events))
+    remarks = []
+    if not launched:
+        remarks.append(f"{log.path}: no operator has shapes of its inputs; profile with record_shapes=True")
+    cards = {card["name"]: card.get("totalGlobalMem") for card in trace.get("deviceProperties", [])}
+    name = next(iter(cards)) if len(cards) == 1 else ""
+    return Findings(
+        "torch.profiler",
+        name,
+        memory_total_bytes=cards.get(name),
+        products=_all(_product, launched),
+        attention=_all(_attention, launched),
+        passes=_all(_pass, launched),
+        launch_gaps_s=_gaps(on_card),
+        remarks=remarks,
+    )
+
+
+def _all(kind: Callable[[_Launched], T | None], launched: Iterable[_Launched]) -> list[T]:
+    return [found for each in launched if (found := kind(each)) is not None]
+
+
+def _id(event: Mapping[str, Any]) -> Any:
+    arguments = event.get("args") or {}
+    return arguments.get("External id", arguments.get("external id"))
+
+
+def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
+    kernels: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "kernel" and _id(event) is not None:
+            kernels[_id(event)].append(event)
+    for event in events:
+        if event.get("cat") == "cpu_op" and _id(event) in kernels and event["args"].get("Input Dims"):
+            own = kernels[_id(event)]
+            seconds = sum(kernel["dur"] for kernel in own) / 1e6
+            if 0 < seconds < inf:
+                names = tuple(kernel["name"] for kernel in own)
+                yield _Launched(event["name"], event["args"], seconds, names)
+
+
+def _product(each: _Launched) -> TimedProduct | None:
+    place = _PRODUCTS.get(each.name)
+    precision = None if place is None else _PRECISIONS.get(each.kind(place))
+    if place is None or precision is None:
+        return None
+    if precision == "fp32" and any(word in name for name in each.kernels for word in _TF32):
+        return None
+    *batch, m, k = each.shape(place)
+    n = each.shape(place + 1)[-1]
+    sizes = prod(batch), m, n, k
+    return TimedProduct.of_shape(precision, m, n, k, each.seconds, sizes[0]) if min(sizes) > 0 else None
+
+
+def _attention(each: _Launched) -> AttentionSpeed | None:
+    """None too of packed sequences of several lengths, of a window, and of a causal mask that is no square:
+    what these leave cannot be told from the shapes."""
+    operator = ATTENTION.get(each.name)
+    if operator is None:
+        return None
+    query, key = each.shape(operator.query), each.shape(operator.query + 1)
+    causal, half = (
+        each.value(operator.causal) == "True",
+        each.kind(operator.query) in ("c10::Half", "c10::BFloat16"),
+    )
+    if len(query) != 4 or len(key) != 4 or not half:
+        return None
+    if operator.window is not None and each.value(operator.window) not in ("", "-1"):
+        return None
+    length, heads = (1, 2) if operator.length_first else (2, 1)
+    queries, keys = query[length], key[length]
+    flops = 4.0 * query[0] * query[heads] * queries * keys * query[3]
+    flops *= (0.5 if causal else 1.0) * (2.5 if operator.direction == "backward" else 1.0)
+    if flops == 0 or (causal and queries != keys):
+        return None
+    mask = "causal" if causal else "whole"
+    speed = flops / each.seconds
+    return AttentionSpeed(
+        operator.kernel,
+        query[3],
+        mask,  # type: ignore[arg-type]  # one of two words
+        operator.direction,
+        min(queries, keys),
+        speed,
+    )
+
+
+def _pass(each: _Launched) -> TimedPass | None:
+    """None where an input is spread over a larger shape without being in memory (a stride of 0)."""
+    if each.name.removesuffix("_") not in _ELEMENT_WISE:
+        return None
+    places = range(len(each.inputs["Input Dims"]))
+    tensors = [(shape, place) for place in places if (shape := each.shape(place))]
+    strides = each.inputs.get("Input Strides") or []
+    if not tensors or any(0 in strides[place] for _, place in tensors if place < len(strides)):
+        return None
+    sizes = [_BYTES.get(each.kind(place)) for _, place in tensors]
+    if None in sizes:
+        return None
+    read = [prod(shape) * (size or 0) for (shape, _), size in zip(tensors, sizes, strict=True)]
+    written = prod(map(max, zip(*_same_rank([shape for shape, _ in tensors]), strict=True)))
+    in_place = each.name.endswith("_")
+    item = (sizes[0] if in_place else max(filter(None, sizes))) or 0
+    return TimedPass(sum(read) + written * item, each.seconds)
+
+
+def _same_rank(shapes: list[list[int]]) -> list[list[int]]:
+    """The shapes with ones before them, so that all have as many axes."""
+    axes = max(map(len, shapes))
+    return [[1] * (axes - len(shape)) + shape for shape in shapes]
+
+
+def _gaps(on_card: list[dict[str, Any]]) -> list[float]:
+    """Seconds from the end of what a stream does to the start of what it does next; of the stream with most
+    kernels."""
+    streams: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in on_card:
+        streams[event.get("pid"), (event.get("args") or {}).get("stream", event.get("tid"))].append(event)
+    most = max(streams, key=lambda stream: len(streams[stream]))
+    busiest = sorted(streams[most], key=lambda event: event["ts"])
+    gaps = (after["ts"] - before["ts"] - before["dur"] for before, after in pairwise(busiest))
+    return [max(0.0, gap) / 1e6 for gap in gaps if isfinite(gap)]

@@ -1,0 +1,152 @@
+"""Figures of a cluster that are fitted to what logs say: forms of two coefficients, by least squares."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+from spbench.bench.tools.calibrate.least_squares import LeastSquares, least_squares
+from spbench.bench.tools.calibrate.log_findings import AttentionSpeed, Findings, TimedCollective, TimedPass
+from spbench.impls.traffic import WIRE_SHARE
+
+#: sizes of which two make no curve
+_FEWEST = 3
+#: bytes of a pass over memory of which caches hold little
+LARGE_PASS_BYTES = 2**27
+#: gaps between kernels whose median says something
+_FEWEST_GAPS = 10
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate by size, as a cluster's file has it.
+
+    Attributes:
+        best: operations or bytes a second at the size that reaches most, or of the largest one.
+        limit: that the form comes near to at large sizes.
+        other: the form's second figure: a latency in seconds, a half length, or a bandwidth of operands; None
+            where the points make no curve.
+        how: of how many points, and how far the form is from them.
+        source: the logs.
+    """
+
+    best: float
+    limit: float
+    other: float | None
+    how: str
+    source: str
+
+
+def _by(
+    found: Mapping[str, Findings], points: Callable[[Findings], Sequence[T]], key: Callable[[T], Hashable]
+) -> Iterator[tuple[Any, list[T], str]]:
+    """The points of all logs by their key, in its order, each with the logs that have some."""
+    groups: dict[Any, list[T]] = defaultdict(list)
+    sources: dict[Any, dict[str, None]] = defaultdict(dict)
+    for path, each in found.items():
+        for point in points(each):
+            groups[key(point)].append(point)
+            sources[key(point)][f"{path} ({each.about})"] = None
+    for name in sorted(groups):
+        yield name, groups[name], ", ".join(sources[name])
+
+
+def _how(fit: LeastSquares, form: str, count: int) -> str:
+    off = f"off by {fit.mean_error:.1%} in the mean, {fit.largest_error:.1%} at most"
+    return f"{form}, fitted to {count} points, {off}"
+
+
+def product_rates(found: Mapping[str, Findings]) -> dict[str, Rate]:
+    """By precision: seconds = FLOPs / limit + bytes of operands and result / other."""
+    rates = {}
+    for precision, points, source in _by(found, lambda each: each.products, lambda each: each.precision):
+        best = max(point.flops / point.seconds for point in points)
+        if len({(point.flops, point.nbytes) for point in points}) >= _FEWEST:
+            fit = least_squares(
+                [p.seconds for p in points], [p.flops for p in points], [p.nbytes for p in points]
+            )
+            flop_s, byte_s = fit.coefficients
+            if flop_s:
+                how = _how(fit, "FLOPs / limit + bytes / bandwidth", len(points))
+                rates[precision] = Rate(best, 1 / flop_s, 1 / byte_s if byte_s else None, how, source)
+                continue
+        rates[precision] = Rate(best, best, None, "the best product; most shapes reach less", source)
+    return rates
+
+
+def attention_rates(found: Mapping[str, Findings]) -> dict[tuple[str, int, str, str], Rate]:
+    """By kernel, head size, mask and direction: FLOPs a second = limit / (1 + other / length)."""
+    rates = {}
+
+    def key(point: AttentionSpeed) -> Hashable:
+        return point.kernel, point.head_size, point.mask, point.direction or ""
+
+    for name, points, source in _by(found, lambda each: each.attention, key):
+        longest = max(point.length for point in points)
+        best = median(point.flops_per_s for point in points if point.length == longest)
+        if len({point.length for point in points}) >= _FEWEST:
+            fit = least_squares(
+                [1 / point.flops_per_s for point in points],
+                [1.0] * len(points),
+                [1 / point.length for point in points],
+            )
+            slowness, by_length = fit.coefficients
+            if slowness:
+                how = _how(fit, "limit / (1 + half length / length)", len(points))
+                rates[name] = Rate(best, 1 / slowness, by_length / slowness or None, how, source)
+                continue
+        rates[name] = Rate(best, best, None, f"at {longest} tokens; too few lengths for a curve", source)
+    return rates
+
+
+def memory_rate(found: Mapping[str, Findings]) -> Rate | None:
+    """Seconds = bytes / limit, of passes that caches hold little of; None: there is none."""
+
+    def large(each: Findings) -> list[TimedPass]:
+        return [one for one in each.passes if one.nbytes >= LARGE_PASS_BYTES]
+
+    for _, points, source in _by(found, large, lambda each: 0):
+        fit = least_squares([p.seconds for p in points], [p.nbytes for p in points])
+        best = max(point.nbytes / point.seconds for point in points)
+        how = _how(fit, "bytes / bandwidth", len(points))
+        return Rate(best, 1 / fit.coefficients[0], None, f"element-wise kernels, {how}", source)
+    return None
+
+
+def launch_gap(found: Mapping[str, Findings]) -> tuple[float, str, str] | None:
+    """The median of the seconds between kernels, how it was found, and its source; None: too few."""
+    for _, gaps, source in _by(found, lambda each: each.launch_gaps_s, lambda each: 0):
+        if len(gaps) >= _FEWEST_GAPS:
+            return median(gaps), f"median of {len(gaps)} gaps of a stream, with a profiler at work", source
+    return None
+
+
+def collective_rates(found: Mapping[str, Findings]) -> dict[tuple[str, int, int], Rate]:
+    """By collective, nodes and ranks: seconds = other + wire bytes / limit. Those whose time does not grow
+    with their bytes are left out."""
+    rates = {}
+
+    def key(point: TimedCollective) -> Hashable:
+        return point.collective, point.nodes, point.ranks
+
+    for name, points, source in _by(found, lambda each: each.collectives, key):
+        share = float(WIRE_SHARE[name[0]](name[2]))
+        moved = [share * point.nbytes for point in points]
+        seconds = [point.seconds for point in points]
+        largest = max(range(len(points)), key=lambda i: moved[i])
+        best = moved[largest] / seconds[largest]
+        if len(set(moved)) < _FEWEST:
+            how = f"{points[largest].nbytes} bytes; too few sizes for a latency"
+            rates[name] = Rate(best, best, None, how, source)
+            continue
+        fit = least_squares(seconds, [1.0] * len(points), moved)
+        latency, byte_s = fit.coefficients
+        if byte_s:
+            how = _how(fit, "latency + wire bytes / bandwidth", len(points))
+            rates[name] = Rate(best, 1 / byte_s, latency, how, source)
+    return rates

@@ -1,0 +1,198 @@
+"""Measuring this machine for `spbench calibrate --engine`: its cluster file, samples, plots and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
+from spbench.bench.csv_text import csv_text
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.scenarios.choices import check_known
+from spbench.bench.measure.sweep.provenance import provenance
+from spbench.bench.tools.calibrate.machine_files import cluster_yaml, sample_rows
+from spbench.bench.tools.calibrate.measured_cluster import (
+    Machine,
+    cluster_of,
+    measure_machine,
+)
+from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, LADDER
+from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep
+from spbench.impls.training.step import PRECISIONS
+from spbench.plots.machine_rates import draw_machine_rates
+
+
+@dataclass(frozen=True)
+class MachineRequest:
+    """What a user asks to be measured; ``sizes`` and ``precisions`` that are empty are the default ones.
+
+    Attributes:
+        device: None: "cuda" where torch sees a GPU, else "cpu".
+        sizes: fields of :class:`RateSweep`, by name.
+    """
+
+    engine: str
+    device: str | None
+    world_size: int | None
+    precisions: tuple[str, ...]
+    sizes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        """The sizes that are not the default ones."""
+        return {name: tuple(sorted(values)) for name, values in self.sizes.items() if values}
+
+    @property
+    def command(self) -> str:
+        """The command line that measures the same."""
+        words = [f"spbench calibrate --engine {self.engine} --device {self.device}"]
+        words += [f"--world-size {self.world_size}"] * (self.world_size is not None)
+        words += [f"--precision {','.join(self.precisions)}"] * bool(self.precisions)
+        for name, values in self.given.items():
+            words.append(f"--{name.replace('_', '-')} {','.join(map(str, values))}")
+        return " ".join(words)
+
+
+def measured_machine(asked: MachineRequest, output: Path) -> Output:
+    """Measure, and write the cluster file ``output`` with samples (.csv) and plots beside it.
+
+    Raises:
+        UserError: a precision is unknown, there is no such device, or a file cannot be written.
+    """
+    if output.suffix not in (".yaml", ".yml"):
+        output = output.with_name(f"{output.name}.yaml")
+    device = asked.device or ("cuda" if torch.cuda.device_count() else "cpu")
+    asked = replace(asked, device=device)
+    world, sweep = _world(asked), _sweep(asked)
+    message(f"measuring {world} rank{'s' * (world > 1)} on {device}; let the machine do nothing else")
+    machine = measure_machine(world, sweep, device)
+    about = provenance()
+    day = datetime.now(UTC).date().isoformat()
+    source = (
+        f"measured on {about['host']} on {day}, torch {about['torch']}, {world} ranks at once on "
+        f"{device}: {asked.command}"
+    )
+    cluster = cluster_of(machine, output.stem, source)
+    heading = f"{asked.command}\nsamples: {output.with_suffix('.csv').name}; spbench {about['commit']}"
+    samples = sample_rows(machine.points)
+    files = [write_whole(output, cluster_yaml(cluster, heading))]
+    files.append(write_whole(output.with_suffix(".csv"), csv_text(list(samples[0]), samples)))
+    # of what was timed inside steps, the cluster file has the figures, and the samples all points
+    machine = replace(machine, points=[p for p in machine.points if not p.operation.startswith(INSIDE_STEPS)])
+    rates = [_rate(point) for point in machine.points]
+    title = f"{machine.device_name} ({about['host']}, {day})"
+    files += draw_machine_rates(rates, title, output)
+    wrong = [point for point in machine.points if point.wrong]
+    return Output(
+        [_figures(cluster), _rates(machine), *_collectives(machine)],
+        {"cluster": cluster.model_dump(mode="json"), "rates": rates},
+        rates,
+        notes=[
+            *_remarks(machine, wrong),
+            f"to simulate on it: spbench run --scenario NAME --cluster {output}",
+        ],
+        files=files,
+        code=int(bool(wrong)),
+    )
+
+
+def _world(asked: MachineRequest) -> int:
+    gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
+    if asked.device == "cuda" and not gpus:
+        raise UserError("--device cuda: torch sees no GPU; `spbench doctor --check cuda` says why")
+    if asked.engine == "emulated":
+        if asked.world_size not in (None, 1):
+            raise UserError("--engine emulated measures one device: leave --world-size out")
+        return 1
+    return asked.world_size or gpus or 2
+
+
+def _sweep(asked: MachineRequest) -> RateSweep:
+    check_known("precision", asked.precisions, list(PRECISIONS))
+    given: dict[str, Any] = dict(asked.given)
+    if asked.precisions:
+        given["precisions"] = asked.precisions
+    return RateSweep.of_gpus(**given) if asked.device == "cuda" else RateSweep(steps=LADDER, **given)
+
+
+def _rate(point: RatePoint) -> dict[str, Any]:
+    derived = ("seconds", "flops_per_s", "bytes_per_s", "bus_bytes_per_s")
+    about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
+    bounds = {"least_s": min(point.samples_s), "most_s": max(point.samples_s)}
+    return about | {name: getattr(point, name) for name in derived} | bounds
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} sizes"
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+def _figures(cluster: Cluster) -> Table:
+    lines = [
+        {
+            "figure": path,
+            "value": _shown(figure.value),
+            "how": figure.note,
+        }
+        for path, figure in cluster.sourced()
+    ]
+    return Table(f"The cluster {cluster.name}: {cluster.device.name}", lines)
+
+
+def _rates(machine: Machine) -> Table:
+    lines = [
+        {
+            "operation": point.operation,
+            "size": point.size,
+            "precision": point.precision,
+            "ms": f"{point.seconds * 1e3:.4g}",
+            "GFLOP/s": _in(point.flops_per_s, 1e9),
+            "GB/s": _in(point.bytes_per_s, 1e9),
+        }
+        for point in machine.points
+        if point.bus_bytes_per_s is None
+    ]
+    return Table("Rates of one rank, all at once: medians", lines)
+
+
+def _collectives(machine: Machine) -> list[Table]:
+    lines = [
+        {
+            "collective": point.operation,
+            "S, bytes": point.nbytes,
+            "us": f"{point.seconds * 1e6:.1f}",
+            "algbw GB/s": _in(point.bytes_per_s, 1e9),
+            "busbw GB/s": _in(point.bus_bytes_per_s, 1e9),
+            "#wrong": point.wrong,
+        }
+        for point in machine.points
+        if point.bus_bytes_per_s is not None
+    ]
+    return [Table(f"Collectives on {machine.ranks} ranks, as nccl-tests counts", lines)] if lines else []
+
+
+def _in(value: float | None, unit: float) -> str | None:
+    return None if value is None else f"{value / unit:.3g}"
+
+
+def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:
+    notes = []
+    if wrong:
+        which = ", ".join(f"{point.operation} of {point.size}" for point in wrong)
+        notes.append(f"WRONG results: {which}; do not trust this machine")
+    unsteady = sum(not point.is_steady for point in machine.points)
+    if unsteady:
+        notes.append(
+            f"of {unsteady} of {len(machine.points)} points a sample took half as long again as another: "
+            "was the machine busy?"
+        )
+    return notes

@@ -1,0 +1,282 @@
+"""A cluster whose rates are measured on the machine at hand, and the file that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.measure.clusters.cluster import Cluster, Device, MeasuredRate
+from spbench.bench.measure.clusters.host import Host
+from spbench.bench.measure.clusters.links import BusRate, Link, Network, RatedCollective
+from spbench.bench.measure.clusters.rates import ProductRate
+from spbench.bench.measure.clusters.sourced import Sourced
+from spbench.bench.measure.engines import distributed, virtual
+from spbench.bench.measure.simulator.program import KERNEL
+from spbench.bench.measure.sweep.provenance import cpu_model
+from spbench.bench.tools.calibrate.collective_rates import (
+    SEND,
+    SEND_BETWEEN,
+    SEND_WITHIN,
+    collective_rates,
+    ranks_per_node,
+)
+from spbench.bench.tools.calibrate.compute_rates import SMALL, compute_rates
+from spbench.bench.tools.calibrate.least_squares import LeastSquares, least_squares
+from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, operator_points
+from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep
+from spbench.bench.tools.calibrate.step_figures import host_figures, operator_times, product_fit
+
+#: digits of a measured rate
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured, and on what.
+
+    Attributes:
+        points: of all operations, in the order in which they were measured.
+        device_type: "cpu" or "cuda"; ``device_name`` is what the system calls it.
+        memory_bytes: of a device, and taken by its context before the first tensor; None of a CPU.
+        per_node: ranks on each host.
+        kernels: of the small training step, each of which costs a call.
+        host_work: of each training step whose operators were timed, how many operators, views, nodes of
+            autograd and modules' calls it has.
+    """
+
+    points: Sequence[RatePoint]
+    device_type: str
+    device_name: str
+    memory_bytes: tuple[int, int] | None
+    ranks: int
+    per_node: int
+    kernels: int
+    host_work: Sequence[Sequence[int]] = ()
+
+    def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
+        """The points of an operation, of one precision if it is given, by size."""
+        points = [p for p in self.points if p.operation == operation and precision in (None, p.precision)]
+        return sorted(points, key=lambda point: point.extent)
+
+
+def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
+    """Measure this machine on that many real ranks at once; one rank measures no collectives.
+
+    Errors are those of :func:`distributed.launch`.
+    """
+    cell = SMALL.model_copy(
+        update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
+    )
+    measured = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
+    kernels, *_ = _counts(SMALL)
+    counts = [_counts(step) for step in sweep.steps]
+    return Machine(**measured, ranks=world, kernels=kernels, host_work=counts)
+
+
+def _counts(cell: Cell) -> list[int]:
+    """Operators that launch kernels, views, nodes of autograd and modules' calls of a step."""
+    program = virtual.trace(cell, events=True).program
+    assert program is not None
+    views, nodes, modules, _ = program.host.sum(0).tolist()
+    return [int((program.kind == KERNEL).sum()), views, nodes, modules]
+
+
+def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
+    memory = None
+    points = compute_rates(mesh, cell, sweep)
+    points += operator_points(mesh, cell, sweep)
+    points += collective_rates(mesh.device_type, sweep)
+    if mesh.device_type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        memory = total, max(0, total - free - torch.cuda.memory_reserved())
+    group = dist.group.WORLD
+    assert group is not None
+    return {
+        "points": points,
+        "device_type": mesh.device_type,
+        "device_name": hardware_name(mesh.device_type),
+        "memory_bytes": memory,
+        "per_node": ranks_per_node(group),
+    }
+
+
+def hardware_name(device_type: str) -> str:
+    """What the system calls the device of a rank, with the threads of one on a CPU."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
+    """The cluster that the measured rates make.
+
+    The peak of matrix products is the best rate of all shapes, memory's that of the largest tensors. A link's
+    latency is the time of the smallest message, its bandwidth that of the largest one in the time that it
+    takes longer. Products and operators inside training steps, where there were any, have rates of their own;
+    so have collectives, where all ranks were on one machine. Ranks on one machine's CPUs count as nodes, with
+    the loopback between them, as in the cluster ``local``.
+    ``source`` is that of every rate and limit."""
+    devices_per_node, node_link, network = _links(machine, source)
+    return Cluster(
+        name=name,
+        about=f"{machine.device_name}; {source}",
+        device=_device(machine, source),
+        devices_per_node=devices_per_node,
+        node_link=node_link,
+        network=network,
+        host=_host(machine, source) if machine.host_work else None,
+        collective_model="measured" if (node_link or network).collectives else "ring",
+        # what was timed inside steps stands with the device and the host
+        measured=[_measured(p) for p in machine.points if not p.operation.startswith(INSIDE_STEPS)],
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _sourced(value: float | None, source: str, note: str) -> Any:
+    return Sourced(value=None if value is None else _rounded(value), source=source, note=note)
+
+
+def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
+    """Devices of a node, the link between them, and the network between nodes."""
+    if machine.per_node < machine.ranks:
+        # all of a node's ranks send at once, so each has a card as far as it can tell
+        network = Network(**_link(machine, SEND_BETWEEN, source), nics_per_node=machine.per_node)
+        within = Link(**_link(machine, SEND_WITHIN, source)) if machine.per_node > 1 else None
+        return machine.per_node, within, network
+    unknown: Any = Sourced(value=None, source="not measured: there was one node")
+    network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
+    if machine.ranks == 1:
+        return 1, None, network
+    if machine.device_type == "cuda":
+        return (
+            machine.ranks,
+            Link(**_link(machine, SEND, source), collectives=_rated(machine, source)),
+            network,
+        )
+    return 1, None, Network(**_link(machine, SEND, source), collectives=_rated(machine, source))
+
+
+def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
+    """Latency and bus bandwidth of each collective that was measured at several sizes."""
+    rates = {}
+    for kind in get_args(RatedCollective):
+        points = machine.of(kind)
+        if len(points) < 2:
+            continue
+        sent = [point.nbytes * point.bus_factor for point in points]
+        fit = least_squares([point.seconds for point in points], [1.0] * len(points), sent)
+        latency, byte_s = fit.coefficients
+        if byte_s:
+            note = f"{kind} on {machine.ranks} ranks, {points[0].size} to {points[-1].size}; {_off(fit)}"
+            figures = {"latency_s": latency, "bandwidth_bytes_per_s": 1 / byte_s}
+            rates[kind] = [
+                BusRate(
+                    ranks=machine.ranks,
+                    **{name: _sourced(value, source, note) for name, value in figures.items()},
+                )
+            ]
+    return rates
+
+
+def _off(fit: LeastSquares) -> str:
+    return f"off by {fit.mean_error:.0%} in the mean, {fit.largest_error:.0%} at most"
+
+
+def _link(machine: Machine, operation: str, source: str) -> dict[str, Any]:
+    small, large = machine.of(operation)[0], machine.of(operation)[-1]
+    # when noise puts the large message first, or there is only one, it has all the time
+    moving_s = large.seconds - small.seconds
+    bandwidth = large.nbytes / (moving_s if moving_s > 0 else large.seconds)
+    what = f"{large.operation} on {large.ranks} ranks"
+    return {
+        "latency_s": _sourced(small.seconds, source, f"{what}, {small.size}"),
+        "bandwidth_bytes_per_s": _sourced(bandwidth, source, f"{what}, {large.size} less latency"),
+    }
+
+
+def _device(machine: Machine, source: str) -> Device:
+    if machine.memory_bytes is None:
+        total = Sourced[int](value=None, source="not limited")
+        context = Sourced[int](value=0, source="there is no device context")
+    else:
+        total = Sourced[int](value=machine.memory_bytes[0], source=source)
+        note = "of the whole card, less free and what torch's allocator held; with other processes' share"
+        context = Sourced[int](value=machine.memory_bytes[1], source=source, note=note)
+    largest = machine.of("sum")[-1]
+    sums = f"sum of two tensors of {largest.size} each into new memory"
+    precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))
+    peaks = {precision: _products(machine, precision, source) for precision in precisions}
+    return Device(
+        name=machine.device_name,
+        memory_total_bytes=total,
+        memory_context_bytes=context,
+        memory_bandwidth_bytes_per_s=_sourced(largest.bytes_per_s, source, sums),
+        peak_flops_per_s=peaks,  # type: ignore[arg-type]
+        products=_in_steps(machine, peaks, source),  # type: ignore[arg-type]
+        operators={
+            name: Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
+            for name, times in operator_times(machine.points).items()
+        },
+        launch_overhead_s=_launches(machine, source),
+    )
+
+
+def _launches(machine: Machine, source: str) -> Any:
+    if machine.host_work:
+        return Sourced(value=None, source="host has it")
+    (step,) = machine.of("training step")
+    note = f"step of {step.size} over its {machine.kernels} operators"
+    return _sourced(step.seconds / machine.kernels, source, note)
+
+
+def _host(machine: Machine, source: str) -> Host:
+    """What training steps take beside their operators; on a CPU, which runs these itself."""
+    note = "by calls of each alone; step_s is what is left of training steps"
+    found = host_figures(machine.points, machine.host_work)
+    figures = {name: _sourced(value, source, note) for name, value in found.items()}
+    none = _sourced(0.0, source, "in what operators and collectives take")
+    ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
+    return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)
+
+
+def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, ProductRate] | None:
+    """Rates of products inside training steps, by precision; None where there were none."""
+    rates = {}
+    for precision, peak in peaks.items():
+        fit = product_fit(machine.points, precision)
+        if fit is not None and fit.coefficients[0]:
+            flop_s, byte_s = fit.coefficients
+            note = f"products inside training steps; {_off(fit)}"
+            rates[precision] = ProductRate(
+                share=_sourced(1 / (flop_s * peak.value), source, note),
+                bandwidth_bytes_per_s=_sourced(1 / byte_s if byte_s else None, source, note),
+            )
+    return rates or None
+
+
+def _products(machine: Machine, precision: str, source: str) -> Any:
+    products = machine.of("matrix product", precision)
+    best = max(products, key=lambda point: point.flops_per_s or 0.0)
+    note = f"{best.size}, the best of {len(products)} shapes"
+    for operation in ("attention forward", "attention forward and backward"):
+        if points := machine.of(operation, precision):
+            rate = max(point.flops_per_s or 0.0 for point in points)
+            note += f"; {operation}: {rate:.3g} at most"
+    return _sourced(best.flops_per_s, source, note)
+
+
+def _measured(point: RatePoint) -> MeasuredRate:
+    values: dict[str, Any] = {name: getattr(point, name) for name in MeasuredRate.model_fields}
+    values |= {name: _rounded(value) for name, value in values.items() if isinstance(value, float)}
+    return MeasuredRate(**values)

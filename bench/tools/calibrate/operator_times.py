@@ -1,0 +1,197 @@
+"""What each operator takes inside training steps, on all ranks at once.
+
+An operator alone in a loop finds its operands in the caches and its result's pages mapped; inside a step it
+does not, and on a CPU some take several times as long. So small models of other sizes than anybody asks for
+take steps, each rank one of its own, and a clock stands around each operator that they dispatch. The means
+over calls of one name and size are points like those of the other rates. To a call belongs too what it takes
+to give its result's pages back to the system later, as the C library does with large ones: that is measured
+by size and added. The same steps without the clock say what the host takes beside its operators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.rates import operator_seconds
+from spbench.bench.measure.engines.distributed import SEED
+from spbench.bench.measure.engines.setup import set_up
+from spbench.bench.measure.engines.timed_steps import seconds
+from spbench.bench.measure.simulator.program import MATRIX_PRODUCT, PRECISION_NAMES
+from spbench.bench.measure.trace.operator_prices import price_of
+from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
+from spbench.bench.tools.calibrate.host_times import HOST, host_points
+from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep
+from spbench.impls.models.model import model_preset
+from spbench.impls.training.step import initialize
+
+#: an operator's point is called this and its name
+OPERATOR = "operator "
+PRODUCT = "matrix product in a step"
+STEP = "step beside its operators"
+#: how the points of steps, and of what the host does in them, begin
+INSIDE_STEPS = (OPERATOR, PRODUCT, STEP, HOST)
+_WARMUP = 2
+#: of tensors whose freeing is timed: from what no C library gives back at once to what all do
+_FREED_BYTES = tuple(2**n for n in range(20, 29))
+
+
+def _step(model: str, hidden: int, heads: int, batch: int, seq_len: int) -> Cell:
+    """A step of a model of plain operators, since a fused one is no single kernel on a CPU."""
+    options = {"hidden": hidden, "heads": heads, **type(model_preset(model)).plain_options}
+    return Cell(model=model, strategy="single", batch=batch, seq_len=seq_len, model_options=options)
+
+
+#: the steps whose operators are timed, from small ones to some whose activations no cache holds
+LADDER = (
+    _step("bert-mini", 128, 4, 2, 64),
+    _step("bert-mini", 128, 4, 4, 192),
+    _step("bert-mini", 320, 5, 3, 96),
+    _step("bert-mini", 320, 5, 6, 320),
+    _step("bert-mini", 192, 3, 2, 640),
+    _step("bert-mini", 192, 3, 4, 1152),
+    _step("causal-transformer-tiny", 192, 6, 2, 96),
+    _step("causal-transformer-tiny", 192, 6, 4, 384),
+    _step("tnl-mini", 192, 6, 2, 96),
+    _step("tnl-mini", 192, 6, 4, 384),
+)
+
+
+#: of one kind of call: the operator, its category, bytes, FLOPs, precision, shape, and bytes of new results
+_Kind = tuple[str, int, int, int, int, tuple[int, ...], tuple[int, ...]]
+#: (bytes of a tensor, seconds to free it), by ascending bytes
+_Freeing = list[tuple[float, float]]
+
+
+class _Clock(TorchDispatchMode):
+    """Seconds of each kind of call of the operators that are dispatched while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[_Kind, list[float]] = defaultdict(list)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        end = time.perf_counter()
+        price = price_of(func)
+        if not price.free:
+            category, nbytes, flops, precision, shape, _ = price.of(args, kwargs, result)
+            kind = price.name, category, nbytes, flops, precision, shape, _made(args, result)
+            self.taken[kind].append(end - start)
+        return result
+
+
+def _made(args: Sequence[Any], result: Any) -> tuple[int, ...]:
+    """Bytes of each tensor of a result that is not an argument, written in place."""
+    taken = {x.data_ptr() for x in args if isinstance(x, Tensor)}
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return tuple(x.nbytes for x in results if isinstance(x, Tensor) and x.data_ptr() not in taken)
+
+
+def _freeing(sweep: RateSweep) -> _Freeing:
+    """What freeing a tensor takes whose pages were written, by size, in the mean of all ranks."""
+    found = []
+    for nbytes in _FREED_BYTES:
+        samples = []
+        for _ in range(sweep.samples):
+            x = torch.ones(nbytes // 4)
+            start = time.perf_counter()
+            del x
+            samples.append(time.perf_counter() - start)
+        found.append(median(samples))
+    return list(zip(map(float, _FREED_BYTES), _mean_over_ranks([found])[0], strict=True))
+
+
+def _mean_over_ranks(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    means = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(means)
+    mean: list[list[float]] = (means / dist.get_world_size()).tolist()
+    return mean
+
+
+def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePoint]:
+    """The points of the sweep's steps; the same on all ranks of CPUs, which call this together.
+
+    Of each step its time, without the clock, less that of its operators as a point :data:`STEP`, of which
+    ``extent`` is the number of operators; and one point a kind of call, of products and of others. Before
+    them, the points of :func:`host_points`.
+    """
+    points = list(host_points(sweep)) if sweep.steps else []
+    freeing = _freeing(sweep) if sweep.steps else []
+    for declared in sweep.steps:
+        small = cell.model_copy(
+            update=declared.model_dump(include={"model", "strategy", "batch", "seq_len", "model_options"})
+        )
+        points += _of_step(mesh, small, sweep, freeing)
+    return points
+
+
+def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) -> Iterator[RatePoint]:
+    """The points of one step."""
+    training, inputs = set_up(cell, mesh, torch.Generator().manual_seed(SEED))
+    initialize(training.module, SEED)
+    for _ in range(_WARMUP):
+        training.step(inputs)
+    steps_s, clocks = [], []
+    for _ in range(sweep.samples):  # in turns, so that a busy moment falls on both
+        steps_s += seconds(lambda: training.step(inputs), mesh.device_type, 1)
+        clock = _Clock()
+        with clock:
+            seconds(lambda: training.step(inputs), mesh.device_type, 1)
+        clocks.append(_without_collectives(clock))
+    calls = {kind: len(taken) for kind, taken in clocks[0].items()}
+    means = _mean_over_ranks([[fmean(clock[kind]) for clock in clocks] for kind in calls])
+    samples = dict(zip(calls, means, strict=True))
+    yield from points_of(cell, steps_s, calls, samples, freeing)
+
+
+def _without_collectives(clock: _Clock) -> dict[_Kind, list[float]]:
+    return {kind: taken for kind, taken in clock.taken.items() if kind[0] != "allreduce_"}
+
+
+def points_of(
+    cell: Cell,
+    steps_s: Sequence[float],
+    calls: Mapping[_Kind, int],
+    samples: Mapping[_Kind, Sequence[float]],
+    freeing: _Freeing,
+) -> Iterator[RatePoint]:
+    """The points of a step: what it takes beside its operators, and each kind of these.
+
+    Args:
+        steps_s: samples of the step, without a clock.
+        calls: of each kind in a step.
+        samples: of one call of each kind, by the same steps.
+        freeing: what freeing a tensor takes.
+    """
+    ranks = cell.sizes.world
+    whole = {
+        kind: [s + float(operator_seconds(freeing, np.array(kind[-1])).sum()) for s in taken]
+        for kind, taken in samples.items()
+    }
+    inside = [sum(count * whole[kind][i] for kind, count in calls.items()) for i in range(len(steps_s))]
+    beside = [max(0.0, step - of) for step, of in zip(steps_s, inside, strict=True)]
+    size = f"{cell.model}, {list(cell.shape)}"
+    yield RatePoint(STEP, size, sum(calls.values()), cell.precision, ranks, beside)
+    for (name, category, nbytes, flops, number, shape, _), taken in whole.items():
+        precision = PRECISION_NAMES[number]
+        if flops and category == MATRIX_PRODUCT:
+            size = f"{name} {list(shape)}"
+            yield RatePoint(PRODUCT, size, nbytes, precision, ranks, taken, flops=flops, nbytes=nbytes)
+        elif nbytes and not flops:
+            size = f"{nbytes} B"
+            yield RatePoint(OPERATOR + name, size, nbytes, cell.precision, ranks, taken, nbytes=nbytes)

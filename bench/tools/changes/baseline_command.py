@@ -1,0 +1,96 @@
+"""Baselines: our own results, committed, for `spbench compare` to set new ones beside.
+
+A baseline is a folder with cells.jsonl and comparison.csv as a run leaves them, of virtual ranks alone, in
+the order of their keys, and without what differs from run to run (elapsed time, time stamp, provenance):
+the same code writes the same bytes on any machine, and a diff shows what has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spbench.bench.command_line.options import WORDS, executor, jobs, many, path_option, printed, variant
+from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.progress import message
+from spbench.bench.tools.papers.execution import opened_executor, run_cells
+
+if TYPE_CHECKING:
+    from spbench.bench.measure.sweep.results import Row
+    from spbench.bench.tools.papers.comparison import Comparison
+
+FOLDER = Path("results", "baseline")
+
+
+@click.command("baseline")
+@many("--scenario", WORDS, "Baselines of these scenarios.")
+@variant
+@jobs
+@executor
+@path_option("--output", "Folder of the baselines; default results/baseline.")
+@click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
+@printed
+def command(
+    scenario: tuple[str, ...],
+    variant: str | None,
+    jobs: int | None,
+    executor: str | None,
+    output: Path | None,
+    resume: bool,
+) -> Iterator[Output]:
+    """Run scenarios afresh, and write their results as baselines.
+
+    They run on virtual ranks; `spbench compare` holds later results against them.
+    """
+    from spbench.bench.measure.processes.answering import answers_of_server
+    from spbench.bench.measure.scenarios.scenario import load_scenario
+    from spbench.bench.measure.scenarios.select import Narrowing
+    from spbench.bench.measured_tree import refuse_unmeasured_checkout
+
+    if not scenario:
+        raise click.UsageError("name at least one --scenario")
+    refuse_unmeasured_checkout(Path.cwd(), "a baseline")
+    click.get_current_context().with_resource(answers_of_server())
+    narrowing = Narrowing(engines=("virtual",), variant=variant)
+    for loaded in [load_scenario(name) for name in scenario]:
+        folder = Path("results", "runs", loaded.name)
+        with opened_executor(executor) as there:
+            ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume, executor=there)
+        if ran.failed():
+            message(f"spbench: no baseline of {loaded.name} was written")
+            yield Output(code=1)
+        else:
+            yield _written(write_baseline(ran.rows, ran.comparisons, (output or FOLDER) / loaded.name))
+
+
+def _written(files: list[Path]) -> Output:
+    names = [str(path) for path in files]
+    return Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
+
+
+def canonical(row: Row) -> Row:
+    """A row without what differs from run to run."""
+    kept = {key: row[key] for key in ("key", "cell", "status", "reason")}
+    return {**kept, "measurement": {k: v for k, v in row["measurement"].items() if "samples" not in k}}
+
+
+def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
+    """Write cells.jsonl, and comparison.csv if there is anything to compare; returns their paths.
+
+    Raises:
+        UserError: they cannot be written; earlier ones are as they were.
+    """
+    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.measure.sweep.results import RESULTS_FILE, finite
+    from spbench.bench.tools.papers.comparison import write as write_comparisons
+
+    lines = [
+        json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
+        for row in sorted(rows, key=lambda row: row["key"])
+    ]
+    path = write_whole(folder / RESULTS_FILE, "".join(lines))
+    return [path, write_comparisons(comparisons, folder)] if comparisons else [path]

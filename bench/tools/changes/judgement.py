@@ -1,0 +1,286 @@
+"""The gate: are new results as good as the old ones?
+
+Results are joined by cell key, published numbers by claim and cells. Worse is: a worse status, more sent
+bytes, a formula no longer met, more peak or reserved memory or a longer step on virtual ranks, a smaller
+answer of a search, a larger absolute error against what was published, a number that is not finite, and
+whatever is gone. Bytes and answers are compared exactly, simulated times and errors to a tolerance; times and
+memory of real ranks differ from run to run, so :mod:`tools.changes.measured_change` judges them.
+Provenance, order, reasons and elapsed times are not judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from spbench.bench.errors import UserError
+from spbench.bench.measure.sweep.results import Row
+from spbench.bench.tools.changes.change_explanation import why
+from spbench.bench.tools.changes.measured_change import MeasuredChange, measured_changes
+from spbench.bench.tools.changes.metrics import METRICS, STATUSES, readings
+from spbench.bench.tools.changes.result_files import Results
+from spbench.bench.tools.papers.comparison import COMPARISON_FILE
+
+#: absolute, of relative errors
+ERROR_TOLERANCE = 1e-6
+
+Verdict = Literal["worse", "missing", "better", "new"]
+#: the worst first
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One number, status, cell or claim that is not what it was.
+
+    Attributes:
+        where: a cell's key, or a claim and its cells.
+        base, new: before and now; None where there is none.
+        change: how much of the base it is worse by (negative: better); infinite where that is no number.
+        allowed: it is worse, but of what a subset need not have.
+        interval: of ``change``, for a measured number that was tested.
+        p: of that test, corrected for the number of tests.
+        strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
+        moved, why: see :class:`Why`.
+    """
+
+    verdict: Verdict
+    where: str
+    quantity: str
+    base: Any
+    new: Any
+    change: float = math.inf
+    allowed: bool = False
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+    strategy: str = ""
+    moved: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it closes the gate."""
+        return self.verdict in ("worse", "missing") and not self.allowed
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a comparison of two results says.
+
+    Attributes:
+        differences: the worst first.
+        equal: how many cells and claims are as they were, by kind.
+        unjudged: cells and claims that have no difference, but of which something could not be judged.
+        notes: what could not be judged, and why.
+    """
+
+    differences: list[Difference]
+    equal: Counter[str]
+    unjudged: Set[str]
+    notes: list[str]
+
+    @property
+    def fails(self) -> bool:
+        return any(difference.fails for difference in self.differences)
+
+    @property
+    def judged_nothing(self) -> bool:
+        """Whether nothing could be compared, so that "not worse" would say nothing."""
+        return not self.equal.total() and all(each.verdict == "new" for each in self.differences)
+
+    @property
+    def word(self) -> str:
+        """What there is to say in a word or two."""
+        return "worse" if self.fails else "not judged" if self.judged_nothing else "not worse"
+
+    def counted(self, equal: str) -> str:
+        """How many differences there are of each verdict, how much is as it was, in the word ``equal``, and
+        what was not judged."""
+        counts = Counter[str](difference.verdict for difference in self.differences)
+        words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
+        words += [f"{count} {kind} {equal}" for kind, count in self.equal.items()]
+        words += [f"{len(self.unjudged)} not judged in full"] * bool(self.unjudged)
+        return ", ".join(words)
+
+
+def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
+    """Compare new results with old ones.
+
+    Args:
+        new: read with ``judged``, where it comes from a file.
+        subset: the new results may lack cells, and the claims that stand on them.
+
+    Raises:
+        UserError: a row of the base is ok and has no measurement.
+    """
+    _check_base(base)
+    differences: list[Difference] = []
+    equal: Counter[str] = Counter()
+    measured, unjudged, not_judged = measured_changes(base.cells, new.cells)
+    for key in dict.fromkeys([*base.cells, *new.cells]):
+        before, now = base.cells.get(key), new.cells.get(key)
+        of_cell = [
+            *_not_finite(key, before, new.not_finite.get(key, ())),
+            *_cell(key, before, now, subset),
+            *(_measured(key, change) for change in measured.get(key, ())),
+        ]
+        differences += (_explained(each, before, now) for each in of_cell)
+        equal["cells"] += not of_cell and key not in unjudged
+    notes = [*base.notes, *new.notes, *_lacking(base, new)]
+    for name in dict.fromkeys([*(base.claims or {}), *(new.claims or {})]):
+        where = " ".join(word for word in name[:2] if word)
+        if base.claims is None or (new.claims is None and not new.path.is_dir()):
+            unjudged |= {where}
+            continue
+        was, is_now = base.claims.get(name), (new.claims or {}).get(name)
+        # cells of both, as a claim that lost its cells does not name them any more
+        keys = {row[side] for row in (was, is_now) if row for side in ("numerator", "denominator")}
+        of_claim = list(_claim(where, was, is_now, subset and not keys - {""} <= new.cells.keys()))
+        differences += (_explained_claim(each, was, is_now) for each in of_claim)
+        equal["claims"] += not of_claim
+    if (base.claims is None) != (new.claims is None) and (base.claims is None or not new.path.is_dir()):
+        side = base if base.claims is None else new
+        notes.append(f"{side.path} has no {COMPARISON_FILE}: errors against published numbers are not judged")
+    differences.sort(key=lambda d: (not d.fails, VERDICTS.index(d.verdict), -d.change))
+    return Judgement(
+        differences, equal, unjudged - {each.where for each in differences}, [*notes, *not_judged]
+    )
+
+
+def _check_base(base: Results) -> None:
+    """Refuse a base with a row that is ok and without numbers, beside which nothing is ever worse."""
+    for key, row in base.cells.items():
+        if row["status"] == "ok" and not row["measurement"]:
+            raise UserError(
+                f"{base.path}: the row {key} is ok and its measurement is empty, so that nothing can be "
+                "judged by it; take the row from another copy, or make the base anew"
+            )
+
+
+def _lacking(base: Results, new: Results) -> Iterator[str]:
+    """A line on the metrics that new rows have and those of the base have not, though a cell's status is the
+    same: what is not there judges nothing."""
+    lacking: Counter[str] = Counter()
+    for key in base.cells.keys() & new.cells.keys():
+        before, now = base.cells[key], new.cells[key]
+        if before["status"] == now["status"]:
+            had = readings(before)
+            lacking.update(n for n, r in readings(now).items() if r.metric.judged and n not in had)
+    if lacking:
+        named = ", ".join(f"{name} ({_cells(count)})" for name, count in lacking.items())
+        yield f"{base.path} lacks metrics that the new results have, so that they are not judged: {named}"
+
+
+def _cells(count: int) -> str:
+    return "1 cell" if count == 1 else f"{count} cells"
+
+
+def _verdict(change: float) -> Verdict:
+    return "worse" if change > 0 else "better"
+
+
+def _measured(key: str, change: MeasuredChange) -> Difference:
+    verdict = _verdict(change.change)
+    values = (change.base, change.new, change.change)
+    return Difference(verdict, key, change.name, *values, interval=change.interval, p=change.p)
+
+
+def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
+    """With the strategy of its cell, and why it is one."""
+    strategy = str((new or base or {"cell": {}})["cell"].get("strategy", ""))
+    if base is None or new is None:
+        return replace(difference, strategy=strategy)
+    moved, text = why(difference.quantity, base, new)
+    return replace(difference, strategy=strategy, moved=moved, why=text)
+
+
+def _explained_claim(
+    difference: Difference, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None
+) -> Difference:
+    """With the strategy of its cell, and the numbers that its errors are of."""
+    strategy = str((new or base or {}).get("strategy") or "")
+    if base is None or new is None or new["published"] is None:
+        return replace(difference, strategy=strategy)
+    ours = ("none" if row["reproduced"] is None else f"{row['reproduced']:.6g}" for row in (base, new))
+    text = f"published {new['published']:.6g}, ours {' -> '.join(ours)}"
+    return replace(difference, strategy=strategy, why=text)
+
+
+def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[Difference]:
+    """New numbers that are not finite, by their places in a row's measurement."""
+    before = base["measurement"] if base else {}
+    for name in (field.removeprefix("measurement.") for field in fields):
+        yield Difference("worse", key, name, before.get(name), math.nan)
+
+
+def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator[Difference]:
+    if new is None:
+        assert base is not None
+        yield Difference("missing", key, "cell", base["status"], None, allowed=subset)
+        return
+    if base is None:
+        yield Difference("new", key, "cell", None, new["status"])
+        return
+    if base["status"] != new["status"]:
+        change = STATUSES.index(new["status"]) - STATUSES.index(base["status"])
+        yield Difference(_verdict(change), key, "status", base["status"], new["status"])
+        if new["status"] not in ("ok", "oom"):
+            return
+    before, now = _exact(base), _exact(new)
+    for metric in METRICS:
+        was, is_now = before.get(metric.name), now.get(metric.name)
+        if was is None and is_now is None:
+            continue
+        if was is None or is_now is None:
+            # a search without an answer says that nothing fits; any other number is missing, or is new
+            yield Difference("missing" if is_now is None else "new", key, metric.name, was, is_now)
+        elif abs(is_now - was) > metric.tolerance * abs(was):  # never of NaN, which has a line of its own
+            excess = metric.excess(was, is_now)
+            yield Difference(_verdict(excess), key, metric.name, was, is_now, excess)
+
+
+def _exact(row: Row) -> dict[str, float]:
+    """What is judged of a cell by itself."""
+    return {
+        name: reading.value
+        for name, reading in readings(row).items()
+        if reading.exact and reading.metric.judged
+    }
+
+
+def _claim(
+    where: str, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None, allowed: bool
+) -> Iterator[Difference]:
+    """Judge one published number.
+
+    Args:
+        allowed: the new results need not have its cells.
+    """
+    before, now = (
+        None if row is None or row["relative_error"] is None else abs(row["relative_error"])
+        for row in (base, new)
+    )
+    if base is None:
+        yield Difference("new", where, "error", None, now)
+        return
+    if new is None:
+        yield Difference("missing", where, "error", before, None, allowed=allowed)
+        return
+    right = [row["status_published"] == row["status_reproduced"] for row in (base, new)]
+    if right[0] != right[1]:
+        was, is_now = base["status_reproduced"], new["status_reproduced"]
+        yield Difference(
+            _verdict(right[0] - right[1]), where, "published status", was, is_now, allowed=allowed
+        )
+    if now is not None and not math.isfinite(now):
+        yield Difference("worse", where, "error", before, math.nan)
+    elif before is None or now is None:
+        if before is not None:
+            yield Difference("missing", where, "error", before, None, allowed=allowed)
+        elif now is not None:
+            yield Difference("new", where, "error", None, now)
+    elif abs(now - before) > ERROR_TOLERANCE:
+        yield Difference(_verdict(now - before), where, "error", before, now, now - before)

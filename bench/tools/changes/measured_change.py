@@ -1,0 +1,212 @@
+"""Have measured numbers changed? A statistical test on samples, with a least effect.
+
+**The unit is the process.** Samples of one process differ less than those of two, so a test that took each
+sample for an observation would find a change in every rerun. Where a row is of several rounds
+(:func:`~spbench.bench.tools.changes.metrics.merged_rounds`), each round counts once, by its median.
+
+**The test** is Student's t on logarithms of times, since a change multiplies a time. Where the rounds of both
+sides took turns, it is of pairs (one round of each, next to each other in time), so that what slows the
+machine for a while slows both of a pair. If nothing has changed, the two of a pair could be exchanged: the
+logarithm of their ratio is symmetric about zero however skewed the times are, which is what the test needs
+with few rounds. Rank tests need no such thing, but with n pairs their p-value is never below 2 / 2^n, too
+much to survive the correction for many metrics with fewer than 15 rounds. Rounds that did not take turns are
+compared by Welch's test, without pairs.
+
+**Many comparisons**: p-values are corrected together (Benjamini and Hochberg 1995), so that of all changes
+that are reported the expected part that is none is :data:`ALPHA`; where nothing at all has changed, that is
+the probability of any report.
+
+**The least effect**: a change is reported only if it is also larger than what anyone would act on.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from spbench.bench.measure.sweep.results import Row
+from spbench.bench.tools.changes.metrics import Reading, readings
+from spbench.bench.tools.changes.result_files import machine_of, same_machine
+
+#: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
+ALPHA = 0.01
+#: relative, of times measured in rounds; well below 5%, so that changes of 5% are not lost to it
+LEAST_EFFECT = 0.03
+#: relative, of memory, which no sample stands for: Megatron-LM's own regression tests allow as much
+LEAST_MEMORY_EFFECT = 0.05
+#: relative, of times of one process a side, whose difference from other processes is unknown: it must be seen
+#: in the median and in the smallest sample, which a busy machine disturbs least
+LEAST_EFFECT_OF_ONE_PROCESS = 1.0
+#: rounds, or samples of one process, that a side needs
+FEWEST = 5
+
+
+@dataclass(frozen=True)
+class MeasuredChange:
+    """A metric of a cell that differs.
+
+    Attributes:
+        change: how much of the base the new value is worse by; negative: better.
+        interval: of ``change``, (low, high); None: there is no test.
+        p: corrected; None: there is no test.
+    """
+
+    name: str
+    base: float
+    new: float
+    change: float
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """A metric before the correction; ``effect`` and ``interval`` are logarithms of ratios, new to base."""
+
+    key: str
+    base: Reading
+    new: Reading
+    effect: float
+    interval: tuple[float, float]
+    p: float
+    least: float
+
+    def change(self, p: float) -> MeasuredChange:
+        """With the corrected p-value."""
+        sign = 1 if self.base.metric.better == "smaller" else -1
+        low, high = sorted(sign * math.expm1(bound) for bound in self.interval)
+        effect = sign * math.expm1(self.effect)
+        return MeasuredChange(self.base.metric.name, self.base.value, self.new.value, effect, (low, high), p)
+
+
+def measured_changes(
+    base: Mapping[str, Row], new: Mapping[str, Row]
+) -> tuple[dict[str, list[MeasuredChange]], set[str], list[str]]:
+    """The measured metrics that differ, by cell, of cells that both sides have with the same status; the
+    cells of which a metric could not be judged; and why, a line each."""
+    tested: list[_Tested] = []
+    changes: dict[str, list[MeasuredChange]] = {}
+    unjudged: set[str] = set()
+    reasons: Counter[str] = Counter()
+    for key in base.keys() & new.keys():
+        for pair in _measured_on_both(base[key], new[key]):
+            if why := _why_not(base[key], new[key], *pair):
+                reasons[why] += 1
+                unjudged.add(key)
+            elif pair[0].metric.unit == "bytes":
+                for change in _by_effect_alone(*pair):
+                    changes.setdefault(key, []).append(change)
+            else:
+                tested.append(_test(key, *pair, in_turns=_in_turns(base[key], new[key])))
+    for judged, p in zip(tested, _corrected(tested), strict=True):
+        if p < ALPHA and abs(math.expm1(judged.effect)) > judged.least:
+            changes.setdefault(judged.key, []).append(judged.change(p))
+    notes = [f"{_metrics(count)} not judged: {why}" for why, count in reasons.items()]
+    return changes, unjudged, [*notes, *_precision(tested)]
+
+
+def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
+    if base["status"] != new["status"]:
+        return
+    now = readings(new)
+    for name, before in readings(base).items():
+        is_measured = before.metric.judged and not before.exact and name in now and not now[name].exact
+        if is_measured and now[name].is_finite:  # of others the judgement has a line
+            yield before, now[name]
+
+
+def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
+    """Why a metric cannot be judged; "" if it can."""
+    if not same_machine(base_row, new_row):
+        was, is_now = (machine_of(row) or "an unknown machine" for row in (base_row, new_row))
+        return f"base is of {was}, new of {is_now}; spbench compare --run measures both on one machine"
+    if base.metric.unit == "bytes":
+        return ""
+    if not base.rounds or not new.rounds:
+        return "there are no samples"
+    if min(*base.samples, *new.samples) <= 0:
+        return "a sample is not positive"
+    what = "samples" if _is_one_process(base, new) else "rounds"
+    if min(len(_units(reading, what)) for reading in (base, new)) < FEWEST:
+        return f"fewer than {FEWEST} {what} a side"
+    return ""
+
+
+def _is_one_process(base: Reading, new: Reading) -> bool:
+    return len(base.rounds) == len(new.rounds) == 1
+
+
+def _units(reading: Reading, what: str) -> Sequence[float]:
+    """What counts as an observation: samples, or medians of rounds."""
+    return reading.samples if what == "samples" else [statistics.median(round_) for round_ in reading.rounds]
+
+
+def _in_turns(base: Row, new: Row) -> bool:
+    """Whether the rounds of two rows took turns: in order of time, each two are one of either side."""
+    times = [(str(round_.get("time", "")), side) for side in (base, new) for round_ in side.get("rounds", ())]
+    is_base = [side is base for _, side in sorted(times, key=lambda entry: entry[0])]
+    return len(is_base) % 2 == 0 and all(
+        first != second for first, second in zip(is_base[::2], is_base[1::2], strict=True)
+    )
+
+
+def _by_effect_alone(base: Reading, new: Reading) -> Iterable[MeasuredChange]:
+    change = base.metric.excess(base.value, new.value)
+    if abs(change) > LEAST_MEMORY_EFFECT:
+        yield MeasuredChange(base.metric.name, base.value, new.value, change)
+
+
+def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
+    import numpy as np
+    from scipy import stats  # takes a second, which comparisons of exact metrics alone need not wait for
+
+    alone = _is_one_process(base, new)
+    before, now = (np.log(_units(reading, "samples" if alone else "rounds")) for reading in (base, new))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of observations that are all alike
+        if in_turns and len(before) == len(now) and not alone:
+            result, effect = stats.ttest_1samp(now - before, 0), np.mean(now - before)
+        else:
+            result, effect = stats.ttest_ind(now, before, equal_var=False), now.mean() - before.mean()
+        interval = result.confidence_interval(1 - ALPHA)
+    if alone:
+        seen = [np.median(now) - np.median(before), now.min() - before.min()]
+        effect = min(seen, key=abs) if seen[0] * seen[1] > 0 else 0.0
+    p = 1.0 if math.isnan(result.pvalue) else float(result.pvalue)  # the same constant on both sides
+    bounds = (effect, effect) if math.isnan(interval.low) else (interval.low, interval.high)
+    least = LEAST_EFFECT_OF_ONE_PROCESS if alone else LEAST_EFFECT
+    return _Tested(key, base, new, float(effect), (float(bounds[0]), float(bounds[1])), p, least)
+
+
+def _corrected(tested: Sequence[_Tested]) -> Sequence[float]:
+    """Their p-values, corrected for how many there are."""
+    if not tested:
+        return []
+    from scipy.stats import false_discovery_control
+
+    return [float(p) for p in false_discovery_control([judged.p for judged in tested])]
+
+
+def _precision(tested: Sequence[_Tested]) -> Iterable[str]:
+    """How much a change could be seen: a line for metrics in rounds, one for those of one process a side."""
+    by_rounds = [judged for judged in tested if not _is_one_process(judged.base, judged.new)]
+    if by_rounds:
+        rounds = min(len(reading.rounds) for judged in by_rounds for reading in (judged.base, judged.new))
+        widths = [math.expm1((judged.interval[1] - judged.interval[0]) / 2) for judged in by_rounds]
+        yield (
+            f"{_metrics(len(by_rounds))} judged by {rounds} rounds a side: half of them to within "
+            f"{statistics.median(widths):.1%} or less, the least certain to within {max(widths):.1%}"
+        )
+    if alone := len(tested) - len(by_rounds):
+        yield (
+            f"{_metrics(alone)} of one process a side: only changes of more than "
+            f"{LEAST_EFFECT_OF_ONE_PROCESS:.0%} are judged; rounds show smaller ones (spbench compare --run)"
+        )
+
+
+def _metrics(count: int) -> str:
+    return "1 measured metric" if count == 1 else f"{count} measured metrics"

@@ -1,0 +1,232 @@
+"""Results as they are read to be compared with others: our own rows, or what pytest-benchmark has written.
+
+Each benchmark of pytest-benchmark is a row: its full name is the key, its time the measured metric
+``time_s``, with the samples of all its rounds where the file has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from spbench.bench.errors import UserError
+from spbench.bench.git import DIRTY, SHORT_HASH
+from spbench.bench.json_values import Number, problem
+from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
+from spbench.bench.tools.changes.metrics import merged_rounds
+from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read_records
+from spbench.bench.user_files import parse_json, read_file, resolved
+
+Claims = dict[tuple[str, ...], Mapping[str, Any]]
+
+#: the engine of rows of pytest-benchmark; no engine of ours is called so
+PYTEST_BENCHMARK = "pytest-benchmark"
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is compared.
+
+    Attributes:
+        cells: rows by key.
+        claims: the rows of comparison.csv by claim, variant, numerator and denominator; None: there is no
+            such file.
+        notes: what the files lack, a line each.
+        not_finite: the fields of rows whose numbers are not finite, by key; empty unless asked for.
+    """
+
+    path: Path
+    cells: Mapping[str, Row]
+    claims: Claims | None = None
+    notes: Sequence[str] = ()
+    not_finite: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def commits(self) -> list[str]:
+        """The commits that the rows stand for, in the order in which they first appear; "" stands for rows
+        that do not say."""
+        return list(dict.fromkeys(map(commit_of, self.cells.values())))
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines that made the rows, as :func:`machine_of` names them, in the order in which they first
+        appear."""
+        return list(dict.fromkeys(map(machine_of, self.cells.values())))
+
+
+def machine_of(row: Row) -> str:
+    """The machine that made a row, as far as the row says: host name, processor and GPUs, with commas
+    between them."""
+    return ", ".join(filter(None, _machine(row)))
+
+
+def same_machine(a: Row, b: Row) -> bool:
+    """Whether two rows are of one machine: the host is the same, and whatever else both say of it."""
+    pairs = list(zip(_machine(a), _machine(b), strict=True))
+    return all(pairs[0]) and all(one == other for one, other in pairs if one and other)
+
+
+def _machine(row: Row) -> tuple[str, str, str]:
+    """Host name, processor and GPUs; "" for what a row does not say."""
+    made_by = row.get("provenance") or {}
+    facts = made_by.get("machine") or {}
+    cpu = facts.get("cpu") or made_by.get("cpu") or ""
+    return made_by.get("host") or "", cpu, ", ".join(facts.get("gpus") or ())
+
+
+def suite_of(path: Path) -> str:
+    """The name of the results at a path: that of their folder, or of their file without its ending."""
+    place = resolved(path)
+    if place.is_dir():
+        return place.name
+    return place.parent.name if place.name == RESULTS_FILE else place.stem
+
+
+def read_results(path: Path, *, judged: bool = False) -> Results:
+    """Read a cells.jsonl, or a folder with one and, perhaps, a comparison.csv; or a JSON file of
+    pytest-benchmark, or a folder of such files of one commit, each of which is a round.
+
+    Args:
+        judged: the results are to be judged: numbers that are not finite are kept as NaN, which the judgement
+            names, instead of being refused.
+
+    Raises:
+        UserError: a file is missing, cannot be read or has a line that is not a row, or there is no row.
+    """
+    cells = path / RESULTS_FILE if path.is_dir() else path
+    not_finite: Mapping[str, Sequence[str]] = {}
+    notes: Sequence[str] = ()
+    if benchmarks := _benchmarks(path):
+        rows, notes = _rows_of_benchmarks(benchmarks)
+        by_key = {row["key"]: row for row in rows}
+    elif not cells.is_file():
+        raise UserError(f"cannot read {cells}: no such file; name one, or a folder with {RESULTS_FILE}")
+    elif judged:
+        by_key, not_finite = read_new_rows(cells)
+    else:
+        by_key = {row["key"]: row for row in read_all_rows(cells)}
+    if not by_key:
+        raise UserError(f"{cells} has no rows, so that nothing can be compared")
+    claims = path / COMPARISON_FILE
+    read = _read_claims(claims, judged) if claims.is_file() else None
+    return Results(path, by_key, read, notes, not_finite)
+
+
+def _read_claims(path: Path, judged: bool) -> Claims:
+    name = ("claim", "variant", "numerator", "denominator")
+    needed = (*name, *NUMBERS, "status_published", "status_reproduced")
+    rows = read_records(path, needed, any_number=judged)
+    return {tuple(row[column] for column in name): row for row in rows}
+
+
+# -- pytest-benchmark ------------------------------------------------------------------------------------
+
+
+class _Stats(BaseModel):
+    median: Number
+    data: list[Number] | None = None
+
+
+class _Benchmark(BaseModel):
+    name: str
+    fullname: str
+    group: str | None = None
+    stats: _Stats
+
+
+class _Processor(BaseModel):
+    brand_raw: str | None = None
+
+
+class _MachineInfo(BaseModel):
+    node: str | None = None
+    python_version: str | None = None
+    cpu: _Processor | None = None
+
+
+class _CommitInfo(BaseModel):
+    id: str | None = None
+    dirty: bool | None = False
+
+
+class _BenchmarksFile(BaseModel):
+    benchmarks: list[_Benchmark]
+    machine_info: _MachineInfo | None = None
+    commit_info: _CommitInfo | None = None
+    datetime: str | None = None
+
+
+def _benchmarks(path: Path) -> dict[Path, _BenchmarksFile]:
+    """The files of pytest-benchmark that a path names: itself, or all in a folder that has no rows of ours;
+    empty if it names none.
+
+    Raises:
+        UserError: a file has benchmarks, but is not as pytest-benchmark writes it.
+    """
+    if path.is_dir():
+        files = [] if (path / RESULTS_FILE).exists() else sorted(path.glob("*.json"))
+    else:
+        files = [path] if path.is_file() else []
+    read = {}
+    for file in files:
+        try:
+            content = parse_json(file, read_file(file))
+        except UserError:
+            continue
+        if isinstance(content, dict) and "benchmarks" in content:
+            try:
+                read[file] = _BenchmarksFile.model_validate(content)
+            except ValidationError as error:
+                what = f"as what pytest-benchmark writes: {problem(error)}"
+                raise UserError(f"cannot read {file} {what}") from error
+    return read
+
+
+def _rows_of_benchmarks(files: Mapping[Path, _BenchmarksFile]) -> tuple[list[Row], list[str]]:
+    """Rows of the benchmarks in files, and what the files lack, a line each. Several files are rounds of the
+    same benchmarks, in the order of their times.
+
+    Raises:
+        UserError: the files are of several commits or machines.
+    """
+    rounds = [list(_rows(content)) for content in files.values()]
+    first = next(iter(files))
+    if len({tuple(row["provenance"].values()) for rows in rounds for row in rows}) > 1:
+        raise UserError(
+            f"{first.parent} has benchmarks of several commits or machines; a folder is taken for rounds "
+            "of one, so name one file or keep them in a folder each"
+        )
+    lacking = sum("time_samples_s" not in row["measurement"] for row in rounds[0])
+    notes = [f"{lacking} benchmarks of {first} have no samples; --benchmark-save-data keeps them"]
+    rounds.sort(key=lambda rows: rows[0]["time"] if rows else "")
+    return merged_rounds(rounds) if len(rounds) > 1 else rounds[0], notes if lacking else []
+
+
+def _rows(content: _BenchmarksFile) -> Iterator[Row]:
+    machine, commit = content.machine_info or _MachineInfo(), content.commit_info or _CommitInfo()
+    made_by = (commit.id or "")[:SHORT_HASH]
+    origin = {
+        "commit": f"{made_by}{DIRTY}" if made_by and commit.dirty else made_by or None,
+        "python": machine.python_version,
+        "host": machine.node,
+        "cpu": machine.cpu and machine.cpu.brand_raw,
+    }
+    for benchmark in content.benchmarks:
+        samples = benchmark.stats.data
+        yield {
+            "key": benchmark.fullname,
+            "cell": {"engine": PYTEST_BENCHMARK, "model": benchmark.name, "group": benchmark.group or ""},
+            "status": "ok",
+            "reason": "",
+            "measurement": {
+                "time_s": benchmark.stats.median,
+                **({"time_samples_s": samples} if samples else {}),
+            },
+            "time": content.datetime or "",
+            "provenance": origin,
+        }

@@ -1,0 +1,50 @@
+"""github-action-benchmark: a file for its tool customSmallerIsBetter and one for customBiggerIsBetter.
+
+Each is an array of ``{name, value, unit, range, extra}``, as its README shows under "Examples".
+Its charts are lines of one name over commits: SUITE/CELL/METRIC, where the cell is a key with a digest of all
+settings. Values keep all their digits, so that an alert threshold of 100% finds a single byte.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest
+
+#: the file of each direction, called after the tool that reads it
+FILES = {"smaller": "customSmallerIsBetter.json", "bigger": "customBiggerIsBetter.json"}
+
+
+def export(request: ExportRequest) -> Exported:
+    """A file a tool; one without entries is left out, as the action refuses it.
+
+    Raises:
+        UserError: no cell has a value.
+    """
+    entries: dict[str, list[dict[str, Any]]] = {}
+    for value in request.values():
+        entries.setdefault(FILES[value.reading.metric.better], []).append(_entry(value))
+    contents = {file: json.dumps(found, indent=1) + "\n" for file, found in entries.items()}
+    return Exported(contents, request.left_out())
+
+
+def _entry(value: ExportedValue) -> dict[str, Any]:
+    suite, row, reading = value
+    origin = suite.origin(row)
+    extra = {
+        "status": row["status"],
+        "commit": origin.shown_commit,
+        "machine": "any (the value is exact)" if reading.exact else origin.host or "unknown",
+        **origin.versions,
+    }
+    entry = {
+        "name": f"{suite.name}/{row['key']}/{reading.metric.name}",
+        "value": value.number,
+        "unit": reading.unit,
+        "extra": "\n".join(f"{name}: {value}" for name, value in extra.items()),
+    }
+    if reading.samples:
+        least, most = min(reading.samples), max(reading.samples)
+        entry["range"] = f"{least:.6g} to {most:.6g} in {len(reading.samples)} samples"
+    return entry

@@ -1,0 +1,165 @@
+"""JUnit XML: a test case for each cell and each claim, for the test reports of Jenkins, GitLab and others.
+
+Failures are what the gate fails for (worse, missing) and results that are wrong (numerics, mismatch); errors
+are cells without a result (failed, timeout). Cells that cannot be (unsupported) are skipped, and with a base
+what is not judged: new cells, those measured on another machine, suites that were not run. The metrics are
+properties of the suite, CELL/METRIC, and words in the output of their case: Jenkins' schema (junit-10.xsd of
+its xUnit plug-in) allows no properties within a case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from spbench.bench.measure.sweep.results import Row
+from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.tools.changes.export_values import shown_difference, shown_origin
+from spbench.bench.tools.changes.exported import Exported, ExportRequest, whole
+from spbench.bench.tools.changes.judgement import Difference
+from spbench.bench.tools.changes.metrics import readings
+from spbench.bench.tools.changes.suite import Suite
+
+#: what a status makes of a test case, whatever the base says
+ELEMENTS = {
+    "failed": "error",
+    "timeout": "error",
+    "numerics": "failure",
+    "mismatch": "failure",
+    "unsupported": "skipped",
+}
+
+#: what XML cannot say, even escaped
+_NO_CHARACTERS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def export(request: ExportRequest) -> Exported:
+    """One document: a test suite for the cells of each of the suites, and one for their claims."""
+    root = Element("testsuites", name="spbench")
+    for suite in request.suites:
+        differences = defaultdict(list)
+        for difference in suite.judgement.differences if suite.judgement else ():
+            differences[difference.where].append(difference)
+        _cells(root, suite, differences)
+        _claims(root, suite, differences)
+    for name in request.not_run:
+        element = SubElement(root, "testsuite", name=name)
+        _skip(SubElement(element, "testcase", name=name, classname=name, time="0"), "not run")
+        _count(element)
+    for total in ("tests", "failures", "errors"):
+        root.set(total, str(sum(int(suite.attrib[total]) for suite in root)))
+    indent(root, " ")
+    return Exported('<?xml version="1.0" encoding="UTF-8"?>\n' + tostring(root, encoding="unicode") + "\n")
+
+
+def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
+    element = SubElement(root, "testsuite", name=suite.name)
+    properties = SubElement(element, "properties")
+    for name, value in _facts(suite).items():
+        SubElement(properties, "property", name=name, value=_clean(value))
+    rows = suite.results.cells
+    gone = [key for key in (suite.base.cells if suite.base else ()) if key not in rows]
+    for key in (*rows, *gone):
+        row = rows.get(key)
+        case = _case(element, key, suite.name, row)
+        if row is not None:
+            read = {name: f"{whole(number.value)} {number.unit}" for name, number in readings(row).items()}
+            for name, text in read.items():
+                SubElement(properties, "property", name=f"{key}/{name}", value=_clean(text))
+        else:
+            read = {}
+        _verdict(case, row, differences.get(key, ()))
+        if suite.base and len(case) == 0 and (why := _not_judged(suite, key)):
+            _skip(case, why)
+        lines = [f"{name}: {text}" for name, text in read.items()]
+        if row is not None and (band := with_band(row)["measurement"]).get("band"):
+            lines.append(f"step time: {shown_band(band)} ({band['band']})")
+        SubElement(case, "system-out").text = _clean("\n".join(["status: " + _status(row), *lines]))
+    _count(element)
+
+
+def _claims(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
+    of_base = (suite.base.claims if suite.base else None) or {}
+    names = dict.fromkeys(
+        " ".join(filter(None, name[:2])) for name in [*(suite.results.claims or {}), *of_base]
+    )
+    if not names:
+        return
+    element = SubElement(root, "testsuite", name=f"{suite.name} claims")
+    for name in names:
+        case = _case(element, name, f"{suite.name}.claims", None)
+        _verdict(case, None, differences.get(name, ()))
+        if suite.base is None or (suite.judgement and name in suite.judgement.unjudged):
+            _skip(case, "not judged")
+    _count(element)
+
+
+def _case(suite: Element, name: str, classname: str, row: Row | None) -> Element:
+    elapsed = f"{(row or {}).get('elapsed_s') or 0.0:.3f}"
+    return SubElement(suite, "testcase", name=_clean(name), classname=classname, time=elapsed)
+
+
+def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) -> None:
+    """Say what is wrong with a case: as an error or as skipped at most once, and as one failure for all that
+    the gate fails for."""
+    status = _status(row)
+    wrong = ELEMENTS.get(status)
+    worse = [difference for difference in differences if difference.fails]
+    if wrong == "error" or (wrong and not worse):
+        reason = str((row or {}).get("reason") or status)
+        SubElement(case, wrong, type=status, message=_clean(reason))
+    elif worse:
+        text = "\n".join(_line(difference) for difference in worse)
+        SubElement(case, "failure", type=worse[0].verdict, message=_clean(_line(worse[0]))).text = _clean(
+            text
+        )
+
+
+def _not_judged(suite: Suite, key: str) -> str:
+    """Why the gate says nothing of a cell; "" if it does."""
+    assert suite.base
+    assert suite.judgement
+    if key not in suite.base.cells:
+        return "not judged: the cell is new"
+    return (
+        "; ".join(["not judged in full", *suite.judgement.notes]) if key in suite.judgement.unjudged else ""
+    )
+
+
+def _skip(case: Element, why: str) -> None:
+    SubElement(case, "skipped", type="not judged", message=_clean(why))
+
+
+def _status(row: Row | None) -> str:
+    return str(row["status"]) if row is not None else "missing"
+
+
+def _line(difference: Difference) -> str:
+    shown = shown_difference(difference)
+    change = f" ({shown.change})" if shown.change else ""
+    why = f"; {difference.why}" if difference.why else ""
+    return (
+        f"{difference.verdict}: {difference.quantity} {shown.base or 'none'} -> {shown.new or 'none'}{change}"
+        f"{why}"
+    )
+
+
+def _facts(suite: Suite) -> dict[str, str]:
+    facts = {"head": shown_origin(suite.results, suite.commit)}
+    if suite.base:
+        facts["base"] = shown_origin(suite.base)
+    return facts
+
+
+def _count(suite: Element) -> None:
+    cases = suite.findall("testcase")
+    suite.set("tests", str(len(cases)))
+    for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(attribute, str(sum(case.find(tag) is not None for case in cases)))
+    suite.set("time", f"{sum(float(case.attrib['time']) for case in cases):.3f}")
+
+
+def _clean(text: str) -> str:
+    return _NO_CHARACTERS.sub("?", text)

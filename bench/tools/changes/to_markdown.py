@@ -1,0 +1,199 @@
+"""Markdown: the comment on a pull request, or the summary of a job.
+
+What is worse comes first, then what is missing, better and new; equal cells are counted. The first line is a
+mark that is always the same, by which a workflow finds the comment to update. The text stays below the most
+characters that GitHub takes for a comment: lines that have no room are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.changes.export_values import shown_difference, shown_origin, shown_reading
+from spbench.bench.tools.changes.exported import Exported, ExportRequest
+from spbench.bench.tools.changes.judgement import Difference
+from spbench.bench.tools.changes.metrics import STATUSES, readings
+from spbench.bench.tools.changes.result_files import Claims
+from spbench.bench.tools.changes.suite import Suite
+
+MARK = "<!-- spbench -->"
+
+#: characters of a comment on GitHub
+LIMIT = 65_536
+
+VERDICTS = {"worse": "❌ worse", "missing": "❌ missing", "better": "✅ better", "new": "🆕 new"}
+
+
+@dataclass
+class Listing:
+    """A table of which lines may be left out where there is no room.
+
+    Attributes:
+        title: of a table that is folded; "" for one in full view.
+        lines: the most important first.
+        shown: how many of the lines there is room for.
+    """
+
+    title: str
+    header: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    shown: int = 0
+
+    def __str__(self) -> str:
+        rows = [_line(self.header), "|" + " --- |" * len(self.header), *map(_line, self.lines[: self.shown])]
+        if left := len(self.lines) - self.shown:
+            rows += ["", f"{left} more lines had no room."]
+        table = "\n".join(rows)
+        if not self.title:
+            return table
+        return f"<details><summary>{self.title}</summary>\n\n{table}\n\n</details>"
+
+
+def export(request: ExportRequest) -> Exported:
+    """One document for all suites.
+
+    Raises:
+        UserError: there are so many suites that their headings alone are too long.
+    """
+    blocks: list[str | Listing] = [MARK, f"## spbench: {_headline(request.suites)}"]
+    for suite in request.suites:
+        blocks += _compared(suite) if suite.judgement else _alone(suite)
+    if request.not_run:
+        blocks.append(f"**Not run:** {', '.join(request.not_run)}.")
+    return Exported(_fitting(blocks) + "\n")
+
+
+def _fitting(blocks: Sequence[str | Listing]) -> str:
+    """The blocks as one text: of tables as many lines as there is room for, folded ones last."""
+    listings = [block for block in blocks if isinstance(block, Listing)]
+    room = LIMIT - 1 - len(_joined(blocks))
+    for listing in sorted(listings, key=lambda listing: bool(listing.title)):
+        for line in listing.lines:
+            room -= len(_line(line)) + 1
+            if room < 0:
+                break
+            listing.shown += 1
+    text = _joined(blocks)
+    if len(text) >= LIMIT:
+        raise UserError(
+            f"the headings of so many results are more than a comment's {LIMIT} characters; export fewer"
+        )
+    return text
+
+
+def _joined(blocks: Iterable[str | Listing]) -> str:
+    return "\n\n".join(map(str, blocks))
+
+
+def _headline(suites: Sequence[Suite]) -> str:
+    judged = [suite.judgement for suite in suites if suite.judgement]
+    if not judged:
+        return "results"
+    words = [judgement.word for judgement in judged]
+    return next((word for word in ("worse", "not judged") if word in words), "not worse")
+
+
+def _compared(suite: Suite) -> Iterator[str | Listing]:
+    judgement = suite.judgement
+    assert judgement
+    assert suite.base
+    yield f"### {suite.name}: {judgement.word}"
+    head, base = shown_origin(suite.results, suite.commit), shown_origin(suite.base)
+    yield f"Head: {head}\nBase: {base}\n{judgement.counted('unchanged')}.".replace("\n", "  \n")
+    failing = [difference for difference in judgement.differences if difference.fails]
+    others = [difference for difference in judgement.differences if not difference.fails]
+    if failing:
+        yield _differences("", failing)
+    if others:
+        yield _differences(_title(others), others)
+    if suite.meant and suite.meant.differences:
+        assert suite.previous_base
+        yield (
+            f"**Meant:** this change brings another baseline of {suite.name} "
+            f"(before: {shown_origin(suite.previous_base)}). {suite.meant.counted('unchanged')}."
+        )
+        yield _differences("What the baseline's change moves", suite.meant.differences)
+    if suite.results.claims:
+        yield _claims(suite.results.claims, suite.base.claims or {})
+    yield from judgement.notes
+
+
+def _title(differences: Iterable[Difference]) -> str:
+    counts = Counter(difference.verdict for difference in differences)
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
+def _differences(title: str, differences: Sequence[Difference]) -> Listing:
+    header = ("", "cell or claim", "quantity", "base", "head", "change", "what moved")
+    lines = [
+        (
+            VERDICTS[difference.verdict],
+            _code(difference.where),
+            difference.quantity,
+            *shown_difference(difference),
+            difference.why,
+        )
+        for difference in differences
+    ]
+    return Listing(title, header, lines)
+
+
+def _claims(claims: Claims, before: Claims) -> Listing:
+    """The errors against published numbers, by role."""
+    errors = [_errors(each) for each in (before, claims)]
+    lines = [
+        (role, str(len(now)), _percent(errors[0].get(role)), _percent(now)) for role, now in errors[1].items()
+    ]
+    return Listing("Against published numbers", ("role", "numbers", "median error of base", "of head"), lines)
+
+
+def _errors(claims: Claims) -> Mapping[str, list[float]]:
+    by_role = defaultdict(list)
+    for row in claims.values():
+        if row["relative_error"] is not None:
+            by_role[row.get("role", "")].append(abs(row["relative_error"]))
+    return by_role
+
+
+def _percent(errors: Sequence[float] | None) -> str:
+    return f"{median(errors):.2%}" if errors else ""
+
+
+def _alone(suite: Suite) -> Iterator[str | Listing]:
+    """Results that are held against nothing, worst first."""
+    rows = sorted(suite.rows, key=lambda row: -STATUSES.index(row["status"]))
+    read = {row["key"]: readings(row) for row in rows}
+    metrics = list(dict.fromkeys(name for values in read.values() for name in values))
+    counts = ", ".join(
+        f"{count} {status}" for status, count in Counter(row["status"] for row in rows).items()
+    )
+    yield f"### {suite.name}: {counts}"
+    yield f"Commit: {shown_origin(suite.results, suite.commit)}"
+    lines = [
+        (
+            _code(row["key"]),
+            row["status"],
+            *(
+                shown_reading(row, read[row["key"]][name]) if name in read[row["key"]] else ""
+                for name in metrics
+            ),
+        )
+        for row in rows
+    ]
+    yield Listing(f"{len(rows)} cells", ("cell", "status", *metrics), lines)
+    if suite.results.claims:
+        yield _claims(suite.results.claims, {})
+
+
+def _line(cells: Sequence[Any]) -> str:
+    escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"

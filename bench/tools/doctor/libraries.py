@@ -1,0 +1,123 @@
+"""Checks of Python and of the libraries that are installed."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from spbench.bench.tools.doctor.check import Check, Observation
+from spbench.impls.discovery import installed_version
+
+_OLDEST_PYTHON = (3, 11)
+#: compute capabilities for which a kernel is compiled: P100, V100, A100, H100, B200
+_CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
+#: what an extra is for, in the words of a remedy
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+
+
+def python() -> Iterator[Observation]:
+    """The interpreter and the system."""
+    found = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
+    remedy = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
+    yield Observation.judged("Python", sys.version_info >= _OLDEST_PYTHON, found, remedy, "missing", True)
+
+
+def packages() -> Iterator[Observation]:
+    """The distributions that spbench declares: those that it needs, and those of each extra."""
+    try:
+        declared = requires("spbench") or []
+    except PackageNotFoundError:
+        yield Observation("spbench", "warning", "not installed, only found on the path", "pip install -e .")
+        return
+    versions: dict[str, dict[str, str | None]] = {}
+    for requirement in declared:
+        marked = _EXTRA.search(requirement)
+        name = re.split(r"[\s;<>=!~\[(]", requirement, maxsplit=1)[0]
+        versions.setdefault(marked[1] if marked else "", {})[name] = installed_version(name)
+    for extra, found in versions.items():
+        absent = [name for name, version in found.items() if version is None]
+        there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+        subject = f"packages of the extra {extra}" if extra else "packages"
+        remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
+        if absent:
+            there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
+        yield Observation.judged(subject, not absent, there, remedy, "missing", not extra)
+
+
+def py_spy() -> Iterator[Observation]:
+    """The program that reads the stacks of a process that hangs, Python's and C's."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        remedy = "pip install py-spy; without it the stacks of a rank that hangs are Python's alone"
+        yield Observation("py-spy", "missing", "not installed", remedy)
+        return
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+    yield Observation("py-spy", "ok", f"{done.stdout.strip()}, {program}")
+
+
+def torch() -> Iterator[Observation]:
+    """The build of torch, and Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    yield Observation("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    found = "in this build of torch" if has_gloo else "not in this build of torch"
+    remedy = "install a build of torch with torch.distributed and Gloo"
+    yield Observation.judged("Gloo", has_gloo, found, remedy, "missing", True)
+
+
+def triton() -> Iterator[Observation]:
+    """Triton, and for which GPUs it compiles a kernel of ours; that needs no GPU."""
+    try:
+        import triton
+    except ImportError as error:
+        remedy = "pip install triton (Linux); linear attention is slower on GPUs without it"
+        yield Observation("Triton", "missing", f"cannot be imported: {error}", remedy)
+        return
+    failed: dict[str, str] = {}
+    for card, capability in _CAPABILITIES.items():
+        try:
+            _compile(capability)
+        except Exception as error:  # of a compiler anything can be raised
+            failed[card] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    works = ", ".join(f"{card} (sm_{_CAPABILITIES[card]})" for card in _CAPABILITIES if card not in failed)
+    found = f"{triton.__version__}, compiles for {works or 'none'}"
+    found += next((f"; not for {card}: {why}" for card, why in failed.items()), "")
+    remedy = f"another version of Triton, if you have one of these: {', '.join(failed)}"
+    yield Observation.judged("Triton", not failed, found, remedy)
+
+
+def _compile(capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from spbench.impls.kernels import linear_attention_triton as kernels
+
+    scan = kernels._scan
+    constants = {"SIZE": 64 * 64, "BACKWARD": False, "TS": kernels.SCANNED}
+    types = {"states": "*fp32", "rates": "*fp32"}
+    source = triton.compiler.ASTSource(
+        scan,
+        {name: "constexpr" if name in constants else types.get(name, "i32") for name in scan.arg_names},
+        {(place,): constants[name] for place, name in enumerate(scan.arg_names) if name in constants},
+    )
+    triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+CHECKS = {
+    "python": Check(python, is_needed=True),
+    "packages": Check(packages, is_needed=True),
+    "py-spy": Check(py_spy),
+    "torch": Check(torch, is_needed=True),
+    "triton": Check(triton, limit_s=120),
+}

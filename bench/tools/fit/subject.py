@@ -1,0 +1,231 @@
+"""What `spbench fit` is asked about: cells of a scenario, of a job's files, or of a model with sizes."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell, requirements, strategy_axes
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.choices import names, refusal
+from spbench.bench.measure.scenarios.expand import Problem, expand
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.scenarios.setting_changes import changed, written
+from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.fit.suggestions import usual_strategies
+from spbench.bench.tools.fit.usual_attention import ATTENTION, with_usual_attention
+from spbench.bench.tools.jobs.job_files import read_job
+from spbench.impls.axes import MESH_AXES, unused_axes
+
+#: of a model with sizes: Adam makes its moments in the first step
+_TRAINING = {"moments": "later", "steps": 2}
+_PRECISION = "bf16"
+#: strategies that an error names at the most
+_NAMED = 3
+#: settings of what is trained, whatever the layout
+_OF_THE_JOB = ("precision", "model_options")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Cells to be examined, on virtual ranks.
+
+    Attributes:
+        remarks: on how they were made, one a line.
+        job: the kind of job that they were read from; "": of none.
+    """
+
+    cells: list[Cell]
+    remarks: Sequence[str] = ()
+    job: str = ""
+
+
+def subject(words: Sequence[str], asked: Asked) -> Subject:
+    """The cells that words stand for: the name or file of a scenario, files of a job, or a model.
+
+    Raises:
+        UserError: they stand for nothing, something is missing or cannot be, or a card has no limit.
+    """
+    first, kind = words[0], kind_of(words)
+    settings = dict(asked.settings)
+    remarks: Sequence[str] = ()
+    program = ""
+    if kind == "scenario":
+        cells = _of_scenario(first, asked)
+    elif kind == "model":
+        _refuse_narrowing(first, asked)
+        cells, remarks, settings = _of_model(first, asked)
+    else:
+        _refuse_narrowing(first, asked)
+        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster)
+        cells, remarks, program = [job.cell()], job.remarks, job.kind
+        if asked.strategy is not None:
+            settings["strategy"] = asked.strategy
+    cells = [changed(cell, settings) if settings else cell for cell in cells]
+    return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks, program)
+
+
+def _of_scenario(name: str, asked: Asked) -> list[Cell]:
+    narrowing = Narrowing(
+        strategies=() if asked.strategy is None else (asked.strategy,),
+        clusters=() if asked.cluster is None else (asked.cluster,),
+        engines=("virtual",),
+        world_sizes=() if asked.gpus is None else (asked.gpus,),
+        variant=asked.variant,
+        where=asked.where,
+    )
+    return narrowed_cells(load_scenario(name), narrowing)
+
+
+def _refuse_narrowing(name: str, asked: Asked) -> None:
+    for flag, value in (("--where", asked.where), ("--variant", asked.variant)):
+        if value:
+            raise UserError(f"{flag} chooses among cells of a scenario, which {name} is not; leave it out")
+
+
+def _made(group: Mapping[str, Any]) -> Cell:
+    """The cell of a group of a scenario."""
+    try:
+        (cell,) = expand({}, [dict(group)], {}, "", Path())
+    except Problem as problem:
+        raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
+    return cell
+
+
+def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raises a UserError for ranks along an axis that the strategy does not divide along; it names some that
+    do and that can run the model so."""
+    strategy = group["strategy"]
+    if strategy not in names("strategy"):
+        return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
+    for axis in unused_axes(strategy_axes(strategy), sizes):
+        usual = [each["name"] for each in usual_strategies() if each["axis"] == axis]
+        every = [
+            each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
+        ]
+        able = (
+            each
+            for each in dict.fromkeys([*usual, *every])
+            if not refusal(
+                _made({**group, "strategy": each, "sizes": {axis: sizes[axis], "dp": sizes["dp"]}})
+            )
+        )
+        give = f"--strategy {' or '.join(islice(able, _NAMED))}"
+        if not every:
+            around = "--strategy ulysses+ring_attention --sp N"
+            give = f"two strategies around each other, as {around}, or --sp for --{axis}"
+        who = "nothing divides" if strategy == "single" else f"the strategy {strategy} does not divide"
+        raise UserError(f"--{axis} {sizes[axis]}: {who} a sample along {axis}; give {give}")
+
+
+def _usual_backend(sizes: Mapping[str, int]) -> str:
+    """What programs take of themselves: over several ranks fully sharded states (torchtitan, TRL, FSDP 2 of
+    accelerate), and where there are stages of a pipeline the buffers of Megatron-LM, which has these."""
+    if sizes.get("pp", 1) > 1:
+        return "megatron"
+    return "zero3" if math.prod(sizes.values()) > 1 else "ddp"
+
+
+def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str, Any]]:
+    """The cell of a model, what was taken for granted, and the settings that are still to be made."""
+    settings = {**asked.settings}
+    ask_for({"--cluster NAME": asked.cluster, "--seq-len N": settings.get("seq_len")}, model)
+    sizes = {axis: settings.pop(f"sizes.{axis}") for axis in MESH_AXES if f"sizes.{axis}" in settings}
+    around = 1
+    for axis, ranks in sizes.items():
+        if not isinstance(ranks, int) or ranks < 1:
+            raise UserError(f"--set sizes.{axis}: must be a whole number of ranks, not {ranks!r}")
+        around *= ranks
+    gpus = around if asked.gpus is None else asked.gpus
+    if gpus % around or ("dp" in sizes and gpus != around):
+        given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
+        raise UserError(f"--gpus {gpus}: not the ranks of {given}; leave one of them out")
+    sizes.setdefault("dp", gpus // around)
+    group: dict[str, Any] = {
+        "model": model,
+        "strategy": asked.strategy or settings.pop("strategy", "single"),
+        "cluster": asked.cluster,
+        "precision": _PRECISION,
+        "sizes": sizes,
+        "batch": settings.pop("batch", (asked.micro_batch or 1) * sizes["dp"]),
+        "seq_len": settings.pop("seq_len"),
+        "training": {"backend": _usual_backend(sizes), **_TRAINING},
+    }
+    _check_axes(group, sizes)
+    cell, placed = _placed(_made(group), settings)
+    taken = {
+        "precision": cell.precision,
+        "batch": cell.batch,
+        "strategy": cell.strategy,
+        "training.backend": cell.training.backend,
+        **placed,
+    }
+    said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
+    left = [f"{name} {value}" for name, value in taken.items() if name not in said]
+    remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    if ATTENTION not in asked.settings:
+        cell, kernel = with_usual_attention(cell)
+        remarks += [kernel] if kernel else []
+    return [cell], remarks, settings
+
+
+def _placed(cell: Cell, settings: Mapping[str, Any]) -> tuple[Cell, dict[str, str]]:
+    """A cell whose placement is the usual one where nothing says which, and the setting: programs place text
+    zigzag where contiguous chunks would give ranks unlike work under its causal mask."""
+    name = "strategy_options.placement"
+    if cell.strategy == "single" or name in settings:
+        return cell, {}
+    from spbench.bench.measure.engines.plan import plan
+    from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
+    from spbench.impls.layout import Unsupported
+
+    try:
+        if not is_uneven_text(cell):
+            return cell, {}
+        zigzag = changed(cell, {name: "zigzag"})
+        plan(zigzag)
+    except (Unsupported, ValueError):  # what cannot be run is said where it is traced
+        return cell, {}
+    return zigzag, {name: "zigzag"}
+
+
+def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:
+    if samples is None or cell.batch is None:
+        return cell
+    parts, rest = divmod(cell.batch, cell.sizes.dp * samples)
+    if rest:
+        raise UserError(
+            f"--micro-batch {samples}: batch {cell.batch} over {cell.sizes.dp} replicas is no whole number "
+            f"of them; use --batch {cell.sizes.dp * samples * max(1, parts)}"
+        )
+    return changed(cell, {"training.micro_batches": parts})
+
+
+def _checked(cell: Cell) -> Cell:
+    if cell.search is not None:
+        flag = f"--{cell.search.quantity.replace('_', '-')}"
+        raise UserError(f"{cell.key} searches for its {cell.search.quantity}: give one, {flag} N")
+    if load_cluster(cell.cluster).usable_memory_bytes is None:
+        raise UserError(f"cluster {cell.cluster} has no memory limit: name one that has by --cluster")
+    return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
+
+
+def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
+    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+
+    Args:
+        words: that it was asked about with.
+        asked: what else; of its settings those of the model and the precision are the job's own.
+    """
+    batch, seq_len = cell.shape
+    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
+    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
+    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])

@@ -1,0 +1,189 @@
+"""The single changes of a cell that may take less memory: of options, which say so themselves where they are
+declared (:meth:`Options.savings`, :meth:`Model.savings`), of its backend, and of how it is divided."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.declarations import declared
+from spbench.bench.measure.clusters.cluster import load_cluster
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a cell.
+
+    Attributes:
+        settings: the new values by dotted name, as :func:`changed` takes them.
+        words: what it does.
+        other_job: whether it trains something else: another length or batch.
+    """
+
+    settings: Mapping[str, Any]
+    words: str
+    other_job: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether it takes a strategy that divides samples."""
+        return "strategy" in self.settings
+
+
+def single_changes(cell: Cell) -> list[Change]:
+    """The changes to try, those that cost least first as far as is known without a trace."""
+    return [
+        *savings_of(cell),
+        *_of_step(cell),
+        *_of_strategies(cell),
+        *_of_sizes(cell),
+        *_of_job(cell),
+    ]
+
+
+def savings_of(cell: Cell) -> list[Change]:
+    """The changes that the options of its model, strategy and backend declare, and other backends."""
+    training = cell.training
+    savings = _savings(
+        cell.model_dump(mode="json", include={"model", "model_options", "model_config_json"}),
+        cell.strategy,
+        cell.strategy_options,
+        training.backend,
+        dict(training.backend_options),
+        cell.sizes.pp * training.virtual_stages,
+    )
+    return [Change(each["settings"], each["words"]) for each in savings]
+
+
+@declared
+def _savings(
+    model: Mapping[str, Any],
+    strategy: str,
+    strategy_options: Mapping[str, Any],
+    backend: str,
+    backend_options: Mapping[str, Any],
+    stages: int,
+) -> list[dict[str, Any]]:
+    """``settings`` and ``words`` of what the options and the backends declare."""
+    from spbench.impls.models.model import model_preset
+    from spbench.impls.options import Options, Saving, set_options
+    from spbench.impls.registries import backends
+    from spbench.impls.strategies.nesting import nesting
+
+    def of(section: str, savings: Iterator[Saving]) -> list[dict[str, Any]]:
+        return [
+            {"settings": {f"{section}.{name}": v for name, v in each.options.items()}, "words": each.words}
+            for each in savings
+        ]
+
+    preset = model_preset(model["model"], model.get("model_options"), model.get("model_config_json"))
+    found = of("model_options", preset.savings(stages))
+    nested = nesting(strategy)
+    chosen = set_options(nested.options_type(), strategy_options, strategy)
+    for kind in dict.fromkeys(cls.options_type for cls in nested.classes):
+        own: Options = kind(**{each.name: getattr(chosen, each.name) for each in fields(kind)})
+        found += of("strategy_options", own.savings())
+    known = backends()
+    here = known[backend]
+    found += of("training", set_options(here.options_type(), backend_options, backend).savings())
+    if here.shares_out is not None:
+        for name, other in sorted(known.items(), key=lambda item: len(item[1].shares_out or ())):
+            if other.shares_out is not None and here.shares_out < other.shares_out and not backend_options:
+                shared = ", ".join(sorted(other.shares_out)).replace("_", " ")
+                words = f"shares out among replicas: {shared}"
+                found.append({"settings": {"training.backend": name}, "words": words})
+    return found
+
+
+def _of_step(cell: Cell) -> Iterator[Change]:
+    training = cell.training
+    if training.batch_on_device == "whole":
+        yield Change({"training.batch_on_device": "part"}, "a rank keeps its part of the batch alone")
+    if training.schedule == "gpipe":
+        yield Change({"training.schedule": "1f1b"}, "a stage holds fewer micro-batches at once")
+    each = (cell.batch or 1) // (cell.sizes.dp * training.micro_batches)
+    for factor in (2, 4):
+        if each % factor == 0:
+            n = training.micro_batches * factor
+            yield Change({"training.micro_batches": n}, f"micro-batches of {each // factor}, not {each}")
+
+
+def _of_strategies(cell: Cell) -> Iterator[Change]:
+    """Of a cell that divides no sample: the usual strategies, each over two ranks and over a node, that are
+    replicas now."""
+    if strategy_axes(cell.strategy):
+        return
+    dp = cell.sizes.dp
+    node = min(dp, load_cluster(cell.cluster).devices_per_node)
+    for n in sorted({ranks for ranks in (2, node) if ranks > 1 and dp % ranks == 0}, reverse=True):
+        for each in usual_strategies():
+            new = {each["axis"]: n, "dp": dp // n}
+            words = f"{each['summary']}, over {n} ranks"
+            yield Change({"strategy": each["name"], **_divided(cell, new)}, words)
+
+
+@declared
+def usual_strategies() -> list[dict[str, str]]:
+    """``name``, ``axis`` and ``summary`` of the usual strategies of one axis."""
+    from spbench.impls.registries import strategies
+
+    return [
+        {"name": name, "axis": cls.axes[0], "summary": cls.summary}
+        for name, cls in sorted(strategies().items())
+        if cls.usual and len(cls.axes) == 1
+    ]
+
+
+def _of_sizes(cell: Cell) -> Iterator[Change]:
+    """One more doubling of an axis at the same number of ranks."""
+    sizes = cell.sizes.by_axis
+    axes = [*strategy_axes(cell.strategy), "pp", "dp"]
+    for taking in axes:
+        for giving in reversed(axes):
+            if giving == taking or sizes[giving] % 2:
+                continue
+            new = {taking: sizes[taking] * 2, giving: sizes[giving] // 2}
+            yield Change(_divided(cell, new), f"twice the ranks along {taking}, half along {giving}")
+
+
+def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The settings of other ranks along axes, with micro-batches of the same size."""
+    settings: dict[str, Any] = {f"sizes.{axis}": n for axis, n in sizes.items()}
+    each = (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+    micro_batches = (cell.batch or 1) // (sizes.get("dp", cell.sizes.dp) * max(1, each))
+    if "dp" in sizes and micro_batches >= 1 and micro_batches != cell.training.micro_batches:
+        settings["training.micro_batches"] = micro_batches
+    return settings
+
+
+def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
+    """Two of the changes that go together, those first that come first; none of another job, and no two of
+    one setting or of how ranks are divided."""
+    single = [each for each in changes if not each.other_job]
+    by_cost = sorted(itertools.combinations(enumerate(single), 2), key=lambda two: two[0][0] + two[1][0])
+    for (_, one), (_, other) in by_cost:
+        if not _parts(one) & _parts(other):
+            yield one, other
+
+
+def both(one: Change, other: Change) -> Change:
+    """Two changes as one."""
+    return Change({**one.settings, **other.settings}, f"{one.words}; {other.words}")
+
+
+def _parts(change: Change) -> set[str]:
+    """What a change is of: settings, with all that divides the ranks as one."""
+    divides = ("sizes.", "strategy", "training.micro_batches")
+    return {"ranks" if name.startswith(divides) else name for name in change.settings}
+
+
+def _of_job(cell: Cell) -> Iterator[Change]:
+    batch, seq_len = cell.shape
+    parts = cell.sizes.dp * cell.training.micro_batches
+    if batch % (2 * parts) == 0:
+        yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
+    if seq_len % 2 == 0:
+        yield Change({"seq_len": seq_len // 2}, "half the length: another job", other_job=True)

@@ -1,0 +1,291 @@
+"""Jobs of DeepSpeed: its JSON, with a model's config.json, accelerate's YAML and the Trainer's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.tools.jobs.deepspeed_files import DeepSpeedFiles, sorted_files
+from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.keys import Key, Keys, flat, known_keys
+from spbench.bench.tools.jobs.torchtitan import ROTATIONS
+from spbench.bench.yaml_files import read_yaml
+
+_TRAINER, _ACCELERATE = "TrainingArguments", "accelerate"
+_CONTEXT = "accelerate.parallelism_config.parallelism_config_cp"
+#: families of config.json whose models have a layer for each projection
+_SEPARATE = {"llama", "mistral", "qwen2", "qwen3"}
+#: the arguments of scripts that say how long a sequence is
+_LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len")
+#: by the name that transformers has for it
+_ATTENTION = {
+    "sdpa": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "eager": "unfused",
+}
+#: other spellings that DeepSpeed takes: names of fields without their alias, and an old section
+_ALIASES = {
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+            *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+            *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+        )
+    },
+    "bfloat16.enabled": "bf16.enabled",
+}
+_ADAM = {"adam", "adamw", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"}
+
+
+@cache
+def _program() -> tuple[str, Mapping[str, Key]]:
+    """The program and its keys."""
+    content = read_yaml(Path(__file__).with_name("deepspeed_keys.yaml"))
+    return str(content["program"]), known_keys(content)
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of DeepSpeed; None where no file is a configuration of DeepSpeed or accelerate.
+
+    Raises:
+        UserError: a file is damaged, or there are two of a kind.
+    """
+    found = sorted_files(files)
+    return None if found is None else DeepSpeedJob(found, files).job()
+
+
+def _named(found: DeepSpeedFiles) -> Iterator[tuple[str, Any]]:
+    """The values of all files but the model's, by the names of their keys."""
+    _, known = _program()
+    for name, value in flat(found.given.get("deepspeed", {}), known):
+        yield _ALIASES.get(name, name), value
+    for kind, name in (("trainer", _TRAINER), ("accelerate", _ACCELERATE)):
+        yield from flat(found.given.get(kind, {}), known, f"{name}.")
+
+
+class DeepSpeedJob:
+    """The translation of one job."""
+
+    def __init__(self, found: DeepSpeedFiles, files: JobFiles):
+        program, known = _program()
+        self.found, self.files = found, files
+        self.keys = Keys(program, known, dict(_named(found)))
+
+    def job(self) -> Job:
+        k = self.keys
+        replicas = self._parallelism()
+        self._model()
+        if replicas is not None:
+            self._batch(replicas)
+        self._precision()
+        set_sharding(k, self.found)
+        self._optimizer()
+        self._beside()
+        return k.job("deepspeed", k.program, self.files, k.arguments())
+
+    def _model(self) -> None:
+        k = self.keys
+        if self.found.model is None:
+            k.problems.append("which model it is is not said; give its config.json beside")
+        else:
+            k.set("model", self.found.model, note="the config.json")
+        if self.found.model_type in _SEPARATE:
+            note = f"projections of {self.found.model_type} are layers of their own in transformers"
+            k.set("model_options.separate_projections", True, note=note)
+            k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
+        sp = "accelerate.parallelism_config.parallelism_config_sp_attn_implementation"
+        attention, name = k.chosen(sp, f"{_TRAINER}.attn_implementation")
+        if attention not in _ATTENTION:
+            k.refuse("this implementation of attention", name)
+        k.set("model_options.attention", _ATTENTION.get(attention, "flash_attention_2"), name)
+        again, kwargs = f"{_TRAINER}.gradient_checkpointing", f"{_TRAINER}.gradient_checkpointing_kwargs"
+        by_fsdp = "accelerate.fsdp_config.fsdp_activation_checkpointing"
+        if k.value(again) or k.value(by_fsdp):
+            k.set("model_options.recompute", "full", again, by_fsdp)
+            reentrant = (k.value(kwargs) or {}).get("use_reentrant", not k.value(by_fsdp))
+            k.took("use_reentrant", kwargs)
+            if reentrant is False:
+                k.set("model_options.recompute_early_stop", True, kwargs, note="without reentrance")
+            else:
+                k.set("model_options.recompute_reentrant", True, kwargs, note="the default is reentrant")
+        k.ignore("nothing runs again", again, by_fsdp, kwargs)
+        if k.value(f"{_TRAINER}.torch_compile"):
+            remark = (
+                "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
+            )
+            k.approximate(remark, f"{_TRAINER}.torch_compile")
+
+    def _parallelism(self) -> int | None:
+        """Set strategy and sizes; returns how many replicas there are."""
+        k = self.keys
+        processes = "accelerate.num_processes"
+        said = k.count(processes) if k.value(processes) is not None else None
+        gpus = self.files.gpus if self.files.gpus is not None else said
+        k.problems += self.files.machine_problems(said)
+        if said is not None and gpus != said:
+            k.problems.append(f"{processes} is {said}, but --gpus {gpus}; leave one")
+        own, beside = "sequence_parallel_size", "accelerate.parallelism_config.parallelism_config_sp_size"
+        sp = max(k.count(own), k.count(beside))
+        if own in k.given and beside in k.given and k.value(own) != k.value(beside):
+            k.problems.append(f"{own} {k.value(own)} and {beside} {k.value(beside)} differ")
+        k.ignore("it is DeepSpeed's", "accelerate.parallelism_config.parallelism_config_sp_backend")
+        names = [name for name in (own, beside) if name in k.given]
+        if (cp := self._context_parallel()) > 1 and sp > 1:
+            k.problems.append(f"{_CONTEXT}_size is {cp} and {' and '.join(names)} {sp}; leave one")
+        elif cp > 1:
+            sp = cp
+        elif sp > 1:
+            k.set("strategy", "ulysses", *names)
+            k.set("sizes.sp", sp, *names)
+        else:
+            k.set("strategy", "single", note="data parallel alone")
+        if gpus is None:
+            return None
+        if gpus % sp:
+            k.problems.append(f"{gpus} GPUs are no multiple of {sp} ranks of a sequence")
+            return None
+        shards = "accelerate.parallelism_config.parallelism_config_dp_shard_size"
+        if k.value(shards) not in (None, gpus // sp):
+            k.problems.append(f"{shards} is {k.value(shards)}, but {gpus} GPUs / {sp} are {gpus // sp}")
+        given = [name for name in (processes, shards) if name in k.given]
+        k.set("sizes.dp", gpus // sp, *given, note=f"{gpus} GPUs / {sp}" if sp > 1 else f"{gpus} GPUs")
+        return gpus // sp
+
+    def _context_parallel(self) -> int:
+        """Set torch's context parallelism of accelerate, if there is any; returns the ranks of a sequence."""
+        k, size, how = self.keys, f"{_CONTEXT}_size", f"{_CONTEXT}_comm_strategy"
+        ranks = k.count(size)
+        k.ignore("it is torch's", f"{_CONTEXT}_backend")
+        if ranks == 1:
+            k.ignore("sequences are whole", how)
+            return 1
+        strategy, options = ROTATIONS[k.value(how)]
+        k.set("strategy", strategy, size, how, note="torch's context parallelism")
+        for option, value in options.items():
+            k.set(f"strategy_options.{option}", value, how)
+        k.set("strategy_options.placement", "zigzag", note="torch's load balancing, which is on")
+        k.set("sizes.sp", ranks, size)
+        if k.value("accelerate.fsdp_config.fsdp_version") != 2:
+            k.problems.append(f"{k.spelled(size)} needs accelerate.fsdp_config.fsdp_version 2")
+        if k.value(name := f"{_TRAINER}.attn_implementation") != "sdpa":
+            k.problems.append(f"{k.spelled(size)} needs {name} sdpa")
+        return ranks
+
+    def _batch(self, replicas: int) -> None:
+        """DeepSpeed's rule: batch = micro-batch x accumulation x replicas; one that is not given follows."""
+        k = self.keys
+        micro, micro_name = self._given("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
+        parts, parts_name = self._given("gradient_accumulation_steps", "gradient_accumulation_steps")
+        whole, name = k.value("train_batch_size"), "train_batch_size"
+        if whole in (None, "auto"):
+            if micro is None:
+                k.problems.append("neither train_batch_size nor train_micro_batch_size_per_gpu is given")
+                return
+            parts = 1 if parts is None else parts
+            whole, name = micro * parts * replicas, micro_name
+            k.took(f"batch: {whole}", "train_batch_size")
+        elif micro is None and parts is None:
+            micro, parts = whole // replicas, 1
+        elif micro is None:
+            assert parts is not None
+            micro = whole // (parts * replicas) if parts > 0 else 0
+        elif parts is None:
+            parts = whole // (micro * replicas) if micro > 0 else 0
+        if min(whole, micro, parts or 0) < 1 or whole != micro * (parts or 0) * replicas:
+            k.problems.append(
+                f"train_batch_size {whole} is not micro-batch {micro} x accumulation {parts} x "
+                f"{replicas} replicas"
+            )
+            return
+        names = [each for each in (micro_name, parts_name) if each in k.given]
+        note = f"micro-batch {micro} x accumulation {parts} x {replicas} replicas"
+        k.set("batch", whole, name, *(each for each in names if each != name), note=note)
+        if parts != 1:
+            k.set("training.micro_batches", parts, parts_name)
+        k.took(f"training.micro_batches: {parts}", parts_name)
+        lengths = [f"{_TRAINER}.{each}" for each in _LENGTHS if f"{_TRAINER}.{each}" in k.given]
+        values = {k.value(each) for each in lengths}
+        if len(values) != 1 or None in values:
+            k.problems.append(
+                "how long sequences are is not said; give max_length among the Trainer's arguments"
+                if values <= {None}
+                else f"{' and '.join(lengths)} differ"
+            )
+        else:
+            k.set("seq_len", k.count(lengths[0]), *lengths)
+
+    def _given(self, own: str, trainers: str) -> tuple[int | None, str]:
+        """A count that DeepSpeed has, or where it says "auto" or nothing the Trainer; None where neither."""
+        k, beside = self.keys, f"{_TRAINER}.{trainers}"
+        accelerates = f"accelerate.deepspeed_config.{own}"
+        names = [own, *([accelerates] if accelerates in k.known else [])]
+        value, name = k.chosen(*names, beside)
+        if name != beside:
+            if "trainer" in self.found.given and beside in k.given and k.value(beside) != value:
+                k.problems.append(f"{k.spelled(name)} and {k.spelled(beside)} differ; leave one, or say auto")
+            k.took(f"as {name}", beside)
+            return value, name
+        automatic = any(k.given.get(each) == "auto" for each in names)
+        if "trainer" not in self.found.given:
+            if automatic:
+                k.problems.append(f"{own} is auto, but no Trainer's arguments are given beside")
+            return None, own
+        return value, beside
+
+    def _precision(self) -> None:
+        k = self.keys
+        chosen = {}
+        for kind in ("bf16", "fp16"):
+            own, trainers = f"{kind}.enabled", f"{_TRAINER}.{kind}"
+            value, name = k.chosen(own, trainers)
+            if name == own and trainers in k.given and k.value(trainers) != value:
+                k.problems.append(f"{k.spelled(own)} and {k.spelled(trainers)} differ")
+            k.ignore(f"{kind} is off", own, trainers)
+            if value is True:
+                chosen[kind] = [each for each in (own, trainers) if each in k.given]
+        mixed = k.value("accelerate.mixed_precision")
+        if mixed == "fp8":
+            k.refuse("products in eight bits", "accelerate.mixed_precision")
+        elif mixed != "no":
+            chosen.setdefault(mixed, []).append("accelerate.mixed_precision")
+        if len(chosen) > 1:
+            k.problems.append("bf16 and fp16 are both asked for; leave one")
+        precision, names = next(iter(chosen.items()), ("fp32", []))
+        k.set("precision", precision, *names, note="" if names else "neither bf16 nor fp16")
+        k.ignore("none is asked for", "accelerate.mixed_precision")
+
+    def _beside(self) -> None:
+        """What has an effect on steps, or more memory than they, in some jobs alone."""
+        k = self.keys
+        for name in ("flops_profiler", "comms_logger"):
+            if not (k.value(name) or {}).get("enabled"):
+                k.ignore("it is off", name)
+        whole, names = f"{_TRAINER}.per_device_eval_batch_size", ["per_device_eval_batch_size"]
+        names = [f"{_TRAINER}.{name}" for name in (*names, "eval_accumulation_steps")]
+        evaluates = {k.value(f"{_TRAINER}.{name}") for name in ("eval_strategy", "evaluation_strategy")}
+        if evaluates <= {None, "no"}:
+            k.ignore("nothing is evaluated", *names)
+        micro, _ = self._given("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
+        if (k.value(whole) or 0) <= (micro or 1):
+            k.ignore("evaluation holds no more than a step of training", whole)
+        if k.value("accelerate.distributed_type") != "FSDP" or k.value("accelerate.mixed_precision") != "no":
+            k.ignore(
+                "weights are loaded in it; those that are trained are float32 and half precision as the rest "
+                "of the job says",
+                *(f"{_TRAINER}.{name}" for name in ("torch_dtype", "dtype")),
+            )
+
+    def _optimizer(self) -> None:
+        k = self.keys
+        for name in ("optimizer.type", f"{_TRAINER}.optim"):
+            if k.value(name) is not None and k.value(name).lower() not in _ADAM:
+                k.refuse("another optimizer than Adam", name)
+            k.took("Adam, the optimizer that there is", name)
+        k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
+        k.set("training.steps", 2, note="and one after it")

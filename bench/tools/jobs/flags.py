@@ -1,0 +1,177 @@
+"""A cell as the arguments of a training program: what :mod:`tools.jobs` does, backwards.
+
+A module of the package proposes what asks the program for the cell. What it proposes is read back as the job
+that it is, so that whatever the program would do otherwise is found by comparison, and named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.environment_variables import VARIABLES
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.tools.jobs import FLAGS
+from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from spbench.bench.tools.jobs.keys import shown
+from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.models.blocks.decoder import DecoderModel
+from spbench.impls.models.model import model_preset
+from spbench.impls.options import set_options
+from spbench.impls.registries import backends
+from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
+
+#: how the same layers, messages and states are made, which is a program's own affair where it has no argument
+#: for it: kernels, units that are gathered at once, workspaces
+_OWN_WAYS = {
+    *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
+    *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib")),
+    *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
+    *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
+    *(f"training.{name}" for name in ("reduce_dtype", "forward_prefetch", "backward_prefetch")),
+}
+#: which steps are measured, and where the harness holds a batch: no program is asked for these
+_OF_MEASUREMENT = {"steps", "moments", "batch_on_device"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One argument of a program.
+
+    Attributes:
+        argument: as the program calls it; a variable of the environment as ``NAME``.
+        value: as its file or command line has it; "" for a switch.
+        setting: of the cell, that it comes from: ``sizes.tp``.
+    """
+
+    argument: str
+    value: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The arguments with which a program does what a cell says.
+
+    Attributes:
+        program: with the version whose arguments these are; what is so by default is left out.
+        file: a name for ``content``.
+        content: the file, or the script with the command.
+        missing: settings of the cell that the program has not, each with what it has in their place.
+        beside: settings that only say how the same is made, likewise.
+        remarks: what is approximate, as :attr:`Job.remarks`.
+    """
+
+    program: str
+    file: str
+    lines: tuple[Flag, ...]
+    content: str
+    missing: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the file must know beside it."""
+        return (*self.beside, *self.remarks)
+
+    def text(self) -> str:
+        """The file or script, with the notes as comments. UserError where something is missing."""
+        if self.missing:
+            raise UserError(f"{self.program.split()[0]} has no {'; no '.join(self.missing)}")
+        return self.content + "".join(f"# {line}\n" for line in self.notes)
+
+
+def program_flags(kind: str, cell: Cell) -> Flags:
+    """The arguments that ask a program for what a cell says. As :func:`read_job` reads them, they are a cell
+    with all of its settings again, but for those in ``missing`` and ``beside``.
+
+    Args:
+        kind: a name of :data:`FLAGS`.
+
+    Raises:
+        UserError: there is no such kind, or the cell searches for its batch or length.
+    """
+    if kind not in FLAGS:
+        raise UserError(f"there are no flags of {kind!r}{suggestion(kind, FLAGS.names())}")
+    if cell.search is not None:
+        raise UserError(f"{cell.key} searches for its {cell.search.quantity}; give one")
+    proposed: Flags = FLAGS.load(kind)(cell)
+    if proposed.missing:
+        return proposed
+    file = JobFile(Path(proposed.file), proposed.content.encode())
+    job = read_job(kind, [file], cluster=cell.cluster)
+    if refusal := job.refusal():
+        return dataclasses.replace(proposed, missing=(f"such job: {refusal}",))
+    missing, beside = [], []
+    for path, ours, theirs in differences(cell, job.cell()):
+        if path in _OWN_WAYS:
+            beside.append(f"{path}: {shown(theirs)} there, {shown(ours)} here")
+        else:
+            missing.append(f"{path} {shown(ours)} (it has {shown(theirs)})")
+    return dataclasses.replace(
+        proposed, missing=tuple(missing), beside=tuple(beside), remarks=tuple(job.remarks)
+    )
+
+
+def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
+    """The settings that two cells do not share, as (path, value, other value): all that a program is asked
+    for, every default written out. Of another strategy, model or backend the options are left out."""
+    ours, theirs = _settings(cell), _settings(other)
+    unlike = {path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)}
+    for path in {**ours, **theirs}:
+        section, _, name = path.partition(".")
+        owner = section.removesuffix("_options")
+        if section == "training" and name not in TrainingOptions.model_fields:
+            owner = "training.backend"
+        if path in unlike and (owner == path or owner not in unlike):
+            yield path, ours.get(path), theirs.get(path)
+
+
+def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
+    """What of a cell's strategy is there: its parts that have several ranks, or "single"; and the ranks along
+    the axes of more than one, in the order of the mesh, under the names that these parts give to them."""
+    whole, sizes = nesting(cell.strategy), cell.sizes.by_axis
+    parts = [
+        (each.name, axes)
+        for each, axes in zip(whole.classes, whole.axes_of, strict=True)
+        if ranks_along(axes, sizes) > 1
+    ]
+    strategy = nesting(PLUS.join(name for name, _ in parts) or "single")
+    named = {
+        before: after
+        for (_, axes), now in zip(parts, strategy.axes_of, strict=False)
+        for before, after in zip(axes, now, strict=True)
+    }
+    return strategy, {named.get(axis, axis): n for axis, n in cell.mesh_sizes.items() if n > 1}
+
+
+def _settings(cell: Cell) -> dict[str, Any]:
+    strategy, mesh = several_ranks(cell)
+    model = model_preset(*cell.model_arguments)
+    found: dict[str, Any] = {"model": type(model).__name__, "strategy": strategy.name}
+    found |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in MESH_AXES}
+    found["mesh"] = list(mesh)
+    found |= {name: getattr(cell, name) for name in ("batch", "seq_len", "precision", "learning")}
+    options = strategy.options_type()
+    of_parts = {field.name for field in fields(options)}
+    given = {name: value for name, value in cell.strategy_options.items() if name in of_parts}
+    found |= _of("strategy_options", asdict(set_options(options, given, strategy.name)))
+    of_model = asdict(cast(Any, model))
+    if of_model.pop("checkpointing", False):
+        of_model["recompute"] = "full"
+    if isinstance(model, DecoderModel):
+        of_model["max_positions"] = model.learned_positions
+    found |= _of("model_options", of_model)
+    training = cell.training
+    found |= _of("training", training.model_dump(include={*TrainingOptions.model_fields} - _OF_MEASUREMENT))
+    backend = backends()[training.backend].options_type()
+    return found | _of("training", asdict(set_options(backend, training.backend_options, training.backend)))
+
+
+def _of(section: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for name, value in options.items()}

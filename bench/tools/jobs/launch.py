@@ -1,0 +1,122 @@
+"""The command of a script that trains, and how many GPUs it starts processes for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePosixPath
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.shell import Command, Shell, shown, unknown_in
+from spbench.bench.tools.jobs.shell_words import ShellError
+
+#: options of launchers that say how many processes a node has, and how many nodes there are
+_PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--gpus-per-node", "--ntasks-per-node")
+_NODES = ("--nnodes", "--nodes", "-N", "--num-nodes", "--num_nodes")
+_RANKS = ("-np", "-n", "--ntasks", "--num-processes", "--num_processes")
+_COMMENT_OPTION = re.compile(r"^#SBATCH\s+(-\w|--[\w-]+)(?:[ =]+(\S+))?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that trains.
+
+    Attributes:
+        program: the name of its Python file.
+        arguments: the words after it; :func:`unknown_in` says what is not known of them.
+        environment: the variables that the script exports.
+        gpus: that it starts a process for; None: not said.
+        not_said: why, such as "$NNODES is not set"; "" if there is no reason to tell.
+    """
+
+    line: int
+    program: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    gpus: int | None
+    not_said: str = ""
+
+
+def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str]) -> Launch | None:
+    """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
+
+    Raises:
+        UserError: the script cannot be read, or has several such commands, or one in a branch.
+    """
+    shell = Shell(dict(environment), set(environment))
+    text = file.text.removeprefix("\ufeff")
+    try:
+        shell.read(text)
+        for command in list(shell.commands):  # sh -c "torchrun ..."
+            inner = [w for flag, w in zip(command.words, command.words[1:], strict=False) if flag == "-c"]
+            for script in (w for w in inner if programs.search(w) and " " in w.strip()):
+                nested = Shell(dict(shell.variables), set(shell.exported))
+                nested.read(script)
+                shell.commands.remove(command)
+                shell.commands += [
+                    Command(command.line, [*command.words, *each.words], each.environment, command.branch)
+                    for each in nested.commands
+                ]
+    except ShellError as error:
+        raise UserError(f"{file.path}:{error.line}: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{file.path}: brackets are nested too deeply") from error
+    found = [(c, at) for c in shell.commands if (at := _program(c.words, programs)) is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        lines = " and ".join(str(command.line) for command, _ in found)
+        raise UserError(f"{file.path}: several commands train, in lines {lines}; leave one")
+    command, at = found[0]
+    if command.branch:
+        raise UserError(
+            f"{file.path}:{command.line}: the command that trains is under a condition, in a loop or in a "
+            "function, which are not read; write it by itself"
+        )
+    options = {f[1]: f[2] or "" for f in _COMMENT_OPTION.finditer(text)}
+    exported = {**environment, **command.environment}
+    gpus, not_said = _gpus(command.words[:at], options, exported)
+    program = PurePosixPath(shown(command.words[at])).name
+    return Launch(command.line, program, command.words[at + 1 :], exported, gpus, not_said)
+
+
+def _program(words: Sequence[str], programs: re.Pattern[str]) -> int | None:
+    """Where in a command the program's file is, after which its arguments come."""
+    places = (at for at, word in enumerate(words) if programs.fullmatch(PurePosixPath(shown(word)).name))
+    at = next(places, None)
+    return at if words and words[0] not in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[[") else None
+
+
+def _gpus(
+    words: Sequence[str], options: Mapping[str, str], environment: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """The GPUs of a command, by its launcher's words or else by Slurm's options and by WORLD_SIZE."""
+    given: dict[str, str] = {}
+    for word, following in pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        given.setdefault(name, value or following)
+    torchrun = any(w.endswith("torchrun") or w.startswith("torch.distributed") for w in words)
+    sources: list[Mapping[str, str]] = [given] if torchrun else [given, options]
+    for source in sources:
+        per_node = next((source[name] for name in _PER_NODE if name in source), None)
+        nodes = next((source[name] for name in _NODES if name in source), "1" if torchrun else None)
+        ranks = next((source[name] for name in _RANKS if name in source), None)
+        if per_node is not None and nodes is not None:
+            return _product(per_node, nodes)
+        if ranks is not None and not torchrun:
+            return _product(ranks)
+    return _product(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else (None, "")
+
+
+def _product(*factors: str) -> tuple[int | None, str]:
+    if unknown := [what for factor in factors for what in unknown_in(factor)]:
+        return None, f"{unknown[0]} is not set in the script"
+    if wrong := [factor for factor in factors if not re.fullmatch(r"[1-9]\d{0,5}", factor)]:
+        return None, f"{wrong[0]!r} is no number of them"
+    product = 1
+    for factor in factors:
+        product *= int(factor)
+    return product, ""

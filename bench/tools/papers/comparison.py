@@ -1,0 +1,148 @@
+"""A comparison: one published number, or status, beside ours; and the CSV files of comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from spbench.bench.atomic_write import write_whole
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.published_number import finite
+from spbench.bench.tools.papers.files import read_csv
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+#: calibrated: a scalar of the cluster was fitted to this number; inferred: a setting was chosen by looking at
+#: it; predicted: neither; formula: a closed form; curve: the losses of training runs
+Role = Literal["calibrated", "inferred", "predicted", "formula", "curve"]
+
+COMPARISON_FILE = "comparison.csv"
+#: the columns that hold numbers
+NUMBERS = ("published", "reproduced", "relative_error")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number that was published, or a status, beside ours, in one variant.
+
+    Attributes:
+        published: None where a published table has a status and no number.
+        reproduced: our number, or None where there is none; the note says why.
+        relative_error: reproduced / published - 1.
+        numerator, denominator: the keys of the cells that it comes from.
+        table: the published table, followed by ": " and what tells the number from others of its cell, if
+            there are any (a machine, a rank, a step). "" for a claim.
+        cell: the cell's key; of a ratio both, with " / " between them.
+        quantity: what is compared: a column of the published table, ratio, max_batch, ...
+        status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.
+        source: FILE:ROW:COLUMN of the published number, by which it is counted once; "" where there is none.
+    """
+
+    claim: str
+    published: float | None
+    reproduced: float | None
+    relative_error: float | None
+    role: Role
+    note: str
+    variant: str
+    numerator: str
+    denominator: str
+    table: str = ""
+    cell: str = ""
+    strategy: str = ""
+    quantity: str = ""
+    status_published: str = ""
+    status_reproduced: str = ""
+    source: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        claim: str,
+        cells: Sequence[Cell | None],
+        published: float | None,
+        reproduced: float | None,
+        *,
+        notes: Sequence[str] = (),
+        **further: Any,
+    ) -> Comparison:
+        """The comparison of these cells: one, or numerator and denominator; None: there is no such cell."""
+        keys = [cell.key if cell else "" for cell in cells]
+        return cls(
+            claim=claim,
+            published=published,
+            reproduced=reproduced,
+            relative_error=reproduced / published - 1 if reproduced is not None and published else None,
+            note="; ".join(filter(None, notes)),
+            numerator=keys[0],
+            denominator="".join(keys[1:]),
+            cell=" / ".join(filter(None, keys)),
+            strategy=cells[0].strategy if cells[0] else "",
+            **further,
+        )
+
+
+def number_or_status(
+    number: float | None, status: str, shown: Callable[[float], str] | None = None
+) -> str | None:
+    """A number for people, or why there is none; both, where a run that failed has a number.
+
+    Args:
+        shown: the number as text; None: with six digits.
+    """
+    if number is None:
+        return status or None
+    text = shown(number) if shown else f"{number:.6g}"
+    return text if status in ("", "ok") else f"{status} ({text})"
+
+
+def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:
+    """The comparisons as a table; missing numbers are NaN."""
+    from pandas import DataFrame
+
+    columns = [field.name for field in fields(Comparison)]
+    frame = DataFrame([asdict(c) for c in comparisons], columns=columns)
+    return frame.astype(dict.fromkeys(NUMBERS, float))
+
+
+def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
+    """Write comparison.csv and return its path; errors as of :func:`write_csv`."""
+    return write_csv(as_frame(comparisons), folder / COMPARISON_FILE)
+
+
+def write_csv(table: DataFrame, path: Path) -> Path:
+    """Write a table as a CSV file, without its index, whole or not at all; returns the path. UserError if it
+    cannot be written; an earlier one is unchanged."""
+    return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
+
+
+def read_records(
+    path: Path, needed: Sequence[str] = (), *, any_number: bool = False
+) -> list[Mapping[str, Any]]:
+    """The lines of a file of comparisons, or of `spbench reproduce`; NUMBERS as float, None where none is.
+    UserError if it cannot be read, lacks a column, or has a number that is none.
+
+    Args:
+        needed: columns that there must be.
+        any_number: also those that are not finite.
+    """
+    columns, rows = read_csv(path)
+    for name in needed:
+        if name not in columns:
+            raise UserError(f"cannot read {path}: no column {name!r}{suggestion(name, columns)}")
+    lines: list[Mapping[str, Any]] = []
+    for at, row in enumerate(rows, start=1):
+        numbers: dict[str, float | None] = {}
+        for name in NUMBERS:
+            if name in row:
+                try:
+                    read = float if any_number else finite
+                    numbers[name] = read(row[name]) if row[name] else None
+                except ValueError as error:
+                    raise UserError(f"{path}: row {at}: {name}: {row[name]!r} is no finite number") from error
+        lines.append({**row, **numbers})
+    return lines

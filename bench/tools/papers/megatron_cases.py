@@ -1,0 +1,218 @@
+"""Every case of Megatron-LM's functional tests as `spbench import` reads it: what the last rank's memory and
+a step would be, and how far that is from the golden values at hand.
+
+A case is imported from its arguments and its environment alone, once for each of its golden values: with the
+machine that these name, and the container that Megatron-LM's tests ran in at the commit that recorded them.
+Nothing here is chosen by looking at golden values but what :data:`_ROLES` says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import Scenario, document_model
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
+from spbench.bench.tools.jobs.megatron import read
+from spbench.bench.tools.jobs.megatron_container import CONTAINER
+from spbench.bench.tools.papers.files import published_rows
+
+#: the argument of `spbench reproduce`, and the file of what is predicted
+CASES = "megatron_cases"
+_CASES_FILE = "megatron_cases.csv"
+#: when each golden value was recorded, and in which container
+_RECORDED_FILE = "megatron_cases_recorded.csv"
+GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
+
+#: quantities of memory that golden values have
+MEMORY = ("peak_first", "peak_last", "allocated_last")
+#: columns of megatron_cases.csv; golden, gpu: with _2nd for the run that goes on from a checkpoint;
+#: container: of PyTorch; bytes of the last rank at the first and at a later step, seconds
+PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "refusal")
+#: columns of megatron_cases_errors.csv; error: predicted / measured - 1
+ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role")
+_RESUMED = "_2nd"
+_ROLES = {
+    "bert": "inferred",
+    # how many tensors the compiler copies in which release, and that a second run finds its kernels timed
+    "gpt3_mcore_te_tp2_pp2_cross_entropy": "inferred",
+    "gpt3_mcore_te_tp2_pp2_resume_torch_dist_cross_entropy": "inferred",
+}
+
+_GPUS = ("a100", "h100", "gb200")
+#: GPUs that a case runs on, and those of one node of GB200
+_NODE, _SMALL_NODE = 8, 4
+#: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
+#: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
+_MACHINES = {"gpt3_15b_8t_release": 256, "bert_release": 64, "gpt3_mcore_reruns_resume_check_grads": 1}
+#: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary,
+#: 256,000 of Nemotron-4's (arXiv 2402.16819)
+_ADDED: Mapping[str, Mapping[str, Any]] = {"gpt3_15b_8t_release": {"vocab-size": 256000}}
+#: ... and words by the file of these: of the first data set that BERT's tests had, inferred
+#: (scenarios/megatron_goldens.yaml); later ones have BERT's uncased 30522, the tokenizer's default
+#: (tools/common_pile_dataset of Megatron-LM)
+WORDS = {"${DATA_PATH}/vocab.txt": 28996}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A functional test, as one of its golden values was recorded.
+
+    Attributes:
+        golden: the name of the golden value: dev or lts, and the machine.
+        container: the release of NVIDIA's container of PyTorch, such as "25.09".
+        text: the test's configuration.
+    """
+
+    family: str
+    case: str
+    golden: str
+    container: str
+    text: str
+
+    @cached_property
+    def job(self) -> Job:
+        """The case as it is imported."""
+        path = Path(self.family, self.case, "model_config.yaml")
+        gpu, _ = machine_of(self.golden)
+        small = gpu == "gb200" and self.case.endswith("_1node")
+        gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
+        job = read(JobFiles([JobFile(path, self.text.encode())], gpus, f"{gpu}-megatron-tests"))
+        assert job is not None
+        return job
+
+    @cached_property
+    def cell(self) -> Cell | str:
+        """The cell of the case, or why there is none."""
+        try:
+            cell = self.job.cell()
+        except UserError as error:
+            return str(error).partition(": ")[2]
+        if not machine_of(self.golden)[1]:
+            return cell
+        # a checkpoint has Adam's moments, and the machine of the first run has the times of its kernels
+        training = cell.training.model_copy(update={"moments": "kept"})
+        options = {
+            name: value for name, value in cell.model_options.items() if not name.startswith("autotune")
+        }
+        return cell.model_copy(update={"training": training, "model_options": options})
+
+
+def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
+    return next((value for start, value in values.items() if case.startswith(start)), otherwise)
+
+
+def cases() -> list[Case]:
+    """All cases, each for every golden value that it has."""
+    _, _, recorded = published_rows(_RECORDED_FILE, Path())
+    of_golden = {(row["case"], row["golden"]): row for row in recorded}
+    _, _, rows = published_rows(_CASES_FILE, Path())
+    found = []
+    for row in rows:
+        for golden in row["goldens"].split():
+            then = of_golden[row["case"], golden]
+            changed = json.loads(then["args"] or "{}")
+            arguments = {**json.loads(row["args"]), **changed, **_by_name(_ADDED, row["case"], {})}
+            if (words := WORDS.get(arguments.get("vocab-file", ""))) is not None:
+                arguments["vocab-size"] = words
+            variables = {CONTAINER: then["container"], **json.loads(row["env"])}
+            content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
+            text = json.dumps(content)  # which is YAML too
+            found.append(Case(row["family"], row["case"], golden, then["container"], text))
+    return found
+
+
+def machine_of(golden: str) -> tuple[str, bool]:
+    """The kind of machine of a golden value, A100 where its name has none, and whether the run went on from
+    a checkpoint."""
+    return next((gpu for gpu in _GPUS if gpu in golden), "a100"), golden.endswith(_RESUMED)
+
+
+def scenario_of(all_cases: Sequence[Case]) -> Scenario:
+    """The cells of all cases that have one, each once."""
+    cells = {case.cell.key: case.cell for case in all_cases if isinstance(case.cell, Cell)}
+    document = document_model()(title="Megatron-LM's functional tests, as they are imported", groups=[{}])
+    return Scenario(CASES, Path(f"{CASES}.yaml"), document, {"": list(cells.values())})
+
+
+def predictions(all_cases: Sequence[Case], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A line of :data:`PREDICTIONS` for each case whose cell is among the rows, by its key, or has none."""
+    for case in all_cases:
+        gpu, resumed = machine_of(case.golden)
+        line: dict[str, Any] = {
+            "case": case.case,
+            "golden": case.golden,
+            "gpu": f"{gpu}{_RESUMED * resumed}",
+            "container": case.container,
+        }
+        if isinstance(case.cell, str):
+            yield line | {"refusal": case.cell}
+        elif (row := rows.get(case.cell.key)) is not None:
+            yield line | _predicted(row)
+
+
+def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
+    measured = row["measurement"]
+    classes = [entry for entry in measured.get("by_class", ()) if entry["step"] > 0]
+    if not classes:
+        return {"refusal": row["reason"] or row["status"]}
+    stage = max(entry["stage"] for entry in classes)
+    last = [entry for entry in classes if entry["stage"] == stage]
+    first, later = min(last, key=lambda e: e["step"]), max(last, key=lambda e: e["step"])
+    return {
+        "peak_first": first["peak_memory_bytes"],
+        # the allocator's peak is from the start of the process on
+        "peak_last": max(entry["peak_memory_bytes"] for entry in last),
+        "allocated_last": later["allocated_bytes"],
+        "step_time_s": measured["step_time_s"],
+    }
+
+
+def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
+    by_golden = {(line["case"], line["golden"]): line for line in lines}
+    for file in GOLDEN_FILES:
+        for row in published_rows(file, Path())[2]:
+            line = by_golden.get((row["case"], row["golden"]))
+            for quantity in MEMORY:
+                ours = line and line.get(quantity)
+                if ours and row[quantity]:
+                    measured = float(row[quantity])
+                    yield {
+                        "case": row["case"],
+                        "golden": row["golden"],
+                        "quantity": quantity,
+                        "measured": int(measured),
+                        "predicted": ours,
+                        "error": ours / measured - 1,
+                        "role": _by_name(_ROLES, row["case"], "predicted"),
+                    }
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """How large the errors of each quantity are, in all and by kind of machine."""
+    for quantity in MEMORY:
+        for gpu in ("all", *_GPUS):
+            sizes = sorted(
+                abs(line["error"])
+                for line in found
+                if line["quantity"] == quantity and gpu in ("all", machine_of(line["golden"])[0])
+            )
+            if sizes:
+                yield {
+                    "quantity": quantity,
+                    "machines": gpu,
+                    "golden values": len(sizes),
+                    "median": f"{median(sizes):.3%}",
+                    "within 1%": f"{sum(size <= 0.01 for size in sizes) / len(sizes):.0%}",
+                    "95% are within": f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}",
+                    "worst": f"{sizes[-1]:.2%}",
+                }

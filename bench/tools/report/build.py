@@ -1,0 +1,125 @@
+"""The site as a folder of files: rendered, then put in the place of an earlier one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files as package_files
+from pathlib import Path
+
+import vl_convert
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.report.gathered import Gathered
+from spbench.bench.tools.report.pages import all_pages
+from spbench.bench.tools.report.rendering import Rendering, environment, navigation
+from spbench.bench.user_files import resolved
+
+STATIC = Path(__file__).with_name("static")
+#: a file of every site, by which a folder is known to be one
+MARKER = "spbench-report.json"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A written site.
+
+    Attributes:
+        files: the size of each in bytes, by path below the folder, in alphabetical order.
+    """
+
+    folder: Path
+    files: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a place where a site cannot be.
+
+    Raises:
+        UserError: it is a file, or a folder with other things in it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {folder} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+        raise UserError(
+            f"--output {folder} has files in it that are no report (there is no {MARKER}); "
+            "name an empty or a new folder"
+        )
+
+
+def build(gathered: Gathered, folder: Path) -> Site:
+    """Write the site into a folder; an earlier one stays as it is until the new one is whole.
+
+    Raises:
+        UserError: the folder holds something else, or cannot be written.
+    """
+    check_place(folder)
+    target = resolved(folder)
+    contents = dict(sorted(files(gathered).items()))
+    sizes = {path: len(content) for path, content in contents.items()}
+    contents[MARKER] = (json.dumps({"files": sizes}, indent=1) + "\n").encode()
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        for path, content in contents.items():
+            (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / path).write_bytes(content)
+        _swap(unfinished, target)
+    except OSError as error:
+        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Site(folder, sizes | {MARKER: len(contents[MARKER])})
+
+
+def _swap(new: Path, target: Path) -> None:
+    """Put a folder in the place of another, which goes away."""
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def files(gathered: Gathered) -> dict[str, bytes]:
+    """The content of every file of the site, by path."""
+    pages = list(all_pages(gathered))
+    templates, places = environment(), navigation(pages)
+    contents = dict(vendored())
+    contents |= {f"assets/{path.name}": path.read_bytes() for path in sorted(STATIC.iterdir())}
+    for page in pages:
+        rendering = Rendering(templates, page, places)
+        made: dict[str, str | bytes] = {page.path: rendering.html(), **rendering.files, **page.files}
+        of_page = {path: text.encode() if isinstance(text, str) else text for path, text in made.items()}
+        # two pages may show one figure
+        if twice := [path for path in contents.keys() & of_page if contents[path] != of_page[path]]:
+            raise ValueError(f"two pages write {', '.join(sorted(twice))}")
+        contents |= of_page
+    return contents
+
+
+def vendored() -> Iterator[tuple[str, bytes]]:
+    """The libraries that draw charts and sort tables, as scripts that a page from a file may load."""
+    # the stub of 1.9 lacks that the snippet may be left out
+    yield "assets/vega.js", vl_convert.javascript_bundle().encode()  # type: ignore[call-arg]
+    bundle = package_files("itables") / "html"
+    script = (bundle / "dt_bundle.js").read_text(encoding="utf-8")
+    # pages from files may not import modules, so what the module exports becomes a name of the window
+    script, count = re.subn(r"export\s*\{[^}]*?(\w+) as default[^}]*\};?", r"window.DataTable=\1;", script)
+    if count != 1:
+        raise RuntimeError(f"itables {version('itables')}: its bundle exports {count} defaults, not one")
+    yield "assets/tables.js", f"(function(){{{script}\n}})();\n".encode()
+    yield "assets/tables.css", (bundle / "dt_bundle.css").read_bytes()

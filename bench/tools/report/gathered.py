@@ -1,0 +1,257 @@
+"""What the site is made of: papers and what reproducing them found, and a result row for each known cell.
+
+Rows come from the first of these places that has any of a scenario: RESULTS/runs (every scenario that was
+run here), RESULTS/baseline (committed rows of a few), and the numbers that RESULTS/reproduction/PAPER.csv
+holds of cells that were measured elsewhere. The last have what was compared with published tables alone.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+
+import spbench
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, flat, read_all_rows
+from spbench.bench.tools.papers.answers.tables import PublishedTable
+from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.paper_findings import Findings, Record, table_of
+from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
+from spbench.bench.tools.papers.strategy_traces import SIDE_BY_SIDE, STRATEGIES
+from spbench.bench.tools.report.page import Figure
+
+#: where a row was found
+Origin = Literal["runs", "baseline", "reproduction"]
+
+
+@dataclass(frozen=True)
+class PaperResults:
+    """A paper, its scenarios by name, and what reproducing them found.
+
+    Attributes:
+        findings: None where no PAPER.csv is among the results.
+    """
+
+    paper: Paper
+    scenarios: Mapping[str, Scenario]
+    findings: Findings | None
+
+    @property
+    def sources(self) -> list[str]:
+        """What the numbers of its scenarios were published in: "" for the paper itself, first, then others
+        that stand on its page."""
+        return sorted({scenario.document.published_in for scenario in self.scenarios.values()})
+
+    def of_source(self, source: str) -> dict[str, Scenario]:
+        """The scenarios whose numbers were published there, by name."""
+        return {n: each for n, each in self.scenarios.items() if each.document.published_in == source}
+
+    def records_of(self, source: str) -> list[Record]:
+        """The records of the numbers that were published there."""
+        records = self.findings.records if self.findings else []
+        names = self.of_source(source)
+        return [record for record in records if record["scenario"] in names]
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What is known of a cell.
+
+    Attributes:
+        row: as in a cells.jsonl; of the origin "reproduction" with the compared numbers alone.
+    """
+
+    scenario: str
+    origin: Origin
+    row: Row
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """The row as one level of plain values, after the scenario and the origin."""
+        return {"scenario": self.scenario, **flat(self.row), "origin": self.origin}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All that pages are made of.
+
+    Attributes:
+        results: the folder with reproduction/, baseline/ and runs/.
+        baseline: the folder with a baseline of each of some scenarios.
+        history: the folder of `spbench record`; None: there is none.
+        strategy_rows: of the scenario that sets strategies beside each other, in its order.
+        cells: by scenario, then in the order of the file.
+    """
+
+    results: Path
+    baseline: Path
+    history: Path | None
+    papers: Sequence[PaperResults]
+    cells: Sequence[CellResult]
+    strategy_rows: Sequence[Row] = ()
+
+    def figure(self, name: str | None) -> Figure | None:
+        """A figure of the reproduction, as SVG or else as PNG; None where it was not drawn."""
+        for form in ("svg", "png") if name else ():
+            path = self.results / "reproduction" / "figures" / f"{name}.{form}"
+            if path.is_file():
+                content = path.read_bytes() if form == "svg" else _in_256_colors(path)
+                return Figure(str(name), f"figures/{path.name}", content)
+        return None
+
+    @property
+    def strategies(self) -> Path:
+        """The folder of strategies' rows and traces."""
+        return self.results / "reproduction" / STRATEGIES
+
+    @cached_property
+    def cell_fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """The fields of every cell that was declared or run, by key."""
+        declared = {key: cell.model_dump() for key, cell in self.declared.items()}
+        return declared | {key: row["cell"] for key, row in self.rows.items()}
+
+    @cached_property
+    def rows(self) -> Mapping[str, Row]:
+        """The rows by the keys of their cells; of a cell in several scenarios the first."""
+        return {cell.row["key"]: cell.row for cell in reversed(self.cells)}
+
+    @cached_property
+    def declared(self) -> Mapping[str, Cell]:
+        """The cells that the scenarios of papers declare, by key."""
+        scenarios = [s for paper in self.papers for s in paper.scenarios.values()]
+        return {cell.key: cell for s in scenarios for cells in s.cells.values() for cell in cells}
+
+
+def _in_256_colors(path: Path) -> bytes:
+    """A PNG file with at most 256 colours, which makes a figure half as large and looks the same."""
+    stream = io.BytesIO()
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
+    return stream.getvalue()
+
+
+def default_results() -> Path:
+    """results/ in the working directory, or else in the checkout of this code.
+
+    Raises:
+        UserError: neither has reproduced papers, baselines or runs.
+    """
+    places = [Path("results"), Path(spbench.__file__).resolve().parents[1] / "results"]
+    for place in places:
+        if any((place / name).is_dir() for name in ("reproduction", "baseline", "runs")):
+            return place
+    raise UserError(
+        "there are no results here: run `spbench reproduce all`, or name a folder of results with --results"
+    )
+
+
+def gather(results: Path, history: Path | None, baseline: Path | None = None) -> Gathered:
+    """Read everything that pages are made of.
+
+    Args:
+        results: a folder with any of reproduction/, baseline/ and runs/.
+        history: of `spbench record`; None: RESULTS/history if that is there.
+        baseline: a folder with baselines by the names of scenarios; None: RESULTS/baseline.
+
+    Raises:
+        UserError: a folder is missing, or a file in it cannot be read.
+    """
+    for option, folder, how in (
+        ("--results", results, "`spbench reproduce all` makes results/"),
+        ("--history", history, "`spbench record` makes one"),
+        ("--baseline", baseline, "`spbench baseline` makes one"),
+    ):
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"{option} {folder} is not a folder; {how}")
+    baseline = baseline or results / "baseline"
+    if history is None and (results / "history").is_dir():
+        history = results / "history"
+    papers = [_paper(results / "reproduction", *each) for each in scenarios_of(ALL)]
+    cells = list(_cells(baseline, results / "runs", papers))
+    if not cells and not any(paper.findings for paper in papers):
+        raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
+    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    return Gathered(results, baseline, history, papers, cells, rows)
+
+
+def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:
+    by_name = {scenario.name: scenario for scenario in scenarios}
+    files = {folder / f"{paper.name}.csv": _COLUMNS, folder / f"{paper.name}_runs.csv": _RUN_COLUMNS}
+    if not any(file.exists() for file in files):
+        return PaperResults(paper, by_name, None)
+    records, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
+    documents = {name: scenario.document for name, scenario in by_name.items()}
+    return PaperResults(paper, by_name, Findings(paper.name, records, runs, documents))
+
+
+#: columns of PAPER.csv and of PAPER_runs.csv that pages show
+_COLUMNS = (
+    *("table", "cell", "quantity", "role", "scenario"),
+    *("published", "reproduced", "relative_error", "status_published", "status_reproduced"),
+)
+_RUN_COLUMNS = ("scenario", "cells", "commit", "torch")
+
+
+def _checked(path: Path, records: Sequence[Record], columns: Sequence[str]) -> Sequence[Record]:
+    missing = [name for name in columns if records and name not in records[0]]
+    if missing:
+        paper = path.stem.removesuffix("_runs")
+        raise UserError(f"{path} has no column {missing[0]!r}; `spbench reproduce {paper}` writes it anew")
+    return records
+
+
+def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterator[CellResult]:
+    """The cells of every scenario, each scenario from the first place that has any."""
+    places: dict[str, tuple[Origin, Path]] = {}
+    origin: Origin
+    for origin, folder in (("baseline", baseline), ("runs", runs)):  # the latter has precedence
+        for path in sorted(folder.glob(f"*/{RESULTS_FILE}")):
+            places[path.parent.name] = (origin, path)
+    reproduced = {name: paper for paper in papers for name in paper.scenarios}
+    for name in sorted({*places, *reproduced}):
+        if name in places:
+            origin, path = places[name]
+            yield from (CellResult(name, origin, row) for row in read_all_rows(path))
+        elif findings := reproduced[name].findings:
+            scenario = reproduced[name].scenarios[name]
+            yield from (CellResult(name, "reproduction", row) for row in _written_rows(scenario, findings))
+
+
+def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
+    """A row for each cell of published tables, with the numbers that were compared. PAPER.csv has these in
+    the units of the comparison alone, so they are turned back into what was measured."""
+    columns = {
+        (table.table, name): quantity
+        for table in scenario.answers(PublishedTable)
+        for name, quantity in table.by_name.items()
+        if not quantity.of_classes
+    }
+    cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
+    made = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
+    rows: dict[str, Row] = {}
+    for record in findings.records:
+        cell, quantity = cells.get(record["cell"]), columns.get((table_of(record), record["quantity"]))
+        if record["scenario"] != scenario.name or cell is None or quantity is None:
+            continue
+        row = rows.setdefault(
+            cell.key,
+            {
+                "key": cell.key,
+                "cell": cell.model_dump(mode="json"),
+                "status": record["status_reproduced"] or "ok",
+                "reason": "",
+                "measurement": {},
+                "provenance": {"commit": made.get("commit", ""), "torch": made.get("torch", "")},
+            },
+        )
+        if record["reproduced"] is not None:
+            row["measurement"][quantity.field] = quantity.measured(record["reproduced"])
+    yield from rows.values()

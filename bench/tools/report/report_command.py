@@ -1,0 +1,76 @@
+"""`spbench report`: a static site of the results."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spbench.bench.command_line.options import path_option, printed
+from spbench.bench.command_line.output import Output, Table
+
+if TYPE_CHECKING:
+    from spbench.bench.tools.report.build import Site
+
+#: modules of the extra `report`
+NEEDED = ("altair", "itables", "jinja2", "vl_convert")
+_LISTED = 5
+
+
+@click.command("report")
+@path_option("--output", "Folder for the site; an earlier site in it is replaced.", required=True)
+@path_option("--results", "Folder with reproduction/, baseline/ and runs/; results/ if left out.")
+@path_option("--history", "Folder of `spbench record`; RESULTS/history if left out and there.")
+@path_option(
+    "--baseline",
+    "Folder with baselines by the names of scenarios, for RESULTS/runs; RESULTS/baseline if left out.",
+)
+@printed
+def command(output: Path, results: Path | None, history: Path | None, baseline: Path | None) -> Output:
+    """Write a static site of the results.
+
+    OUTPUT/index.html opens without a server or a network. It shows each paper beside our numbers, the
+    strategies, the gate and its history, and every cell. It is made of results/runs where that is there, and
+    of the files that are committed with the code.
+    """
+    _check_installed()
+    from spbench.bench.tools.report.build import build, check_place
+    from spbench.bench.tools.report.gathered import default_results, gather
+
+    begin = time.perf_counter()
+    check_place(output)
+    gathered = gather(results or default_results(), history, baseline)
+    site = build(gathered, output)
+    return _report(site, time.perf_counter() - begin)
+
+
+def _check_installed() -> None:
+    """Raises UserError where a module of the extra is missing."""
+    from spbench.bench.errors import UserError
+
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"
+        raise UserError(f"spbench report needs {missing[0]}: {how}")
+
+
+def _report(site: Site, seconds: float) -> Output:
+    index = site.folder / "index.html"
+    largest = sorted(site.files.items(), key=lambda entry: -entry[1])[:_LISTED]
+    lines = [{"file": path, "MB": f"{size / 1e6:.2f}"} for path, size in largest]
+    return Output(
+        [Table(f"{index}: the largest of {len(site.files)} files", lines)],
+        {
+            "index": str(index),
+            "files": dict(site.files),
+            "bytes": site.bytes,
+            "build_seconds": round(seconds, 2),
+        },
+        [{"file": path, "bytes": size} for path, size in site.files.items()],
+        notes=[
+            f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}",
+        ],
+        files=[index],
+    )

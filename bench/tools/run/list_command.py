@@ -1,0 +1,199 @@
+"""`spbench list`: what there is to run and to ask for.
+
+Scenarios and clusters are read from their files; the rest is declared by code, which is imported only if it
+has changed since it was listed last (:mod:`spbench.bench.declarations`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spbench.bench.command_line.forms import FORMS
+from spbench.bench.command_line.options import files_of, path_option, printed
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.declarations import declared
+from spbench.bench.errors import UserError
+from spbench.bench.tools.calibrate import LOGS
+from spbench.bench.tools.changes import EXPORTS
+from spbench.bench.tools.jobs import JOBS
+from spbench.bench.yaml_files import packaged, read_yaml
+from spbench.impls.discovery import FunctionModules
+from spbench.plots import FIGURES
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
+
+#: the package and the key that says what a file is
+_OF_FILES = {
+    "scenarios": ("spbench.scenarios", "title"),
+    "clusters": ("spbench.scenarios.clusters", "about"),
+}
+#: the function that returns the classes by name, imported when it is needed
+_OF_CLASSES = {
+    "strategies": "impls.registries:strategies",
+    "peers": "impls.registries:peers",
+    "as-published": "impls.registries:as_published",
+    "models": "impls.models.model:models",
+    "backends": "impls.registries:backends",
+    "engines": "bench.measure.engines.engine:engines",
+    "meters": "bench.measure.trace.meter:meters",
+    "quantities": "bench.measure.engines.quantities:quantities",
+    "answers": "bench.tools.papers.answer:answer_kinds",
+}
+_OF_FUNCTIONS: dict[str, FunctionModules] = {
+    "forms": FORMS,
+    "exports": EXPORTS,
+    "logs": LOGS,
+    "jobs": JOBS,
+    "figures": FIGURES,
+}
+#: in the order in which they are printed
+_KINDS = (
+    *("scenarios", "strategies", "peers", "as-published", "models", "clusters", "backends", "engines"),
+    *("meters", "quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
+)
+#: of a kind that are named where all kinds are listed
+_NAMED = 3
+#: the kind of which one can be shown, by its name
+_ONE = "cluster"
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice([*_KINDS, _ONE]), required=False, metavar="[KIND]")
+@click.argument("name", required=False, metavar="[NAME]")
+@files_of("strategy", "Strategies of this file of yours too.")
+@files_of("model", "Models of this file of yours too.")
+@path_option("--figure", "With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
+@printed
+def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
+    """List scenarios, strategies, models, clusters and the rest.
+
+    It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
+    as-published (code that papers compare with, whose function is not the model's), models, clusters,
+    backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME`
+    shows the rates of one by kind of work, each with its source, and what is not known; NAME may be a file of
+    yours.
+    """
+    if (kind == _ONE) != (name is not None):
+        raise UserError(
+            "a NAME is for one cluster: spbench list cluster NAME (spbench list clusters has the names)"
+        )
+    if name is not None:
+        from spbench.bench.tools.run.cluster_table import cluster_output
+
+        return cluster_output(name, figure)
+    if figure is not None:
+        raise UserError("--figure is of one cluster: spbench list cluster NAME --figure FILE.png")
+    content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
+    paragraphs = [_paragraph(name, of_kind) for name, of_kind in content.items()]
+    return Output(
+        paragraphs if kind else [_overview(content)],
+        content,
+        [
+            {"kind": name, "name": entry, "about": text}
+            for name, of_kind in content.items()
+            for entry, text in of_kind.items()
+        ],
+        ["kind", "name", "about"],
+        notes=[] if kind else ["spbench list KIND has all of a kind, with a line about each"],
+        details=[] if kind else paragraphs,
+    )
+
+
+def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
+    """How many there are of each kind, and the first of them."""
+    lines = [
+        {"kind": kind, "": len(of_kind), "such as": ", ".join([*of_kind][:_NAMED])}
+        for kind, of_kind in content.items()
+    ]
+    return Table("What there is", lines, below=("such as",))
+
+
+def entries(kind: str) -> dict[str, str]:
+    """What there is of a kind by name, each with a line about it."""
+    if kind in _OF_FILES:
+        found = dict(_from_files(*_OF_FILES[kind]))
+        return (
+            {name: f"{text}{_lacking(name)}" for name, text in found.items()} if kind == "clusters" else found
+        )
+    if kind in _OF_FUNCTIONS:
+        return _OF_FUNCTIONS[kind].summaries()
+    return _from_code(kind)
+
+
+def _lacking(name: str) -> str:
+    """What a cluster has no rate of, in words; "" where it has all, or its file is wrong."""
+    from spbench.bench.measure.clusters.cluster import load_cluster
+    from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
+
+    try:
+        lacking = without_own_rates(load_cluster(name))
+    except UserError:
+        return ""
+    return f"; without a rate of its own: {', '.join(lacking)}" if lacking else ""
+
+
+def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
+    for name, path in packaged(package).items():
+        try:
+            text: Any = read_yaml(path).get(key, "")
+        except UserError as error:
+            text = str(error)
+        yield name, str(text)
+
+
+@declared
+def _from_code(kind: str) -> dict[str, str]:
+    module, function = _OF_CLASSES[kind].split(":")
+    known: Mapping[str, Any] = getattr(import_module(f"spbench.{module}"), function)()
+    about = _ABOUT.get(kind, _first_sentence)
+    return {name: about(each) for name, each in sorted(known.items())}
+
+
+def _about_strategy(cls: type[Strategy]) -> str:
+    axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
+    around = f"{cls.name}+S: around a strategy S" if cls.can_enclose else ""
+    needs = f"needs {' and '.join(cls.requires)}" if cls.requires else ""
+    notes = [axes, around, needs, cls.source]
+    return f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
+
+
+def _about_model(model: Any) -> str:
+    """Its whole numbers, but switches that are off, as they usually are."""
+    sizes = {field.name: (getattr(model, field.name), field.default) for field in fields(model)}
+    return ", ".join(
+        f"{name} {value}"
+        for name, (value, usual) in sizes.items()
+        if type(value) is int and (value > 1 or value != usual)
+    )
+
+
+def _first_sentence(documented: object) -> str:
+    paragraph = (inspect.getdoc(documented) or "").split("\n\n")[0]
+    return _ROLE.sub(r"\1", " ".join(paragraph.split()).split(". ")[0].rstrip("."))
+
+
+#: markup of docstrings around a name, as :class:`Name`
+_ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
+#: what is said of a class, or of a model, where that is not the first sentence of its docstring
+_ABOUT: dict[str, Callable[[Any], str]] = {
+    "strategies": _about_strategy,
+    "peers": _about_strategy,
+    "as-published": lambda cls: f"{_about_strategy(cls)}: {cls.departs}",
+    "models": _about_model,
+    "engines": lambda cls: cls.summary,
+}
+
+
+def _paragraph(kind: str, of_kind: Mapping[str, str]) -> str:
+    width = max(map(len, of_kind), default=0)
+    lines = [f"  {name:<{width}}  {text}".rstrip() for name, text in of_kind.items()]
+    return "\n".join([f"{kind}:", *(lines or ["  none"])])

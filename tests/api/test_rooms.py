@@ -1,0 +1,143 @@
+"""The rooms of bench are as CONTRIBUTING.md has them, and within the budget that stands there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+
+import click
+import pytest
+
+from spbench.bench.command_line.cli import cli
+from tests.api.test_contributing import ROOT, table
+
+BENCH = ROOT / "bench"
+#: by room: what the table lets it import, beside the modules at the top
+TABLE = {room.strip("`"): {*may.split(", ")} - {""} for room, _, may in table("room")}
+#: imports of a room that are not in the table, to be taken away
+NOT_YET = {("measure/scenarios", "tools/papers")}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax trees of the modules of bench, by their names below it."""
+    files = {".".join(path.relative_to(BENCH).with_suffix("").parts): path for path in BENCH.rglob("*.py")}
+    return {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in files.items()}
+
+
+def imports(name: str) -> Iterator[str]:
+    """The modules of bench that a module imports, wherever in it, also for types alone."""
+    for node in ast.walk(trees()[name]):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for each in named:
+            *_, dotted = each.partition("spbench.bench.")
+            while dotted and dotted not in trees():
+                dotted = dotted.rpartition(".")[0]
+            if dotted and dotted != name:
+                yield dotted
+
+
+def room(name: str) -> str:
+    """The room of a module; "" at the top."""
+    first, *others = name.split(".")
+    if first in ("measure", "tools"):
+        return "/".join([first, *others[:1]])
+    return first if first == "command_line" else ""
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    found: dict[str, set[str]] = {each: set() for each in [*TABLE, ""]}
+    for name in trees():
+        if (of := room(name)) in found:
+            found[of] |= {room(each) for each in imports(name)} - {of}
+    return found
+
+
+def test_each_room_is_in_the_table() -> None:
+    folders = [path for floor in ("measure", "tools") for path in (BENCH / floor).iterdir()]
+    rooms = {path.relative_to(BENCH).as_posix() for path in folders if (path / "__init__.py").exists()}
+    assert rooms | {"command_line"} == set(TABLE)
+
+
+@pytest.mark.parametrize("name", ["", *TABLE])
+def test_a_room_imports_what_it_may(name: str) -> None:
+    floors = {each.split("/")[1]: each for each in TABLE if "/" in each}
+    allowed = {floors[each] for each in TABLE.get(name, ())}
+    found = arrows()[name] - {""} - {there for here, there in NOT_YET if here == name}
+    lower = {each for each in TABLE if each.startswith("measure/")} | {"command_line"}
+    if name.startswith("tools/"):
+        found -= lower
+    assert found == allowed
+
+
+def test_exceptions_are_still_needed() -> None:
+    assert not [each for each in NOT_YET if each[1] not in arrows()[each[0]]]
+
+
+def test_rooms_import_each_other_in_no_circle() -> None:
+    without = {
+        here: {each for each in there if (here, each) not in NOT_YET} for here, there in arrows().items()
+    }
+    TopologicalSorter(without).prepare()  # raises CycleError
+
+
+def in_circles() -> set[str]:
+    """The modules that import themselves by way of others."""
+    graph = {name: set(imports(name)) for name in trees()}
+
+    def reached(name: str) -> set[str]:
+        behind, ahead = set[str](), [name]
+        while ahead:
+            ahead = [each for here in ahead for each in graph[here] - behind]
+            behind.update(ahead)
+        return behind
+
+    return {name for name in graph if name in reached(name)}
+
+
+def functions() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for tree in trees().values():
+        yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def lines(folder: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+
+
+def options() -> int:
+    with click.Context(cli) as context:
+        commands = [cli.get_command(context, name) for name in cli.list_commands(context)]
+    return len({name for command in commands if command for p in command.params for name in p.opts[:1]})
+
+
+def local_imports() -> int:
+    nodes = {id(n): n for function in functions() for n in ast.walk(function)}
+    return sum(isinstance(n, ast.Import | ast.ImportFrom) for n in nodes.values())
+
+
+@pytest.mark.parametrize(("of", "most"), table("of"))
+def test_the_budget(of: str, most: str) -> None:
+    if words := re.fullmatch(r"lines of `([\w/]+)`", of):
+        number = lines(words[1])
+    elif of == "files of `bench`":
+        number = len(trees())
+    elif of == "lines of a file of `bench`":
+        number = max(len(path.read_text().splitlines()) for path in BENCH.rglob("*.py"))
+    elif of == "lines of a function of `bench`":
+        number = max((f.end_lineno or 0) - f.lineno + 1 for f in functions())
+    elif of == "files of `bench` that import each other in a circle":
+        number = len(in_circles())
+    elif of == "imports within functions of `bench`":
+        number = local_imports()
+    else:
+        assert of == "options of commands"
+        number = options()
+    assert number <= int(most), f"{number} {of}"

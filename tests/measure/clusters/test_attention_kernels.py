@@ -1,0 +1,57 @@
+"""The attention kernel that is taken where nobody says one, and those that a card cannot run."""
+
+from __future__ import annotations
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.attention_kernels import cannot_run, usual_kernel
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.choices import refusal
+from spbench.bench.measure.scenarios.setting_changes import changed
+from spbench.bench.tools.fit.usual_attention import ATTENTION, with_usual_attention
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kernel"),
+    [
+        ("dgx-h100", "cudnn"),
+        ("h800-sxm", "cudnn"),
+        ("b200-sxm", "cudnn"),
+        ("dgx-a100", "flash_attention_2"),
+        ("l20", "flash_attention_2"),
+        ("l40s", "flash"),
+        ("local", "flash"),
+    ],
+)
+def test_the_usual_kernel_is_that_of_the_card(cluster: str, kernel: str) -> None:
+    assert usual_kernel(load_cluster(cluster).device) == kernel
+
+
+def test_a_card_refuses_a_kernel_of_another_generation_with_the_reason() -> None:
+    a100, h100 = (load_cluster(name).device for name in ("dgx-a100", "dgx-h100"))
+    assert cannot_run(a100, "flash_attention_3") == (
+        f"flash_attention_3 runs on Hopper alone, not on {a100.name}",
+        "use model_options.attention=flash_attention_2",
+    )
+    assert cannot_run(h100, "flash_attention_3") is None
+    assert cannot_run(load_cluster("b200-sxm").device, "flash_attention_3") is not None
+    assert cannot_run(load_cluster("local").device, "flash_attention_3") is None  # not known
+    cell = Cell(model="causal-transformer-tiny", strategy="single", cluster="dgx-a100", batch=1, seq_len=64)
+    assert refusal(cell) == ""
+    asked = changed(cell, {ATTENTION: "flash_attention_3"})
+    assert "flash_attention_3 runs on Hopper alone" in refusal(asked)
+    # what it names is the cause: another kernel, or another card, runs
+    assert refusal(changed(asked, {ATTENTION: "flash_attention_2"})) == ""
+    assert refusal(changed(asked, {"cluster": "dgx-h100"})) == ""
+
+
+def test_what_nobody_says_is_taken_and_told_and_what_is_said_is_kept() -> None:
+    cell = Cell(model="causal-transformer-tiny", strategy="single", cluster="dgx-h100", batch=1, seq_len=64)
+    taken, told = with_usual_attention(cell)
+    assert taken.model_options["attention"] == "cudnn"
+    assert told.startswith("attention: not said, so taken: cudnn, usual on NVIDIA H100")
+    said = changed(cell, {ATTENTION: "triton"})
+    assert with_usual_attention(said) == (said, "")
+    without = cell.model_copy(update={"model": "bert-tiny"})  # which has no such option
+    assert with_usual_attention(without) == (without, "")

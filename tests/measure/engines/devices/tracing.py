@@ -1,0 +1,147 @@
+"""Traces on the accelerator beside traces on the fake CPU, in a process of its own, as JSON.
+
+``python -m tests.measure.engines.devices.tracing LIBRARY few|all`` prints {"traces": how many were compared,
+"problems": what was not as on the CPU, "planted": for each fault of :mod:`planted` what was raised}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves_with_path
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.setup import record_step
+from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.virtual import fake_mesh, no_cyclic_collection
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.recorder import Recorder
+from spbench.impls.models.model import models
+from spbench.impls.registries import backends, strategies
+from spbench.impls.strategies.nesting import nesting, pairs
+from tests.measure.engines.cells import supported
+from tests.measure.engines.devices import accelerator
+from tests.measure.trace.same_traces import differing_fields
+
+TINY = [name for name in models() if "-tiny" in name]
+#: a strategy, a model and a backend; the other backends do what one of these does
+FEW = (
+    ("ring_self_attention", "bert-tiny", "legacy_ddp"),
+    ("lasp2", "tnl-tiny", "zero1"),
+    ("tensor_parallel", "causal-transformer-tiny", "zero3"),
+    ("dsp", "transformer-2d-tiny", "fsdp_flat"),
+)
+
+
+class ElsewhereError(AssertionError):
+    """An operator of the step has a tensor of another device."""
+
+
+class OneDevice(Recorder):
+    """A recorder that raises :class:`ElsewhereError` where an argument or a result of an operator of the step
+    is not on the mesh's device. torch itself lets tensors without dims be mixed with those of other devices.
+    """
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check(func, "argument", (args, kwargs))
+        result = super()._run(func, args, kwargs)
+        self._check(func, "result", result)
+        return result
+
+    def _check(self, func: Any, what: str, values: Any) -> None:
+        if not self.memory.log.marks:  # inputs are drawn on the CPU, before the step
+            return
+        for path, x in tree_leaves_with_path(values):
+            if isinstance(x, Tensor) and x.device.type != self.memory.device:
+                phase, where = self.memory.log.marks[-1][0], "".join(map(str, path))
+                raise ElsewhereError(f"{phase}: {func}: {what} {where} {list(x.shape)} is on {x.device}")
+
+
+def cell_of(strategy: str, model: str, backend: str, pp: int = 1) -> Cell | None:
+    """Two ranks along each axis of a strategy, two replicas, loss scaling; None where that cannot be."""
+    content = {
+        "model": model,
+        "strategy": strategy,
+        "sizes": {**dict.fromkeys(nesting(strategy).axes, 2), "dp": 2, "pp": pp},
+        "batch": 4,
+        "seq_len": 24,
+        "precision": "fp16",
+        "training": {"backend": backend, "micro_batches": pp},
+    }
+    cell = Cell.model_validate(content)
+    return cell if supported(cell) else None
+
+
+def every_combination() -> Iterator[tuple[str, str, str, int]]:
+    """Strategy, model, backend and pipeline stages: the whole product, nested strategies on two backends."""
+    for model in TINY:
+        for strategy in strategies():
+            yield from ((strategy, model, backend, 1) for backend in backends())
+            yield from ((strategy, model, name, 2) for name, cls in backends().items() if cls.pipelined)
+        for pair in pairs():
+            yield from ((pair.name, model, backend, 1) for backend in ("legacy_ddp", "zero3"))
+
+
+def traced(cell: Cell, rank: int, device: str) -> Trace:
+    """The trace of a rank on fake tensors of that device type."""
+    with fake_mesh(cell.mesh_sizes, rank, device) as mesh, no_cyclic_collection():
+        recorder = OneDevice(mesh, events=True)
+        with FakeTensorMode(), recorder:
+            record_step(cell, mesh, recorder)
+        return Trace.of(cell, rank, recorder)
+
+
+def differences(ours: Trace, theirs: Trace) -> list[str]:
+    """What is not the same in the steps of two traces: live bytes when it begins, each birth and death in it,
+    its peak and what holds that, communication, and the program. Set-ups differ in how inputs are drawn, and
+    of streams an event log knows those of the CPU alone, on which virtual ranks are."""
+    (held, births), (their_held, their_births) = (_step_memory(trace.memory) for trace in (ours, theirs))
+    found = ["held"] * (held != their_held) + ["memory"] * (not np.array_equal(births, their_births))
+    found += ["peak"] * (ours.memory.peak() != theirs.memory.peak())
+    found += ["communication"] * (ours.communication.counts != theirs.communication.counts)
+    assert theirs.program is not None
+    return found + ([] if theirs.program.stream.any() else differing_fields(ours.program, theirs.program))
+
+
+def _step_memory(log: MemoryLog) -> tuple[int, np.ndarray]:
+    change = log.signed_bytes()
+    return int(change[: log.step_start].sum()), change[log.step_start :]
+
+
+def compared(cells: Iterable[Cell]) -> tuple[int, list[str]]:
+    """The number of ranks of cells that were traced on both devices, one a class, and what was wrong."""
+    count, problems = 0, []
+    for cell in cells:
+        for each in rank_classes(cell):
+            count += 1
+            name = f"{cell.key} {cell.training.backend} rank {each.first}"
+            try:
+                found = differences(*(traced(cell, each.first, on) for on in (accelerator.NAME, "cpu")))
+            except Exception as error:
+                found = [f"{type(error).__name__}: {error}"]
+            if found:
+                problems.append(f"{name}: {', '.join(found)}")
+    return count, problems
+
+
+def main(library: str, selection: str) -> None:
+    """Register the accelerator, trace, and print what was found."""
+    from tests.measure.engines.devices import planted
+
+    accelerator.register(Path(library))
+    chosen = FEW if selection == "few" else every_combination()
+    cells = [cell for combination in chosen if (cell := cell_of(*combination)) is not None]
+    count, problems = compared(cells)
+    print(json.dumps({"traces": count, "problems": problems, "planted": planted.raised()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

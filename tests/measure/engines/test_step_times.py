@@ -1,0 +1,89 @@
+"""The time of a step in a measurement: model FLOPs, what bounds it, what its rates are."""
+
+from __future__ import annotations
+
+import pytest
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
+from spbench.bench.measure.engines.model_flops import forward_flops
+from spbench.bench.measure.engines.step_times import bound_of, utilization
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from tests.measure.simulator.step_programs import cluster
+
+#: of one layer, forward: products of 2 x 32 tokens, H 128
+TINY = {"model": "bert-tiny", "batch": 2, "seq_len": 32, "cluster": "a100-nodes"}
+
+
+def test_parts_make_up_what_they_are_of() -> None:
+    sizes = Sizes(sp=8, dp=2)
+    found = VirtualEngine().measure(Cell(strategy="ring_self_attention", sizes=sizes, **TINY))
+    computing = sum(found.parts[f"{name}_s"] for name in ("products", "attention", "memory_bound"))
+    assert computing == pytest.approx(found.breakdown["compute_s"])
+    links = found.parts["within_nodes_s"] + found.parts["across_nodes_s"]
+    assert links == pytest.approx(found.breakdown["exposed_communication_s"])
+    assert found.parts["across_nodes_s"] > 0
+    assert found.bound == bound_of({**found.breakdown, **found.parts})
+    # most of so small a step is launching it, and of this cluster's host nothing was measured
+    assert found.rates == "transferred"
+    assert [found.priced_by[0][name] for name in ("work", "by")] == ["host", "an H100's host"]
+
+
+def test_recomputation_adds_nothing_to_the_flops_of_the_model() -> None:
+    plain = VirtualEngine().measure(Cell(strategy="single", **TINY))
+    again = VirtualEngine().measure(Cell(strategy="single", model_options={"checkpointing": True}, **TINY))
+    assert plain.mfu is not None
+    assert again.mfu is not None
+    assert plain.step_time_s is not None
+    assert again.step_time_s is not None
+    assert again.step_time_s > plain.step_time_s
+    assert again.mfu * again.step_time_s == pytest.approx(plain.mfu * plain.step_time_s)
+
+
+def test_a_forward_pass_alone_has_a_third_of_the_flops() -> None:
+    training = Cell(strategy="single", **TINY)
+    inference = training.model_copy(update={"training": TrainingOptions(step="inference")})
+    both = [utilization(cell, 1e-3) for cell in (training, inference)]
+    flops = forward_flops(training).forward
+    assert both[0] == pytest.approx(3 * flops / (1e-3 * 19.5e12))
+    assert both[1] == pytest.approx(flops / (1e-3 * 19.5e12))
+
+
+def test_without_a_peak_there_is_no_utilization() -> None:
+    assert utilization(Cell(model="bert-tiny", strategy="single", batch=2, seq_len=32), 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound"),
+    [
+        ({"products_s": 3, "attention_s": 2, "memory_bound_s": 1}, "products"),
+        ({"products_s": 1, "within_nodes_s": 2, "across_nodes_s": 3, "bubble_s": 2}, "links across nodes"),
+        ({"products_s": 3, "overhead_s": 2, "host_s": 2}, "host"),
+        ({"products_s": 3, "overhead_s": 2}, "products"),
+        ({"compute_s": 9, "hidden_communication_s": 9, "bubble_s": 1}, "bubble"),
+        ({}, ""),
+    ],
+)
+def test_the_largest_part_bounds_the_step(seconds: dict[str, float], bound: str) -> None:
+    assert bound_of(seconds) == bound
+
+
+def with_figures(**figures: object) -> Cluster:
+    made = cluster().model_dump()
+    return Cluster.model_validate({**made, "device": {**made["device"], **figures}})
+
+
+def test_rates_are_a_datasheets_unless_products_were_measured() -> None:
+    share = {"value": 0.7, "source": "a benchmark"}
+    assert with_figures().rates_of("fp32") == "datasheet"
+    assert with_figures(memory_efficiency=share).rates_of("fp32") == "datasheet"
+    assert with_figures(compute_efficiency=share).rates_of("fp32") == "sourced"
+    products = {"fp32": {"share": share}}
+    assert with_figures(products=products).rates_of("fp32") == "sourced"
+    assert with_figures(products=products).rates_of("bf16") == "datasheet"
+
+
+def test_what_is_fitted_to_step_times_is_no_source() -> None:
+    fitted = {"value": 0.7, "source": "a paper", "fitted_on": ["a cell"]}
+    assert with_figures(compute_efficiency=fitted).rates_of("fp32") == "fitted"
+    assert load_cluster("a100-lasp").rates_of("bf16") == "fitted"

@@ -1,0 +1,102 @@
+"""The command `spbench run` in a process of its own, on cells that a function of fakes.py measures, to be
+interrupted and killed. As a program this module is that command."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from tests.bench.fakes import GATE, LOG, RUN, SCENARIO
+from tests.bench.processes import until
+
+ROOT = Path(__file__).parents[3]
+#: for PYTHONPATH: ours, and workers that start without torch
+LIGHT_PATH = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "light")])
+
+
+class Command:
+    """The command `spbench run` in a process group of its own, on cells that a gate holds up.
+
+    Args:
+        folder: of all its files; the results are in its folder "out".
+        options: further ones of the command line.
+        scenario: the content of the scenario file.
+        run: a function of fakes.py that measures the cells.
+    """
+
+    def __init__(self, folder: Path, *options: str, scenario: str = SCENARIO, run: str = "gated"):
+        self.folder, self.results = folder, folder / "out" / RESULTS_FILE
+        self.gate, self.log, file = folder / "gate", folder / "log", folder / "small.yaml"
+        file.write_text(scenario)
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": LIGHT_PATH,
+            RUN: run,
+            GATE: str(self.gate),
+            LOG: str(self.log),
+        }
+        self.arguments = ["run", "--scenario", str(file), "--output", str(folder / "out"), "--jobs", "2"]
+        self.arguments += options
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *self.arguments],
+            env=self.environment,
+            cwd=self.folder,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # a shell's background job ignores it, and so would all that the tests start there
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        return self.process
+
+    def begun(self) -> list[tuple[int, str]]:
+        """(process, key) of each cell that has begun."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [(int(pid), key) for pid, key in (line.split() for line in lines)]
+
+    def until_two_are_held_up(self) -> None:
+        """The two cells of 4 and 8 ranks have ended, two more have begun."""
+        until(lambda: len(self.begun()) == 4 and len(read_rows(self.results)[0]) == 2)
+
+    def until_processes_are_gone(self) -> None:
+        """Of the command and of all that it has started, on whatever machine, none is left."""
+        until(lambda: not self.processes())
+
+    def processes(self) -> list[int]:
+        """The processes that have this command's environment; zombies are none."""
+        mark = f"{LOG}={self.log}".encode()
+        return [pid for pid, variables in environments() if mark in variables.split(b"\0")]
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        self.gate.touch()
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def environments() -> Iterator[tuple[int, bytes]]:
+    """Each process that runs, with the environment that it has started with."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                yield int(folder.name), (folder / "environ").read_bytes()
+        except OSError:  # it is gone, or somebody else's
+            continue
+
+
+if __name__ == "__main__":
+    import spbench.bench.measure.sweep.sweep as module
+    from spbench.bench.command_line.cli import main
+    from tests.bench import fakes
+
+    module.sweep = functools.partial(module.sweep, run=getattr(fakes, os.environ[RUN]))
+    main()

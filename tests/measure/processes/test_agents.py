@@ -1,0 +1,128 @@
+"""Agents as torchrun would start them, in processes of this machine: jobs, faults, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.measure.processes import rank_job, torchrun
+from spbench.bench.measure.processes.rank_agent import BEAT_S, Launched, serve
+from spbench.bench.measure.processes.rank_job import AGENTS, RankError
+from spbench.bench.measure.processes.rank_process import Rendezvous
+from spbench.bench.measure.processes.starting import Surroundings, main_module_hidden, starting_context
+from spbench.bench.measure.processes.torchrun import check_gpus, coordinating, ranks_for, shared_backend
+from spbench.impls import loose_files
+from spbench.impls.layout import Unavailable
+from spbench.impls.loose_files import LOOSE_FILES
+from spbench.impls.registries import strategy_class
+from tests.bench.processes import needs_proc
+from tests.measure.processes.test_rank_pool import (
+    dies_on_rank_1,
+    listening_addresses,
+    never_answers,
+    process_id,
+    sum_of_ranks,
+)
+from tests.plugins.additions import EXAMPLES
+
+
+def be_agent(surroundings: Surroundings, launched: Launched) -> None:
+    surroundings.take_on()
+    serve(launched)
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[BaseProcess]:
+    """The second of two agents; this process coordinates them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = Rendezvous("127.0.0.1", free.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torchrun, "when_parent_is_gone", lambda act: None)  # its thread would stay
+        patched.setattr(torchrun, "LOST_S", 5 * BEAT_S)  # also where a busy machine delays a beat
+        patched.setattr(rank_job, "GRACE_S", 0.5)  # of the other rank, when one is lost
+        with coordinating(Launched(0, 0, 2, place)):
+            arguments = (Surroundings(), Launched(1, 1, 2, place))
+            process = starting_context().Process(target=be_agent, args=arguments)  # type: ignore[attr-defined]
+            with main_module_hidden():
+                process.start()
+            yield process
+    process.join()
+    assert AGENTS not in os.environ
+
+
+def test_jobs_and_faults(agent: BaseProcess) -> None:
+    """After each fault the next job runs."""
+    with ranks_for(2) as ranks:
+        assert ranks.run({"sp": 2}, sum_of_ranks, "sp", 5) == [(0, 11, [2]), (1, 11, [2])]
+        with pytest.raises(RankError, match="rank 1: the process was killed by SIGKILL"):
+            ranks.run({"sp": 2}, dies_on_rank_1)
+        with pytest.raises(RankError, match="no answer from ranks 0, 1") as raised:
+            ranks.run({"sp": 2}, never_answers, timeout_s=1.0)
+        assert "in never_answers" in raised.value.log.split("-- stacks of rank 1 --")[1]
+        assert ranks.run({}, sum_of_ranks, "sp", 5) == [(0, 5, [])]
+        first, second = ranks.run({"sp": 2}, process_id), ranks.run({"sp": 2}, process_id)
+        assert first == second
+    with ranks_for(2, fresh=True) as ranks:
+        third, fourth = ranks.run({"sp": 2}, process_id), ranks.run({"sp": 2}, process_id)
+    assert not {*first} & {*third}
+    assert not {*third} & {*fourth}
+
+
+def module_of(mesh: DeviceMesh, strategy: str) -> str:
+    return strategy_class(strategy).__module__
+
+
+def test_files_that_were_added_after_the_agents_had_started(
+    agent: BaseProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOOSE_FILES, "")
+    text = (EXAMPLES / "gathered_attention.py").read_text()
+    (tmp_path / "late.py").write_text(text.replace("gathered_attention", "late"))
+    loose_files.add(tmp_path / "late.py")
+    with ranks_for(2) as ranks:
+        assert ranks.run({"sp": 2}, module_of, "late") == ["spbench.impls.loose_files.late"] * 2
+
+
+@needs_proc
+def test_agents_of_this_machine_meet_on_loopback(agent: BaseProcess) -> None:
+    with ranks_for(2) as ranks:
+        port = ranks._store.underlying_store.port  # type: ignore[attr-defined]
+    assert listening_addresses(port) == [f"0100007F:{port:04X}"]
+
+
+def test_there_are_too_few(agent: BaseProcess) -> None:
+    with pytest.raises(Unavailable, match="needs 3 ranks, and 2 were started; start more with torchrun"):
+        ranks_for(3)
+
+
+def test_an_agent_that_stands_still_is_lost(agent: BaseProcess) -> None:
+    assert agent.pid is not None
+    with ranks_for(2) as ranks:
+        ranks.run({"sp": 2}, sum_of_ranks, "sp", 5)  # one that has not begun is waited for
+        os.kill(agent.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(RankError, match="rank 1: no sign of life from its machine, "):
+                ranks.run({"sp": 2}, sum_of_ranks, "sp", 5)
+        finally:
+            os.kill(agent.pid, signal.SIGCONT)
+
+
+def test_gpus_are_counted_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AGENTS, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_gpus(2, "cuda")
+    check_gpus(3, "cpu")
+    with pytest.raises(Unavailable, match="needs 3 GPUs, and this machine has 2; start it with torchrun"):
+        check_gpus(3, "cuda")
+    assert [shared_backend(ranks, "cuda") for ranks in (2, 3)] == ["", "spbench_staged"]
+    monkeypatch.setenv(AGENTS, "some")
+    check_gpus(3, "cuda")

@@ -1,0 +1,300 @@
+"""Scenario files: what they expand to, and one clear line for each way to get one wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
+from spbench.bench.measure.scenarios import expand
+from spbench.bench.measure.scenarios.choices import refusal
+from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.yaml_files import packaged
+from tests.bench.fakes import SCENARIO
+
+
+def write(folder: Path, text: str, name: str = "small.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Scenario:
+    return load_scenario(write(tmp_path, SCENARIO))
+
+
+def changed(**changes: Any) -> str:
+    """SCENARIO with some of its values replaced; a key like groups__0__batch is a path."""
+    content = yaml.safe_load(SCENARIO)
+    for path, value in changes.items():
+        *steps, last = path.split("__")
+        at = content
+        for step in steps:
+            at = at[int(step)] if step.isdecimal() else at.setdefault(step, {})
+        at[last] = value
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def test_lists_multiply_and_settings_merge(scenario: Scenario) -> None:
+    assert list(scenario.cells) == ["first", "steady"]
+    cells = scenario.cells["first"]
+    assert [str(c.sizes) for c in cells] == ["1", "tp2", "1", "sp4", "sp8"]
+    assert {c.training.moments for c in cells} == {"later"}
+    assert {c.variant for c in cells} == {"first"}
+    ring = cells[-1]
+    assert ring.model_options == {"dropout": 0.0, "layers": 3}  # defaults and group
+    assert (ring.batch, ring.seq_len) == (64, None)
+    keys = [c.key for declared in scenario.cells.values() for c in declared]
+    assert len(set(keys)) == 10
+
+
+def test_counts_may_end_in_powers_of_1024(tmp_path: Path) -> None:
+    text = changed(defaults__batch="1K", defaults__search__limit="8M", defaults__search__step=128)
+    cell = load_scenario(write(tmp_path, text)).cells["first"][0]
+    assert (cell.batch, cell.search and cell.search.limit) == (1024, 2**23)
+    assert cell.key.startswith("bert-tiny/tensor_parallel/1/b1024/")
+
+
+def test_a_dry_run_says_what_cannot_run(tmp_path: Path) -> None:
+    (cell, *_) = load_scenario(write(tmp_path, SCENARIO)).cells["first"]
+    assert refusal(cell) == ""
+    staged = cell.model_copy(update={"sizes": Sizes(pp=5)})
+    assert "layers cannot be split over 5 pipeline stages" in refusal(staged)
+    measured = cell.at(512)
+    assert refusal(measured) == ""
+    parted = measured.model_copy(update={"sizes": Sizes(dp=3)})
+    assert refusal(parted).startswith("batch 64 cannot be divided into 3 micro-batches")
+
+
+def test_several_lists(tmp_path: Path) -> None:
+    text = changed(
+        groups=[{"strategy": "single", "precision": ["fp16", "fp32"], "batch": [1, 2, 3]}],
+        claims=[],
+        inferred_from=[],
+    )
+    cells = load_scenario(write(tmp_path, text)).cells["first"]
+    assert [(c.precision, c.batch) for c in cells] == [(p, b) for b in (1, 2, 3) for p in ("fp16", "fp32")]
+
+
+def test_packaged_scenarios_and_clusters_are_valid() -> None:
+    for name in packaged("spbench.scenarios"):
+        assert load_scenario(name).cells
+    assert load_cluster("piz-daint-p100").usable_memory_bytes == 15430 * 2**20
+    assert load_cluster("local").usable_memory_bytes is None
+    assert {"local", "piz-daint-p100"} <= set(cluster_names())
+
+
+#: a key path, a wrong value of it, and what is said of that key
+WRONG: list[tuple[str, Any, str]] = [
+    ("grups", [], "unknown key; did you mean 'groups'?"),
+    ("groups", [], "is empty; give at least one"),
+    ("groups[0].btach", 4, "unknown key; did you mean 'batch'?"),
+    ("groups[1].variant", "x", "unknown key; variants have a section of their own"),
+    ("variants.all", {}, "'all' stands for every variant"),
+    ("variants.first.training.moments", "latr", "must be 'kept' or 'later'"),
+    ("defaults.training.moment", "kept", "unknown key; did you mean 'moments'?"),
+    ("defaults.training.backend", "zero4", "unknown backend 'zero4'; did you mean 'zero"),
+    ("groups[0].training.cublas_workspace", "4096:8", "'4096:8' is no CUBLAS_WORKSPACE_CONFIG: write pairs"),
+    ("groups[1].training.gradients", "fresh", "must be 'contiguous' or 'stale', not 'fresh'"),
+    ("defaults.model", "bert-bse", "unknown model 'bert-bse'; did you mean 'bert-base'?"),
+    ("groups[0].strategy", "tensor_paralel", "unknown strategy 'tensor_paralel'; did you mean 'tensor_"),
+    ("defaults.cluster", "piz-daint", "unknown cluster 'piz-daint'; did you mean"),
+    ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, lockstep, virtual)"),
+    ("defaults.precision", "fp8", "must be"),
+    ("defaults.search.quantity", "length", "unknown quantity 'length'"),
+    ("groups[1].seq_len", 512, "is what the search is to find"),
+    ("defaults.timeout_s", float("inf"), "must be a finite number, not inf"),
+    ("groups[1].batch", "64", "'64' is a text; leave out its quotes"),
+    ("defaults.batch", True, "must be a valid integer, not True"),
+    ("defaults.batch", -64, "must be greater than 0, not -64"),
+    ("defaults.batch", 10**15, "must be less than or equal to 68719476736"),
+    ("groups[1].sizes", 4, "must be a mapping of keys, not 4"),
+    ("groups[1].sizes.sp", [], "is an empty list"),
+    ("groups[1].sizes.sp", 10**9, "must be less than or equal to 131072"),
+    ("groups[1].sizes.tp", 4, "4: the strategy ring_self_attention does not use the axis tp"),
+    ("groups[1].model_options.layer", 3, "unknown option; did you mean 'layers'?"),
+    ("groups[1].model_options.layers", "3", "must be a valid integer, not '3'"),
+    ("groups[1].model_options.layers", -3, "must be at least 1, not -3"),
+    ("groups[1].model_options.layers", 10**9, "must be at most 4096"),
+    ("groups[1].model_options.dropout", float("nan"), "must be a finite"),
+    ("groups[0].strategy_options.pad", True, "unknown option (known: loss)"),
+    ("claims[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
+    ("claims[0].role", "predicted", "unknown key (known: claim, published, numerator,"),
+]
+#: what is said of another key than the one that is wrong, or of several
+WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
+    ("groups[1].training", {"backend": "zero3", "gradients": "stale"}, "training.gradients: unknown key"),
+    ("groups[1].sizes.dp", 2**16, "groups[1].sizes: dp65536xsp4 are 262144 ranks; there can be 131072"),
+    ("groups[1].model_options.heads", 7, "groups[1].model_options: hidden 48 is not divisible by heads 7"),
+    ("defaults.batch", [*range(1, 1001)], "groups[0]: there are more than 1000 cells; leave out"),
+    ("defaults.search", None, "groups[0].seq_len: is missing; give it, or a search for it"),
+    ("groups[0].sizes.tp", [2, 2], "is declared twice here; leave one out"),
+    ("claims[0].numerator.world", 9, "claims[0].numerator: no group declares a cell with"),
+    ("claims[0].numerator.world", None, "claims[0].numerator: selects 3 cells, such as"),
+    ("claims[1].claim", "rsa-max-seqlen-base", "is there already; leave one out"),
+    ("claims[0].claim", "rsa-max-seqlen-bas", "claims[0].published: "),
+    ("claims[0].published.file", "rsa_claim.csv", "cannot read published file rsa_claim.csv"),
+    ("claims[0].published.column", "publishd", "no column 'publishd'; did you mean 'published'?"),
+    ("inferred_from[0].answers", ["rsa-max-seqlen"], "answers[0]: no answer is called 'rsa-max-seqlen'; did"),
+    ("inferred_from[0].quantities", ["ratio"], "quantities[0]: rsa-linformer-upper-bound has"),
+    ("inferred_from[0].rows", [{"model": "gpt"}], "inferred_from[0].rows[0]: no row of rsa-linformer-upper"),
+    ("inferred_from[0].variants", ["frist"], "unknown variant 'frist'; did you mean 'first'?"),
+]
+
+
+def test_an_option_of_the_backend_is_part_of_a_cells_key_where_it_is_not_the_default() -> None:
+    def key(**training: str) -> str:
+        return Cell.model_validate({"model": "m", "strategy": "s", "training": training}).key
+
+    assert key(gradients="contiguous") == key() == "m/s/1/bmax/Lmax/fp32/local/virtual/01e52c8be4"
+    assert key(gradients="stale") == "m/s/1/bmax/Lmax/fp32/local/virtual/2eb9e854a0"
+    stale = Cell.model_validate({"model": "m", "strategy": "s", "training": {"gradients": "stale"}})
+    assert Cell.model_validate_json(stale.model_dump_json()) == stale
+    assert stale.training.backend_options == {"gradients": "stale"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [*((path, value, f"{path}: {message}") for path, value, message in WRONG), *WRONG_ELSEWHERE],
+)
+def test_wrong_content_is_one_line_with_file_and_key(
+    tmp_path: Path, path: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expand, "MOST_CELLS", 1000)
+    file = write(tmp_path, changed(**{path.replace("[", "__").replace("]", "").replace(".", "__"): value}))
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        load_scenario(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert message in str(caught.value)
+
+
+def test_options_of_a_strategy_are_checked(tmp_path: Path) -> None:
+    text = changed(groups__1__strategy="ring_attention", groups__1__strategy_options={"placement": "spiral"})
+    with pytest.raises(UserError, match="strategy_options: placement is one of contiguous, striped, zigzag"):
+        load_scenario(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("title: [unclosed", "malformed YAML"),
+        ("title: x\n\tgroups: []", ":2:1: malformed YAML"),
+        ("title: a\ntitle: b\n", ":2:1: malformed YAML: the key 'title' is given twice"),
+        ("", "is empty, but a mapping of keys is needed"),
+        ("- a\n- b\n", "holds a list, but a mapping"),
+        ("1: 2\n", "a key must be a word"),
+        ("title: x\n", "groups: is missing"),
+        ("title: !!python/object:os.system x\n", "malformed YAML"),
+        ("title: " + 100_000 * "[", ":1:71: malformed YAML: values are nested more than 64 deep"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        load_scenario(path)
+    assert str(caught.value).startswith(path)
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (binary := tmp_path / "binary.yaml").write_bytes(b"title: \xff\xfe")
+    for path, message in (
+        (tmp_path / "absent.yaml", "no scenario file"),
+        (tmp_path, "Is a directory"),
+        (binary, "not a text file in UTF-8"),
+        (Path("max_seqln"), "unknown scenario 'max_seqln'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_scenario(path)
+
+
+def test_narrowing_chooses(scenario: Scenario) -> None:
+    def worlds(**narrowing: Any) -> list[str]:
+        return [f"{c.strategy[:4]}{c.sizes.world}" for c in narrowed_cells(scenario, Narrowing(**narrowing))]
+
+    assert worlds() == ["tens1", "tens2", "ring1", "ring4", "ring8"]
+    assert worlds(strategies=["tensor_parallel"]) == ["tens1", "tens2"]
+    assert worlds(world_sizes=[8, 2]) == ["ring8", "tens2"]
+    assert worlds(variant="all") == worlds() + worlds()
+    assert worlds(world_sizes=[5]) == ["tens5", "ring5"]  # none is declared, so both are made
+    assert worlds(world_sizes=[2], strategies=["ring_self_attention"]) == ["ring2"]
+
+
+def test_narrowing_replaces_cluster_and_engine(scenario: Scenario) -> None:
+    cells = declared_cells(scenario, Narrowing(clusters=["local"], engines=["distributed"]))
+    assert {(c.cluster, c.engine) for c in cells} == {("local", "distributed")}
+    assert len(declared_cells(scenario, Narrowing(clusters=["local", "piz-daint-p100"]))) == 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted", "message"),
+    [
+        ("strategies", ["tensor"], "unknown strategy 'tensor'"),
+        ("strategies", ["single"], "has no cell with strategy single; it has: tensor_parallel, ring_self"),
+        ("models", ["bert-base"], "has no cell with model bert-base; it has: bert-tiny"),
+        ("clusters", ["daint"], "unknown cluster 'daint'"),
+        ("engines", ["cuda"], "unknown engine 'cuda'"),
+        ("variant", "frist", "no variant 'frist'; did you mean 'first'?"),
+        ("world_sizes", [0], "must be at least 1"),
+    ],
+)
+def test_narrowing_that_leaves_nothing(scenario: Scenario, asked: str, wanted: Any, message: str) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        narrowed_cells(scenario, Narrowing(**{asked: wanted}))
+    assert message in str(caught.value)
+
+
+def test_single_device_has_no_other_size(tmp_path: Path) -> None:
+    text = changed(groups=[{"strategy": "single"}], claims=[], inferred_from=[], variants={})
+    scenario = load_scenario(write(tmp_path, text))
+    assert [c.variant for c in narrowed_cells(scenario, Narrowing(world_sizes=[1]))] == [""]
+    with pytest.raises(UserError, match="run on one rank, not 4"):
+        narrowed_cells(scenario, Narrowing(world_sizes=[4]))
+    with pytest.raises(UserError, match="has no variants"):
+        narrowed_cells(scenario, Narrowing(variant="first"))
+
+
+def test_clusters_of_ones_own(tmp_path: Path) -> None:
+    content: dict[str, Any] = yaml.safe_load("""
+about: a test
+device:
+  name: d
+  memory_total_bytes: {value: 10, source: made up}
+  memory_context_bytes: {value: 10, source: made up}
+  memory_bandwidth_bytes_per_s: {value: 1.0, source: s}
+network: {latency_s: {value: null, source: s}, bandwidth_bytes_per_s: {value: null, source: s}}
+""")
+    path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
+    with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
+        load_cluster(path)
+    content["device"]["memory_context_bytes"] = {"value": 4, "source": "made up"}
+    write(tmp_path, yaml.safe_dump(content), "mine.yaml")
+    assert load_cluster(path).usable_memory_bytes == 6
+    with pytest.raises(UserError, match=r"other.yaml: name: leave it out; a cluster has the name"):
+        load_cluster(write(tmp_path, yaml.safe_dump(content | {"name": "mine"}), "other.yaml"))
+    del content["network"]["latency_s"]["source"]
+    with pytest.raises(UserError, match=r"network.latency_s.source: is missing"):
+        load_cluster(write(tmp_path, yaml.safe_dump(content), "third.yaml"))
+
+
+def test_a_cluster_extends_another(tmp_path: Path) -> None:
+    own = {"extends": "dgx-a100", "about": "a test", "network": {"nics_per_node": 1}}
+    mine, base = load_cluster(write(tmp_path, yaml.safe_dump(own), "mine.yaml")), load_cluster("dgx-a100")
+    assert (mine.network.nics_per_node, base.network.nics_per_node) == (1, 8)
+    assert mine.network.bandwidth_bytes_per_s == base.network.bandwidth_bytes_per_s
+    assert mine.device == base.device
+    own["extends"] = "dgx-a10"
+    with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
+        load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))
+
+
+def test_a_copied_cluster_file_loads_under_any_name(tmp_path: Path) -> None:
+    for name, path in packaged("spbench.scenarios.clusters").items():
+        copy = load_cluster(write(tmp_path, path.read_text(), f"our-{name}.yaml"))
+        assert copy == load_cluster(name).model_copy(update={"name": f"our-{name}"})

@@ -1,0 +1,227 @@
+"""Costs of kernels and collectives against values worked out by hand; they never fall as bytes grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
+from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.program import ATTENTION, MATRIX_PRODUCT
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from tests.measure.simulator.step_programs import cluster, timed
+
+
+def changed(on: Cluster, path: str, value: Any) -> Cluster:
+    """The cluster with another value at a key path; a plain number becomes a figure."""
+    document = on.model_dump()
+    *parents, last = path.split(".")
+    part = document
+    for key in parents:
+        part = part[key]
+    part[last] = {"value": value, "source": "made up"} if isinstance(value, float) else value
+    return Cluster.model_validate(document)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("flops", "nbytes", "seconds"), [(8, 4, 4.0), (0, 100, 10.0), (1, 1, 2.0)])
+def test_a_kernel_takes_at_least_the_floor(flops: float, nbytes: float, seconds: float) -> None:
+    on = changed(cluster(rate=2, memory=10), "device.kernel_floor_s", 2.0)
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("x", flops=flops, nbytes=nbytes)
+    b.kernel("x", flops=flops, nbytes=nbytes)
+    found = timed([b.program()], [[0]], on)
+    assert found.step_time_s == 2 * seconds
+    assert found.breakdown["compute_s"] == 2 * seconds
+    assert found.breakdown["overhead_s"] == 0
+
+
+def test_a_floor_and_a_launch_overhead_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other: set one of them to null"):
+        changed(cluster(launch=1.0), "device.kernel_floor_s", 2.0)
+
+
+def test_attention_has_an_efficiency_of_its_own() -> None:
+    """Which replaces that of matrix products; elsewhere both are the calibration's."""
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("mm", flops=3, category=MATRIX_PRODUCT)
+    b.kernel("flash", flops=5, category=ATTENTION)
+    one = [b.program()], [[0]]
+    plain = cluster()
+    own = changed(plain, "device.attention_efficiency", 0.25)
+    assert timed(*one, plain, compute_efficiency=0.5).step_time_s == 6 + 10
+    assert timed(*one, own, compute_efficiency=0.5).step_time_s == 6 + 20
+
+
+def test_kernels_reach_a_share_of_the_memory_bandwidth() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("add", nbytes=5)
+    on = changed(cluster(memory=1), "device.memory_efficiency", 0.5)
+    assert timed([b.program()], [[0]], on).step_time_s == 10
+    assert timed([b.program()], [[0]], on, memory_efficiency=0.5).step_time_s == 20
+
+
+# -- collectives -------------------------------------------------------------------------------------------
+
+
+def rate(latency: float, bandwidth: float, ranks: int | None = None, per_rank: float = 0.0) -> dict[str, Any]:
+    def figure(value: float) -> dict[str, Any]:
+        return {"value": value, "source": "made up"}
+
+    return {
+        "ranks": ranks,
+        "latency_s": figure(latency),
+        "latency_per_rank_s": figure(per_rank),
+        "bandwidth_bytes_per_s": figure(bandwidth),
+    }
+
+
+def measured() -> Cluster:
+    """Nodes of four devices with two cards of 4 bytes a second, and rates of one, two and four devices."""
+    document = cluster(devices=4, nics=2, bandwidth=4.0, latency=0.5, node_bandwidth=99.0).model_dump()
+    document["collective_model"] = "measured"
+    document["node_link"]["collectives"] = {
+        "any": [rate(1.0, 10.0, 2), rate(2.0, 20.0, 4)],
+        "all_gather": [rate(1.0, 16.0, per_rank=3.0)],
+    }
+    return Cluster.model_validate(document)
+
+
+def seconds(on: Cluster, kind: str, nbytes: float, *groups: list[int], **scalars: Any) -> float:
+    return max(Costs(on, Calibration(**scalars)).collectives(kind, nbytes, groups))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        ("all_reduce", 2, 1 + 80 / 10),  # 2 (n - 1) / n of the bytes
+        ("all_reduce", 3, 1 + 80 * 4 / 3 / 10),  # the rate of two, the largest size that is not larger
+        ("all_reduce", 4, 2 + 80 * 1.5 / 20),
+        ("all_to_all", 4, 2 + 80 * 0.75 / 20),
+        ("all_gather", 4, 1 + 3 * 3 + 80 * 0.75 / 16),
+        ("barrier", 4, 2),
+    ],
+)
+def test_measured_rates_within_a_node(kind: str, ranks: int, expected: float) -> None:
+    assert seconds(measured(), kind, 80, list(range(ranks))) == pytest.approx(expected)
+
+
+def test_measured_rates_between_nodes() -> None:
+    """Rings leave a node by all its cards, or by the group's share of them; latency as of a tree of nodes."""
+    on = measured()
+    alone = seconds(on, "all_reduce", 80, list(range(8)))
+    assert alone == pytest.approx(2 + 2 * 0.5 + 80 * 2 * 7 / 8 / (2 * 4))
+    four = [[i, i + 4, i + 8, i + 12] for i in range(4)]
+    assert seconds(on, "all_reduce", 80, *four) == pytest.approx(2 * 2 * 0.5 + 80 * 1.5 / (4 * 2 / 4))
+    half = seconds(on, "all_reduce", 80, list(range(4)), link_efficiency=0.5)
+    assert half == pytest.approx(2 + 80 * 1.5 / 10)
+
+
+def test_rates_are_in_ascending_order_of_ranks() -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        changed(measured(), "node_link.collectives.any", [rate(1.0, 1.0, 4), rate(1.0, 1.0, 2)])
+    with pytest.raises(ValueError, match="needs collectives"):
+        changed(cluster(), "collective_model", "measured")
+    with pytest.raises(ValueError, match="needs the settings nccl"):
+        changed(cluster(), "collective_model", "nccl")
+
+
+def nccl(channels: float | None = None, **settings: Any) -> Cluster:
+    """Nodes of eight devices with 240 GB/s links and eight cards of 25 GB/s."""
+    document = cluster(devices=8, nics=8, node_bandwidth=240e9, bandwidth=25e9).model_dump()
+    document["collective_model"] = "nccl"
+    document["nccl"] = {"generation": "ampere", **settings}
+    if channels:
+        document["nccl"]["channels"] = {"value": channels, "source": "made up"}
+    return Cluster.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        # ring, LL: 14 hops of 0.6 us after 6.6; half of the 240 GB/s, at most 87.7
+        (4096, 6.6 + 14 * 0.6 + 4096 / (87.7e3 * 8 / 14)),
+        # ring, Simple, of large messages: 14 hops of 3.4 us after 8.4, all of the 240 GB/s
+        (2**30, 8.4 + 14 * 3.4 + 2**30 / (240e3 * 8 / 14)),
+    ],
+)
+def test_ring_protocols_of_nccl(nbytes: float, expected: float) -> None:
+    on = nccl(algorithms=["ring"])
+    assert seconds(on, "all_reduce", nbytes, list(range(8))) == pytest.approx(expected * 1e-6)
+
+
+def test_small_all_reduces_over_many_nodes_go_by_trees() -> None:
+    """LL: 6.8 us, twice 7 hops in a node and 3 between 8 nodes, where a ring has 14 hops between them; 1024
+    bytes reach 90% of half the bandwidth."""
+    world = list(range(64))
+    tree = 6.8 + 2 * (7 * 0.6 + 3 * 5.0) + 1024 / (0.9 * 0.5 * 20.4e3)
+    assert seconds(nccl(), "all_reduce", 1024, world) == pytest.approx(tree * 1e-6)
+    assert seconds(nccl(algorithms=["ring"]), "all_reduce", 1024, world) > tree * 1e-6
+    # nothing else goes by trees
+    for kind in ("all_gather", "reduce_scatter", "broadcast"):
+        by_rings = seconds(nccl(algorithms=["ring"]), kind, 1024, world)
+        assert seconds(nccl(), kind, 1024, world) == by_rings
+
+
+def test_channels_limit_what_protocols_reach() -> None:
+    """One channel of LL128 has 20 GB/s on this generation, less than 92% of the link."""
+    one, world = nccl(1, algorithms=["ring"], protocols=["ll128"]), list(range(8))
+    found = seconds(one, "all_gather", 2**24, world)
+    assert found == pytest.approx((14 + 7 * 1.9 + 2**24 / (20e3 * 8 / 7)) * 1e-6)
+
+
+KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "barrier"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    ranks=st.sampled_from([2, 4, 8, 16, 32]),
+    nbytes=st.floats(0, 2**31),
+    more=st.floats(1, 4),
+    on=st.sampled_from([cluster(devices=4), measured(), nccl(), nccl(12, algorithms=["tree"])]),
+)
+def test_more_bytes_never_take_less_time(
+    kind: str, ranks: int, nbytes: float, more: float, on: Cluster
+) -> None:
+    members = list(range(ranks))
+    assert seconds(on, kind, nbytes, members) <= seconds(on, kind, nbytes * more, members) * (1 + 1e-12)
+
+
+def test_the_clusters_of_the_papers_are_timed_as_before() -> None:
+    """By rings, the roofline and their calibrations alone."""
+    for name in (
+        "piz-daint-p100",
+        "a100-lasp",
+        "dgx-a100-datasheet",
+        "dgx-h100-datasheet",
+        "dgx-v100-datasheet",
+        "h800-datasheet",
+        "local",
+    ):
+        assert name in cluster_names()
+        on = load_cluster(name)
+        device = on.device
+        assert on.collective_model == "ring"
+        assert device.kernel_floor_s.value is None
+        assert device.attention_efficiency.value is None
+        assert device.memory_efficiency.value is None
+
+
+def test_a_part_of_a_node_may_leave_by_one_card() -> None:
+    """Four cards of 4 bytes a second: half a node by two of them, or by one; whole nodes and single devices
+    are the same either way."""
+    on = cluster(devices=4, nics=4, bandwidth=4.0, node_bandwidth=99.0)
+    by_one = changed(on, "network.one_card_a_part", True)
+    half, whole, single = [0, 1, 4, 5], list(range(8)), [0, 4]
+    assert seconds(on, "all_gather", 80, half) == pytest.approx(60 / (4 * 2))
+    assert seconds(by_one, "all_gather", 80, half) == pytest.approx(60 / 4)
+    assert seconds(on, "all_to_all", 80, half) == pytest.approx(2 * 20 / 4)
+    assert seconds(by_one, "all_to_all", 80, half) == pytest.approx(2 * 20 / 2)
+    for group in (whole, single):
+        assert seconds(by_one, "all_gather", 80, group) == seconds(on, "all_gather", 80, group)

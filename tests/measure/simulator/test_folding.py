@@ -1,0 +1,280 @@
+"""Folded worlds have the times of whole ones, bit by bit; a shift that is no symmetry is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.cluster import Calibration
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.simulator import message_matching
+from spbench.bench.measure.simulator import simulate as simulation
+from spbench.bench.measure.simulator.folding import smallest_shift
+from spbench.bench.measure.simulator.message_matching import owners
+from spbench.bench.measure.simulator.program import Group, Program
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.simulate import Simulator
+from spbench.bench.measure.simulator.timeline import Timeline
+from spbench.bench.measure.simulator.trace_export import trace_events
+from tests.measure.simulator.step_programs import cluster, one_f_one_b, ring
+from tests.slow import mostly_slow
+
+#: ranks of a node of the cluster below
+NODE = 8
+
+
+def cell(strategy: str, model: str, sizes: dict[str, int], **changes: Any) -> Cell:
+    settings: dict[str, Any] = {
+        "model": model,
+        "strategy": strategy,
+        "sizes": sizes,
+        "batch": 16,
+        "seq_len": 64,
+        "precision": "bf16",
+        "cluster": "dgx-a100",
+    }
+    return Cell.model_validate(settings | changes)
+
+
+def bert(sizes: dict[str, int], **changes: Any) -> Cell:
+    options = {"layers": 1, "hidden": 32, "heads": 16} | changes.pop("model_options", {})
+    return cell("ring_self_attention", "bert-tiny", sizes, model_options=options, **changes)
+
+
+def decoder(strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
+    options = {"layers": 1, "hidden": 64, "heads": 16, "inner": 64}
+    return cell(strategy, "causal-transformer-tiny", sizes, model_options=options, **changes)
+
+
+#: cells, and of how many ranks the times differ
+CELLS: dict[str, tuple[Cell, int]] = {
+    **{
+        f"ring attention, {placement}": (
+            decoder("ring_attention", {"sp": 16}, strategy_options={"placement": placement}),
+            NODE,
+        )
+        for placement in ("contiguous", "striped", "zigzag")
+    },
+    "gathered keys": (decoder("all_gather_kv", {"sp": 16}), NODE),
+    "rsa": (bert({"sp": 16}), NODE),
+    "rsa within a node": (bert({"sp": 4}), 1),
+    "dp x sp": (bert({"dp": 8, "sp": 4}), NODE),
+    "dp x sp across nodes": (bert({"dp": 2, "sp": 16}), 16),
+    "dp alone": (bert({"dp": 16}), NODE),
+    "zero1": (bert({"dp": 16, "sp": 2}, training={"backend": "zero1"}), NODE),
+    "dp x pp x tp": (
+        cell("tensor_parallel", "bert-tiny", {"dp": 4, "pp": 2, "tp": 4}, training={"micro_batches": 2}),
+        NODE,
+    ),
+    "dp x pp x sp": (
+        bert({"dp": 4, "pp": 2, "sp": 4}, model_options={"layers": 2}, training={"micro_batches": 4}),
+        NODE,
+    ),
+    "a rank a stage": (bert({"dp": 4, "pp": 8}, model_options={"layers": 8}), NODE),
+    "no replica of the stages": (bert({"pp": 2, "sp": 8}, model_options={"layers": 2}), 16),
+    "ulysses": (decoder("ulysses", {"sp": 16}), NODE),
+    "tensor parallelism": (decoder("tensor_parallel", {"tp": 16}), NODE),
+    "megatron-sp": (decoder("megatron_sp", {"tp": 16}), NODE),
+    "lasp": (cell("lasp", "tnl-tiny", {"sp": 16}), 16),
+    "dp x lasp": (cell("lasp", "tnl-tiny", {"dp": 4, "sp": 8}), NODE),
+    "lasp-2": (cell("lasp2", "tnl-tiny", {"sp": 16}), NODE),
+    "dsp": (cell("dsp", "st-dit-tiny", {"sp": 16}, seq_len=256, model_options={"temporal": 16}), NODE),
+}
+
+
+def assert_equal(folded: Timeline, whole: Timeline) -> None:
+    """Every time, and every event of every rank, is the same."""
+    assert folded.step_time_s == whole.step_time_s
+    assert folded.breakdown == whole.breakdown
+    for name, values in whole.by_rank.items():
+        assert np.array_equal(folded.by_rank[name], values), name
+    ranks = range(whole.world_size)
+    assert list(trace_events(folded, ranks)) == list(trace_events(whole, ranks))
+    assert folded.serial_s == pytest.approx(whole.serial_s)
+
+
+def simulated_ranks(simulator: Simulator) -> int:
+    return sum(len(steps.ranks) for steps in simulator.world.steps)
+
+
+#: whose ranks send as those of another cell do, which is of every run
+ALIKE = {
+    *("ring attention, contiguous", "ring attention, striped", "gathered keys"),  # zigzag
+    *("megatron-sp", "lasp-2", "dp alone"),  # tensor parallelism, lasp, zero1
+    *("dp x pp x tp", "dp x sp"),  # dp x pp x sp, dp x sp across nodes
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", mostly_slow(CELLS, *(CELLS.keys() - ALIKE)))
+def test_times_are_those_of_the_whole_world(name: str) -> None:
+    asked, ranks = CELLS[name]
+    traces = virtual.trace_classes(asked, events=True)
+    folded, whole = traces.simulator(), dataclasses.replace(traces, fold=False).simulator()
+    assert simulated_ranks(whole) == asked.sizes.world
+    assert simulated_ranks(folded) == ranks
+    assert_equal(folded(), whole())
+
+
+def times(
+    programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int, shift: int | None = None
+) -> Timeline:
+    """The timeline of a world on nodes of that many ranks, between which it is slow; whole, or folded by a
+    shift whatever that does to it."""
+    program_of = owners(programs, ranks_of)
+    on = cluster(bandwidth=0.1, devices=nodes_of)
+    world = simulation.World(programs, program_of, shift or len(program_of))
+    return simulation.Simulation(world, simulation.Costs(on, Calibration())).timeline()
+
+
+def shift_of(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int) -> int:
+    return smallest_shift(programs, owners(programs, ranks_of), cluster(devices=nodes_of))
+
+
+def test_nodes_that_break_are_refused() -> None:
+    """The last node of 20 ranks on nodes of 8 has half as many as the others; a shift by 4 breaks them."""
+    world = [ring(20, 1, 1, overlap=False)], [range(20)]
+    assert shift_of(*world, 8) == 20
+    assert times(*world, 8, shift=4).step_time_s < times(*world, 8).step_time_s
+    assert shift_of(*world, 4) == 4
+    assert_equal(times(*world, 4, shift=4), times(*world, 4))
+
+
+def test_nodes_smaller_than_the_shift_are_kept() -> None:
+    """Where a shift by one node does not keep the pipeline stages, one by several does."""
+    programs, ranks = one_f_one_b(4, 3, 1.0, 2.0, nbytes=0.5, width=2)
+    assert shift_of(programs, ranks, 2) == 8
+    replicas = [dataclasses.replace(p, mesh=(3, *p.mesh[1:])) for p in programs]
+    ranks_of = [[r + 8 * replica for replica in range(3) for r in members] for members in ranks]
+    assert shift_of(replicas, ranks_of, 2) == 8
+    assert_equal(times(replicas, ranks_of, 2, shift=8), times(replicas, ranks_of, 2))
+
+
+def posts_of(mesh: tuple[int, ...], compute: float, post: Callable[[ProgramBuilder], list[int]]) -> Program:
+    """A program that computes, communicates and waits."""
+    b = ProgramBuilder(mesh)
+    b.phase("forward")
+    b.kernel("mm", flops=compute)
+    for work in post(b):
+        b.wait(work)
+    return b.program()
+
+
+def sends_round(b: ProgramBuilder) -> list[int]:
+    return [b.send(1, (0, 0, 0, 1)), b.recv(1, (0, 0, 0, -1))]
+
+
+def sums_up(b: ProgramBuilder) -> list[int]:
+    return [b.collective("all_reduce", 1, Group((3,), ((0,), (1,), (2,))))]
+
+
+@pytest.mark.parametrize("post", [sends_round, sums_up])
+def test_peers_and_groups_that_are_not_mapped_are_refused(
+    post: Callable[[ProgramBuilder], list[int]],
+) -> None:
+    """Rings, or groups, of three ranks on nodes of four: a shift by four keeps programs and nodes, and maps
+    ranks 0, 1, 2 onto 4, 5, 6, which are of two rings."""
+    mesh, heavy = (4, 1, 1, 3), [0, 4, 8]
+    programs = [posts_of(mesh, compute, post) for compute in (5, 1)]
+    ranks_of = [heavy, [r for r in range(12) if r not in heavy]]
+    assert shift_of(programs, ranks_of, 4) == 12
+    forced, whole = times(programs, ranks_of, 4, shift=4), times(programs, ranks_of, 4)
+    assert not np.array_equal(forced.by_rank["bubble"], whole.by_rank["bubble"])
+
+
+def test_one_simulated_rank_adds_up_as_many_do() -> None:
+    """Sums of floats depend on their order; that of a rank's waits is the same however many are simulated."""
+    b = ProgramBuilder((1, 1, 1, 4))
+    b.phase("forward")
+    for i in range(1000):
+        nbytes = i * 37 % 101 / 7 + 0.001
+        works = [b.send(nbytes, (0, 0, 0, 1)), b.recv(nbytes, (0, 0, 0, -1))]
+        b.kernel("mm", flops=nbytes / 7)
+        for work in works:
+            b.wait(work)
+    world = [b.program()], [range(4)]
+    assert shift_of(*world, 4) == 1
+    assert_equal(times(*world, 4, shift=1), times(*world, 4))
+
+
+def ring_of_pipelines() -> tuple[list[Program], list[list[int]]]:
+    """Two stages of six ranks, in each a ring whose ranks differ by their links."""
+    programs = []
+    for stage in range(2):
+        b = ProgramBuilder((1, 2, 1, 6))
+        b.phase("forward")
+        for i in range(5):
+            works = [b.recv(2, (0, 0, 0, -1)), b.send(2, (0, 0, 0, 1))]
+            b.kernel("mm", flops=1 + i % 3)
+            works.append(b.recv(3, (0, -1, 0, 0)) if stage else b.send(3, (0, 1, 0, 0)))
+            for work in works:
+                b.wait(work)
+        programs.append(b.program())
+    return programs, [list(range(6)), list(range(6, 12))]
+
+
+@pytest.mark.parametrize(
+    "world", [ring_of_pipelines(), ([ring(6, 1, 1, overlap=True)], [range(6)])], ids=["two stages", "one"]
+)
+def test_transfers_of_all_ranks_at_once_are_those_of_some(
+    world: tuple[list[Program], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that go together take a shorter way through the simulation, to the same times."""
+    together = times(*world, 4)
+    matched = message_matching.Meeting
+    monkeypatch.setattr(
+        message_matching, "Meeting", lambda *found: dataclasses.replace(matched(*found), everyone=False)
+    )
+    monkeypatch.delattr(simulation.Simulation, "_transfer_all")
+    assert_equal(times(*world, 4), together)
+    assert len(set(together.by_rank["exposed_communication"])) > 1
+
+
+def test_programs_that_are_not_mapped_are_refused() -> None:
+    programs = [posts_of((1, 1, 1, 4), compute, sends_round) for compute in (5, 1)]
+    assert shift_of(programs, [[0, 2], [1, 3]], 4) == 2
+    assert shift_of(programs, [[0, 1], [2, 3]], 4) == 4
+
+
+def test_groups_of_chosen_members_are_kept() -> None:
+    """The first and last stage sum up, as for a tied embedding; the stages between take no part."""
+
+    def ties(b: ProgramBuilder) -> list[int]:
+        return [b.collective("all_reduce", 1, Group((1,), ((0,), (2,))))]
+
+    mesh = (4, 3, 1, 1)
+    programs = [posts_of(mesh, 2, ties), posts_of(mesh, 9, lambda _: []), posts_of(mesh, 1, ties)]
+    ranks_of = [list(range(stage, 12, 3)) for stage in range(3)]
+    assert shift_of(programs, ranks_of, 3) == 3
+    assert_equal(times(programs, ranks_of, 3, shift=3), times(programs, ranks_of, 3))
+
+
+def test_a_plain_trace_simulates_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ranks = CELLS["rsa within a node"]
+    assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == ranks
+    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == asked.sizes.world
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_last"),
+    [
+        ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]),
+        ([2, 3], [10, 11]),
+        ([0, 1, 2], [9, 10, 11]),
+        ([0, 6], [5, 11]),
+        ([0, 1, 6, 7], [4, 5, 10, 11]),
+        ([1, 2], [7, 8]),  # of a mesh of 6 no run of two: all ranks have the one group
+    ],
+)
+def test_the_group_of_another_rank(ranks: list[int], of_last: list[int]) -> None:
+    """The whole axis, a run of consecutive ranks of it, and runs across another axis."""
+    mesh = (2, 1, 6, 1)
+    group = Group.of(ranks, mesh)
+    assert list(group.members(ranks[0], mesh)) == ranks
+    assert list(group.members(11, mesh)) == of_last

@@ -1,0 +1,221 @@
+"""Streams of a library's own: what torch's fully_shard hides, against times worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.simulator.program import Program
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.timeline import Timeline, stream_names
+from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.trace.fast_recorder import FastRecorder
+from spbench.bench.measure.trace.recorder import Recorder
+from tests.measure.simulator.step_programs import cluster, everyone, timed
+
+GATHER, COPY = 1, 2
+
+
+def layers(compute: Sequence[float], gather: float, *, ahead: bool, copy: float = 0.0) -> Program:
+    """Layers whose weights are all-gathered by two ranks on a stream of their own, each after ``copy``
+    seconds on another: as soon as those before are gathered, or else when the layer before has computed."""
+    b = ProgramBuilder((1, 1, 1, 2))
+    b.phase("forward")
+    for seconds in compute:
+        if not ahead:
+            b.on_stream(0)
+            computed = b.record()
+            b.on_stream(COPY)
+            b.wait(computed)
+        b.on_stream(COPY)
+        b.kernel("copy_in", flops=copy)
+        copied = b.record()
+        b.on_stream(GATHER)
+        b.wait(copied)
+        b.wait(b.collective("all_gather", 2 * gather, everyone(2)))
+        gathered = b.record()
+        b.on_stream(0)
+        b.wait(gathered)
+        b.kernel("layer", flops=seconds)
+    return b.program()
+
+
+@pytest.mark.parametrize(
+    ("compute", "ahead", "step", "exposed"),
+    [
+        ((5, 5), True, 2 + 5 + 5, 2),  # the second gather, 2 s, behind the first layer
+        ((5, 5), False, 2 + 5 + 2 + 5, 4),
+        ((0.5, 5), True, 2 + 2 + 5, 3.5),  # behind half a second of it
+    ],
+)
+def test_a_gather_is_hidden_behind_the_layer_before(
+    compute: tuple[float, float], ahead: bool, step: float, exposed: float
+) -> None:
+    found = timed([layers(compute, 2, ahead=ahead)], [range(2)])
+    assert found.step_time_s == step
+    assert found.breakdown == {
+        "compute_s": sum(compute),
+        "exposed_communication_s": exposed,
+        "hidden_communication_s": 4 - exposed,
+        "bubble_s": 0,
+        "overhead_s": 0,
+    }
+
+
+def test_copies_take_time_and_order_on_their_stream() -> None:
+    # copies 0-1 and 1-2; gathers 1-3 and 3-5; layers 3-8 and 8-13
+    found = timed([layers((5, 5), 2, ahead=True, copy=1)], [range(2)])
+    assert found.step_time_s == 13
+    assert found.breakdown["compute_s"] == 10
+    assert found.breakdown["exposed_communication_s"] == 3
+    assert found.breakdown["hidden_communication_s"] == 2  # the second copy moves beside the first gather
+    shown = [(e.name, e.stream, e.start_s, e.duration_s) for e in found.events(1)]
+    assert shown == [
+        ("copy_in", "stream 2: copy_in", 0, 1),
+        ("all_gather", "stream 1: all_gather", 1, 2),
+        ("wait for stream 1: all_gather", "compute", 0, 3),
+        ("layer", "compute", 3, 5),
+        ("copy_in", "stream 2: copy_in", 1, 1),
+        ("all_gather", "stream 1: all_gather", 3, 2),
+        ("layer", "compute", 8, 5),
+    ]
+    named = {e["args"]["name"] for e in trace_events(found, [0]) if e["name"] == "thread_name"}
+    assert named == {"phases", "compute", "stream 1: all_gather", "stream 2: copy_in"}
+
+
+def test_what_is_hidden_costs_computing_time_where_a_device_loses_it() -> None:
+    losing = cluster().model_dump()
+    losing["device"]["overlap_loss"] = {"value": 0.5, "source": "made up"}
+    found = timed([layers((5, 5), 2, ahead=True)], [range(2)], Cluster.model_validate(losing))
+    assert found.step_time_s == 13  # half of the second gather's two seconds, at the wait for it
+    assert found.breakdown["exposed_communication_s"] == 3
+    assert found.breakdown["bubble_s"] == 0
+
+
+def test_waiting_for_a_rank_is_a_bubble_on_any_stream() -> None:
+    late = ProgramBuilder((1, 1, 1, 2))
+    late.kernel("late", flops=3)
+    late.wait(late.collective("all_gather", 4, everyone(2)))
+    found = timed([layers((5,), 2, ahead=True), late.program()], [[0], [1]])
+    assert found.breakdown_of(0)["bubble_s"] == 3
+    assert found.breakdown_of(0)["exposed_communication_s"] == 2
+
+
+# -- fully_shard -----------------------------------------------------------------------------------------
+
+#: of the two layers' matrices
+WIDTH = 64
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def forward_of_two_layers(
+    rows: int, on_its_own_streams: bool = True, prefetch: bool = False, rate: float = 1.0
+) -> Timeline:
+    """Forward of two layers on two ranks; a byte on a link takes a second, a FLOP 1 / ``rate``."""
+    with virtual.fake_mesh({"dp": 2}, 0) as mesh, FakeTensorMode():
+        model = TwoLayers()
+        for unit in (model.first, model.second, model):
+            fully_shard(unit, mesh=mesh["dp"])
+        if not on_its_own_streams:
+            model._set_unshard_async_op(True)
+        if prefetch:
+            model.first.set_modules_to_forward_prefetch([model.second])
+        recorder = Recorder(mesh, events=True)
+        x = torch.empty(rows, WIDTH)
+        with recorder, recorder.phase("forward"), torch.no_grad():
+            model(x)
+        assert recorder.events is not None
+        program = recorder.events.program()
+    return timed([program], [range(2)], cluster(rate=rate))
+
+
+GATHER_S = WIDTH * WIDTH * 4 / 2
+LAYER_S = 2 * WIDTH * WIDTH  # a row
+
+
+@pytest.mark.parametrize(
+    ("how", "hidden"),
+    [
+        ({}, True),  # the host issues the second gather while the first layer computes
+        ({"on_its_own_streams": False}, False),  # gathered where it is waited for
+        ({"on_its_own_streams": False, "prefetch": True}, True),
+    ],
+)
+def test_fully_shard_gathers_the_second_layer_behind_the_first(how: dict[str, bool], hidden: bool) -> None:
+    found = forward_of_two_layers(8, **how)
+    exposed = GATHER_S if hidden else 2 * GATHER_S
+    assert LAYER_S * 8 > GATHER_S
+    assert found.step_time_s == pytest.approx(2 * 8 * LAYER_S + exposed)
+    assert found.breakdown["exposed_communication_s"] == pytest.approx(exposed)
+    assert found.breakdown["hidden_communication_s"] == pytest.approx(2 * GATHER_S - exposed)
+
+
+def test_fully_shard_hides_no_more_than_the_layer_takes() -> None:
+    found = forward_of_two_layers(1, rate=4)
+    assert LAYER_S / 4 < GATHER_S
+    assert found.step_time_s == pytest.approx(2 * GATHER_S + LAYER_S / 4)
+    assert found.breakdown["hidden_communication_s"] == pytest.approx(LAYER_S / 4)
+
+
+@pytest.mark.parametrize("recorder", [Recorder, FastRecorder])
+def test_a_step_uses_the_streams_of_fully_shard(
+    recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recorder is Recorder:
+        monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    program = virtual.trace(training(), events=True).program
+    assert program is not None
+    assert stream_names(program) == [
+        "compute",
+        "stream 1: _foreach_copy_, all_gather_copy_in",  # of float32 shards to bfloat16, then in their place
+        "stream 2: all_gather",
+        "stream 3: reduce_scatter",
+    ]
+
+
+def training(**options: int) -> Cell:
+    return Cell(
+        model="causal-transformer-tiny", strategy="single", sizes=Sizes(dp=4), batch=4, seq_len=32,
+        precision="bf16", cluster="dgx-h100", training={"backend": "zero3", **options},
+    )  # fmt: skip
+
+
+def test_recording_streams_moves_neither_memory_nor_bytes() -> None:
+    plain, timed_too = virtual.trace(training()), virtual.trace(training(), events=True)
+    assert timed_too.memory.events == plain.memory.events
+    assert timed_too.memory.sizes == plain.memory.sizes
+    assert timed_too.communication.counts == plain.communication.counts
+
+
+def test_torchs_streams_come_back() -> None:
+    names = ("Stream", "Event", "stream", "current_stream")
+    before = [getattr(torch.cpu, name) for name in names]
+    with virtual.fake_mesh({"dp": 2}, 0) as mesh, Recorder(mesh, events=True):
+        assert [getattr(torch.cpu, name) for name in names] != before
+    assert [getattr(torch.cpu, name) for name in names] == before
+
+
+def test_more_prefetch_holds_more_weights_and_sends_the_same() -> None:
+    few, many = training(), training(forward_prefetch=2, backward_prefetch=2)
+    engine = virtual.VirtualEngine()
+    first, second = engine.measure(few), engine.measure(many)
+    assert first.communication == second.communication
+    assert (second.peak_memory_bytes or 0) > (first.peak_memory_bytes or 0)
+    with pytest.raises(ValueError, match="forward_prefetch is a number of blocks"):
+        engine.measure(training(forward_prefetch=-1))

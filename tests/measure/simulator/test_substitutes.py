@@ -1,0 +1,159 @@
+"""What is priced by something else than a rate of its own: kernels and links by hand, and words on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster, load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
+from spbench.bench.measure.engines.step_times import rates_of_step
+from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.program import KERNEL, Program
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
+from spbench.bench.measure.trace.operator_prices import price_of
+from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.impls.kernels.flash_attention import flash_attention
+from tests.measure.simulator.step_programs import cluster, everyone, simulate
+from tests.measure.simulator.test_card_rates import figure, rate, with_card
+
+
+def attention(length: int, size: int = 8, causal: bool = True, dtype: Any = torch.bfloat16) -> Program:
+    """A program of one forward call of one head."""
+    q = torch.empty(1, 1, length, size, dtype=dtype)
+    b = ProgramBuilder((1, 1, 1, 1))
+    price = price_of(flash_attention)
+    b.add_kernel((KERNEL, b.named(price.name), *price.of((q, q, q, 1.0, causal), {}, None)))
+    return b.program()
+
+
+def of_kernels(on: Cluster, kernel: str, program: Program) -> list[tuple[str, str, str]]:
+    found = kernel_substitutes(Costs(on, Calibration(), attention=kernel), program)
+    return [tuple(each) for each, events in found if len(events)]
+
+
+def card(*rates: dict[str, Any]) -> Cluster:
+    kernels = {"flash_attention_2": [rate(100.0)], "triton": list(rates)}
+    return with_card(attention={"default": "flash_attention_2", "kernels": kernels})
+
+
+def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> None:
+    by_products = [("attention by triton", "matrix products", "substituted")]
+    assert of_kernels(card(), "triton", attention(16)) == by_products
+    assert of_kernels(with_card(), "triton", attention(16)) == by_products
+    assert of_kernels(with_card(), "flash", attention(16)) == [("attention", *by_products[0][1:])]
+    assert of_kernels(card(rate(10.0)), "triton", attention(16)) == []
+    # one share of the peak for all kernels is a figure of attention
+    assert of_kernels(with_card(attention_efficiency=figure(0.5)), "triton", attention(16)) == []
+    # rates are of half precisions
+    single = attention(16, dtype=torch.float32)
+    assert of_kernels(card(rate(10.0)), "triton", single) == by_products
+
+
+def test_the_rate_of_another_card_or_of_other_calls_is_named() -> None:
+    work = "forward attention by triton"
+    other = rate(10.0) | {"limit_flops_per_s": figure(10.0) | {"substitute": "another card's"}}
+    assert of_kernels(card(other), "triton", attention(16)) == [(work, "another card's", "transferred")]
+    far = rate(10.0, measured={32: 5.0, 64: 7.0})
+    assert of_kernels(card(far), "triton", attention(64)) == []
+    assert of_kernels(card(far), "triton", attention(65)) == [
+        (work, "its rate up to 64 tokens", "extrapolated")
+    ]
+    assert of_kernels(card(far), "triton", attention(31)) == [
+        (work, "its rate from 32 tokens", "extrapolated")
+    ]
+    unlike = of_kernels(card(rate(10.0)), "triton", attention(16, size=4, causal=False))
+    assert unlike == [(work, "its rate with a causal mask, at head size 8", "extrapolated")]
+
+
+def of_links(on: Cluster, ranks: int, *, sends: bool = False) -> dict[tuple[str, str, str], float]:
+    """What an all-to-all over so many ranks, or a send of each to the next, is priced by."""
+    b = ProgramBuilder((1, 1, 1, ranks))
+    if sends:
+        posted = [b.send(8.0, (0, 0, 0, 1)), b.recv(8.0, (0, 0, 0, -1))]
+    else:
+        posted = [b.collective("all_to_all", 8.0, everyone(ranks))]
+    for each in posted:
+        b.wait(each)
+    timeline = simulate([b.program()], [range(ranks)], on)
+    return {tuple(each): seconds for each, seconds in timeline.priced_by.items()}
+
+
+def linked(devices: int, *, substitute: str = "", **collectives: Any) -> Cluster:
+    document = cluster(devices=devices).model_dump()
+    document["node_link"]["bandwidth_bytes_per_s"]["substitute"] = substitute
+    document["node_link"]["collectives"] = collectives
+    document["collective_model"] = "measured" if collectives else "ring"
+    return Cluster.model_validate(document)
+
+
+def bus(ranks: int | None = None, substitute: str = "") -> dict[str, Any]:
+    own = figure(1.0) | {"substitute": substitute}
+    return {"ranks": ranks, "latency_s": figure(0.0), "bandwidth_bytes_per_s": own}
+
+
+def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
+    work = "all_to_all within a node"
+    by_datasheet = of_links(linked(4, substitute="the datasheet"), 4)
+    assert by_datasheet == {(work, "the datasheet", "substituted"): pytest.approx(6.0)}
+    assert [*of_links(linked(4), 4)] == [(work, "the bandwidth of a send", "extrapolated")]
+    assert of_links(linked(4, all_to_all=[bus(4)]), 4) == {}
+    other = linked(4, all_to_all=[bus(4, "another machine's")])
+    assert [*of_links(other, 4)] == [(work, "another machine's", "substituted")]
+    assert [*of_links(linked(4, all_to_all=[bus(2)]), 4)] == [(work, "its rate of 2 ranks", "extrapolated")]
+    by_any = of_links(linked(4, any=[bus()]), 4)
+    assert [*by_any] == [(work, "the rate of other collectives", "extrapolated")]
+    by_datasheet = of_links(linked(4, substitute="the datasheet"), 4, sends=True)
+    assert by_datasheet == {("send within a node", "the datasheet", "substituted"): pytest.approx(8.0)}
+    assert of_links(linked(4), 4, sends=True) == {}
+    # two nodes: within each, and between them
+    both = of_links(linked(2, substitute="the datasheet"), 4)
+    assert Counter(grade for _, _, grade in both) == {"substituted": 1, "extrapolated": 1}
+
+
+def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
+    def of(**shares: float) -> str:
+        return rates_of_step("sourced", [{"grade": grade, "share": share} for grade, share in shares.items()])
+
+    assert of() == of(transferred=0.04, extrapolated=0.04) == "sourced"
+    assert of(extrapolated=0.5) == "extrapolated"
+    assert of(extrapolated=0.5, transferred=0.06) == "transferred"
+    # work without any rate may take many times as long, so that a little of it counts
+    assert of(extrapolated=0.5, transferred=0.5, substituted=0.011) == "substituted"
+    assert rates_of_step("fitted", [{"grade": "substituted", "share": 1.0}]) == "fitted"
+
+
+def test_prices_in_words_are_those_of_the_largest_shares() -> None:
+    def measured(share: float, work: str, grade: str = "substituted") -> dict[str, Any]:
+        return {"priced_by": [Substitute(work, "products", grade)._asdict() | {"share": share}]}  # type: ignore[arg-type]
+
+    some = [measured(0.2, "a"), measured(0.5, "a"), measured(0.1, "b", "extrapolated"), {}]
+    assert (
+        priced_by_in_words(some) == "no rate of its own: a (50%): products. Extrapolated: b (10%): products"
+    )
+    many = [measured(0.1 * n, f"w{n}") for n in range(1, 6)]
+    assert priced_by_in_words(many).endswith("w3 (30%): products; 2 more")
+    assert priced_by_in_words([{}]) == ""
+
+
+def test_another_value_of_a_figure_drops_what_was_said_of_the_one_before(tmp_path: Any) -> None:
+    path = tmp_path / "mine.yaml"
+    base = "extends: dgx-h100-datasheet\n"
+    path.write_text(base)
+    assert load_cluster(str(path)).network.bandwidth_bytes_per_s.substitute == "the datasheet"
+    path.write_text(f"{base}network: {{bandwidth_bytes_per_s: {{value: 1.0e+9, source: measured here}}}}\n")
+    network = load_cluster(str(path)).network
+    assert (network.bandwidth_bytes_per_s.substitute, network.bandwidth_bytes_per_s.note) == ("", "")
+    assert network.latency_s.note  # of which nothing is said
+
+
+def test_what_packaged_clusters_lack_a_rate_of() -> None:
+    assert without_own_rates(load_cluster("dgx-h100")) == ["triton"]
+    assert {"links within a node", "flash_attention_2"} < {*without_own_rates(load_cluster("a100-pcie-80gb"))}
+    assert "attention" in without_own_rates(load_cluster("l40s"))
+    assert without_own_rates(load_cluster("dgx-a100-datasheet")) == ["all, by the datasheet alone"]
+    assert without_own_rates(load_cluster("local")) == []

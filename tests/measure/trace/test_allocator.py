@@ -1,0 +1,176 @@
+"""The caching allocator's replay, each rule by hand; see test_any_program.py too.
+
+Rules: c10/cuda/CUDACachingAllocator.cpp (malloc, get_free_block, should_split, get_allocation_size,
+alloc_found_block, free_block, try_merge_blocks, release_cached_blocks) with default settings.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory
+from spbench.bench.measure.memory.replay import replay
+from tests.measure.trace.naive_allocator import MIB
+
+KIB = 2**10
+
+
+@pytest.mark.parametrize(
+    ("requests", "allocated", "reserved"),
+    [
+        # sizes are whole granules of 512 B
+        ([1], 512, 2 * MIB),
+        ([512], 512, 2 * MIB),
+        ([513], 1024, 2 * MIB),
+        ([1023, 1], 1536, 2 * MIB),
+        # up to 1 MiB: segments of 2 MiB, cut to the granule
+        ([MIB], MIB, 2 * MIB),
+        ([MIB - 511], MIB, 2 * MIB),
+        ([MIB, MIB], 2 * MIB, 2 * MIB),
+        ([MIB, MIB - 512, 512], 2 * MIB, 2 * MIB),
+        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        ([700 * KIB] * 3, 2100 * KIB, 4 * MIB),
+        # above 1 MiB and below 10 MiB: segments of 20 MiB
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([10 * MIB - 512], 10 * MIB - 512, 20 * MIB),
+        ([9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
+        ([9 * MIB, 9 * MIB, 2 * MIB], 20 * MIB, 20 * MIB),
+        # what remains is exactly 1 MiB: not cut, and counted whole
+        ([9 * MIB + MIB // 2] * 2, 20 * MIB, 20 * MIB),
+        # 512 B more remain: cut, and a request for more than 1 MiB is served from it
+        ([9 * MIB + MIB // 2, 9 * MIB + MIB // 2 - 512, MIB + 512], 20 * MIB, 20 * MIB),
+        # from 10 MiB on: a segment of the request, rounded to 2 MiB
+        ([10 * MIB], 10 * MIB, 10 * MIB),
+        ([10 * MIB - 511], 10 * MIB, 10 * MIB),
+        ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),  # 2 MiB less 512 B remain: cut
+        ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),  # 1 MiB and 512 B remain: cut
+        ([11 * MIB], 12 * MIB, 12 * MIB),  # 1 MiB remains: not cut
+        ([11 * MIB + 1], 12 * MIB, 12 * MIB),
+        ([25 * MIB], 26 * MIB, 26 * MIB),
+        # the pools do not mix: 18 MiB are free in the large one, 1.5 in the small one
+        ([2 * MIB, MIB // 2], 2 * MIB + MIB // 2, 22 * MIB),
+        ([MIB // 2, MIB + 512], MIB // 2 + MIB + 512, 22 * MIB),
+    ],
+)
+def test_requests_on_an_empty_card(requests: list[int], allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    for size in requests:
+        allocator.malloc(size)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_best_fit_and_lowest_address_among_equals() -> None:
+    allocator = CachingAllocator()
+    # one segment of 20 MiB: free holes of 4, 3 and 3 MiB between blocks that stay, then 4 MiB
+    four, _, three, _, other_three, _ = (allocator.malloc(n * MIB) for n in (4, 2, 3, 2, 3, 2))
+    assert allocator.reserved == 20 * MIB
+    for hole in (four, other_three, three):
+        allocator.free(hole)
+    assert allocator.malloc(3 * MIB) == three
+    assert allocator.malloc(3 * MIB - MIB // 2) == other_three  # the smallest that is large enough
+    assert allocator.malloc(3 * MIB + MIB // 2) == four
+    assert allocator.allocated == (2 + 2 + 2 + 3 + 3 + 4) * MIB  # the last two are not cut
+    assert allocator.reserved == 20 * MIB
+
+
+def test_cached_block_of_any_size_serves_a_smaller_request() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(100 * MIB))
+    allocator.malloc(2 * MIB)  # no segment of 20 MiB is made while one of 100 lies free
+    assert (allocator.allocated, allocator.reserved) == (2 * MIB, 100 * MIB)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_free_neighbours_merge_on_both_sides(order: tuple[int, ...]) -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(6 * MIB) for _ in range(3)]
+    for index in order:
+        allocator.free(blocks[index])
+    assert allocator.allocated == 0
+    assert allocator.malloc(20 * MIB) == blocks[0]  # the whole segment, with the 2 MiB never asked for
+    assert allocator.reserved == 20 * MIB
+
+
+def test_blocks_of_different_segments_do_not_merge() -> None:
+    allocator = CachingAllocator()
+    first, second = allocator.malloc(10 * MIB), allocator.malloc(10 * MIB)
+    allocator.free(first)
+    allocator.free(second)
+    allocator.malloc(20 * MIB)
+    assert allocator.reserved == 40 * MIB
+
+
+def test_wholly_free_segments_are_returned_before_an_out_of_memory() -> None:
+    allocator = CachingAllocator(capacity=64 * MIB)
+    cached = allocator.malloc(30 * MIB)
+    small = allocator.malloc(KIB)
+    held = allocator.malloc(12 * MIB)
+    allocator.free(cached)
+    allocator.free(small)
+    assert allocator.reserved == 44 * MIB
+    allocator.malloc(40 * MIB)  # 44 + 40 is too much: the 30 and the 2 free MiB go back
+    assert (allocator.allocated, allocator.reserved) == (52 * MIB, 52 * MIB)
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (52 * MIB, 52 * MIB)
+    allocator.free(held)
+    with pytest.raises(OutOfMemory) as raised:
+        allocator.malloc(26 * MIB)  # and the 12 go back, but 40 + 26 is still too much
+    assert (raised.value.requested, raised.value.allocated, raised.value.reserved) == (
+        26 * MIB,
+        40 * MIB,
+        40 * MIB,
+    )
+    allocator.malloc(24 * MIB)  # all 64 can be used
+    assert allocator.reserved == 64 * MIB
+
+
+def test_a_segment_that_is_partly_used_is_not_returned() -> None:
+    allocator = CachingAllocator(capacity=32 * MIB)
+    allocator.malloc(2 * MIB)  # 18 MiB of its segment lie free
+    with pytest.raises(OutOfMemory) as raised:
+        allocator.malloc(19 * MIB)  # 12 MiB of the card and 18 cached: but not in one piece
+    error = raised.value
+    assert (error.requested, error.allocated, error.reserved) == (19 * MIB, 2 * MIB, 20 * MIB)
+    allocator.malloc(18 * MIB)  # what is cached serves
+
+
+def test_a_small_request_can_run_out_where_large_ones_lie_free() -> None:
+    allocator = CachingAllocator(capacity=20 * MIB)
+    allocator.malloc(2 * MIB)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(1)
+
+
+def test_a_replay_gives_the_block_of_each_storage_and_what_was_reserved_by_then() -> None:
+    quarter = MIB // 4
+    # 49.25 MiB in a segment of 50: 0.75 MiB are not cut off. 0 bytes have no block. 3 MiB of 20; then 8.5 of
+    # the 17 that are left, and 8.5 of 8.5
+    sizes = [197 * quarter, 0, 3 * MIB, 34 * quarter, 31 * quarter]
+    events = [1, 2, 3, -1, 4, -2, 5, -3]
+    found = replay(sizes, events, None, stops=[1, 3, 8])
+    assert found.blocks == [50 * MIB, 0, 3 * MIB, 34 * quarter, 34 * quarter]
+    assert found.reserved == [50 * MIB, 70 * MIB, 70 * MIB]
+    assert (found.peak_allocated, found.peak_reserved) == (53 * MIB, 70 * MIB)
+
+
+def test_a_stream_takes_nothing_of_another_ones_segments() -> None:
+    # 6 MiB are made and freed on the first stream: the second has a segment of its own, the first the old one
+    sizes, events = [6 * MIB, 6 * MIB, 6 * MIB], [1, -1, 2, 3]
+    assert replay(sizes, events, None, streams=[0, 1, 0]).peak_reserved == 40 * MIB
+    assert replay(sizes, events, None).peak_reserved == 20 * MIB
+    # where the card is full, what is free goes back to it, whichever stream had it
+    assert replay(sizes[:2], events[:3], 20 * MIB, streams=[0, 1]).out_of_memory is None
+
+
+def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
+    sizes = [30 * MIB, 0, 16 * MIB, 40 * MIB, 8 * MIB]
+    events = [1, 2, 3, -1, -2, 4, 5, -5, -3, -4]
+    free = replay(sizes, events, None)
+    assert (free.peak_allocated, free.peak_reserved, free.out_of_memory) == (64 * MIB, 86 * MIB, None)
+    fits = replay(sizes, events, 76 * MIB)
+    assert (fits.peak_allocated, fits.peak_reserved, fits.out_of_memory) == (64 * MIB, 76 * MIB, None)
+    fails = replay(sizes, events, 76 * MIB - 1)
+    assert (fails.peak_allocated, fails.peak_reserved) == (56 * MIB, 56 * MIB)
+    assert (fails.events, fits.events) == (6, 10)
+    error = fails.out_of_memory
+    assert error is not None
+    assert (error.requested, error.allocated, error.reserved) == (8 * MIB, 56 * MIB, 56 * MIB)

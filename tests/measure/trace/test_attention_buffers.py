@@ -1,0 +1,46 @@
+"""What FlashAttention's kernels allocate inside backward stands in a trace of a model that names them."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import virtual
+from spbench.impls.kernels.attention_buffers import inside_backward
+
+
+@pytest.mark.parametrize(
+    ("kernel", "heads", "nbytes"),
+    [
+        # a number a query, rounded up to 128; queries in float32; keys and values for each of 8 heads
+        ("flash_attention_2", 2, [2 * 8 * 256 * 4, 2 * 8 * 256 * 96 * 4, *[2 * 8 * 200 * 80 * 2] * 2]),
+        ("flash_attention_2", 8, [2 * 8 * 256 * 4, 2 * 8 * 256 * 96 * 4]),
+        # two numbers a query; keys and values of 2 heads in float32
+        ("flash_attention_3", 2, [*[2 * 8 * 256 * 4] * 2, 2 * 8 * 256 * 96 * 4, *[2 * 2 * 256 * 96 * 4] * 2]),
+        ("flash_attention_3", 8, [*[2 * 8 * 256 * 4] * 2, 2 * 8 * 256 * 96 * 4]),
+        ("flash", 2, []),
+    ],
+)
+def test_bytes_by_hand(kernel: str, heads: int, nbytes: list[int]) -> None:
+    assert inside_backward(kernel, (2, 8, 200, 80), (2, heads, 200, 80), 2) == nbytes
+
+
+@pytest.mark.parametrize("strategy", ["single", "ulysses", "ring_attention"])
+def test_they_are_in_a_trace_between_results_and_what_follows(strategy: str) -> None:
+    sizes = {"sp": 2} if strategy != "single" else {}
+    options = {"layers": 1, "heads": 4, "kv_heads": 2, "attention": "flash_attention_2"}
+    asked = {"strategy": strategy, "sizes": sizes, "model_options": options, "precision": "bf16"}
+    cell = Cell.model_validate({"model": "causal-transformer-tiny", "batch": 1, "seq_len": 512, **asked})
+    other = cell.model_copy(update={"model_options": {**options, "attention": "flash"}})
+    log, plain = virtual.trace(cell).memory, virtual.trace(other).memory
+    added = len(log.sizes) - len(plain.sizes)
+    backwards = 2 if strategy == "ring_attention" else 1  # rank 0 of 2 attends to one block, or to two
+    assert added in (4, 4 * backwards)
+    first = next(i for i, kind in log.tags.items() if kind == "workspaces" and log.sizes[i])
+    at = log.events.index(first + 1)
+    births, after = log.events[at : at + 4], log.events[at + 4 :]
+    assert births == [first + n for n in (1, 2, 3, 4)]
+    deaths = [*takewhile(lambda event: event < 0, after)]  # others may die then too
+    assert {-n for n in births} <= {*deaths}

@@ -1,0 +1,110 @@
+"""Operators without a known price are counted; what torch's inside is not as it was is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.engines.trace_cache import from_bytes, to_bytes
+from spbench.bench.measure.trace import torch_internals
+from spbench.bench.measure.trace.fast_recorder import FastRecorder
+from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
+from spbench.bench.measure.trace.torch_internals import FakeTensorMode, check_internals
+from spbench.impls.attended import Range, Ranges
+from spbench.impls.kernels.ranged_attention import Size
+from tests.measure.trace.same_traces import differences
+from tests.measure.trace.test_fast_recorder import cell
+
+
+@torch.library.custom_op("price_test::mix", mutates_args=())
+def mix(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@mix.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_calls_of_operators_without_a_price_are_counted() -> None:
+    mode = FakeTensorMode()
+    with virtual.fake_mesh({}, 0) as mesh:
+        recorder = FastRecorder(mode, mesh, events=True)
+        with mode, recorder, recorder.phase("forward"):
+            x = torch.ones(4, 6)
+            for _ in range(3):
+                x = mix(x) + 1
+    assert recorder.events is not None
+    program = recorder.events.program()
+    assert program.unpriced_calls() == {"mix": 3}
+    mixed = program.name == program.names.index("mix")
+    assert set(program.nbytes[mixed]) == {2 * 4 * 6 * 4}
+
+
+@pytest.mark.parametrize(("high", "whole"), [(7, True), (0, False)])
+def test_a_range_has_the_mask_of_its_own_pairs(high: int, whole: bool) -> None:
+    """Rates are a whole block's where as many pairs meet as queries times keys, else a causal one's."""
+    q, k = (torch.empty(2, heads, 8, 4, device="meta") for heads in (6, 3))
+    ranges = Ranges.of(Range(0, 8, first, 8, -7, high) for first in (0, 8)).text
+    heads, queries, keys, size = _softmax_shape([q, k, k, 0.5, ranges], "ranged_flash_attention")
+    assert (heads, queries, keys, size) == (2 * 6 * 2, 8, 8, 4)
+    assert (2 * 6 * Size.of(ranges).pairs == heads * queries * keys) == whole
+
+
+def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Cell = cell("ring_self_attention")
+    assert run_cell(asked).unpriced_operators == {}
+    monkeypatch.setattr(price_of(torch.ops.aten.gelu.default), "known", False)
+    trace = virtual.trace(asked, events=True)
+    assert trace.measurement(None).unpriced_operators == run_cell(asked).unpriced_operators == {"gelu": 1}
+    assert differences(from_bytes(to_bytes(trace), asked), trace) == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "known"),
+    [
+        (torch.ops.aten.mul.Tensor, True),
+        (torch.ops.aten.convolution.default, True),  # torch has a formula
+        (torch.ops.aten._foreach_add_.List, True),
+        (torch.ops.aten.bernoulli_.float, True),
+        (torch.ops.aten.linalg_qr.default, False),
+        (torch.ops.aten._cdist_forward.default, False),
+    ],
+)
+def test_a_price_is_known_by_table_formula_or_tag(operator: torch._ops.OpOverload, known: bool) -> None:
+    assert price_of(operator).known == known
+
+
+def test_torchs_inside_is_as_it_is_known_to_be() -> None:
+    check_internals.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "told"),
+    [
+        ("fake_tensor", lambda mode, *metadata: mode.from_tensor(torch.ones(2)), "FakeTensor.__new__"),
+        ("fake_views", lambda whole, *_: [whole], "FakeTensor.__new__"),
+        ("storage_key", id, "_cdata"),
+        ("schema_of", lambda func: func.name(), "_schema"),
+        ("in_backward", lambda: False, "_current_graph_task_id"),
+    ],
+)
+def test_what_has_moved_is_named(
+    name: str, replacement: object, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_internals, name, replacement)
+    with pytest.raises(UserError, match=rf"^torch {torch.__version__[:4]}.*{told}.*tested with torch 2"):
+        check_internals.__wrapped__()
+
+
+def test_a_name_that_is_gone_is_named() -> None:
+    with (
+        pytest.raises(UserError, match=r"torch\.cpu\.Stram is not"),
+        torch_internals.replaced(torch.cpu, {"Stram": None}),
+    ):
+        pass

@@ -1,0 +1,94 @@
+"""Intervals of rows, as they are read and shown, and ties among rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from spbench.bench.measure.sweep.results import flat
+from spbench.bench.measure.trust.bands import packaged_model, shown_band, tied, with_band
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
+
+#: intervals of log errors of 0.1 and 0.5; ties up to 5%
+MODEL = ErrorModel(
+    intervals={
+        ANY: {ANY: Interval(0, 0.5, 2, 2)},
+        "sourced": {ANY: Interval(0, 0.1, 1, 1), "products": Interval(0, 0.1, 1, 1)},
+        "datasheet": {ANY: Interval(-0.3, 0.4, 1, 1)},
+    },
+    strategies=["ulysses"],
+    of_strategies=0.2,
+    of_ties={ANY: 0.05},
+    of_orders={},
+)
+
+
+def row(
+    step_time_s: float | None = 2.0, cell: dict[str, Any] | None = None, **measured: Any
+) -> dict[str, Any]:
+    """A row of a simulated step."""
+    asked = {
+        "model": "m",
+        "strategy": "ulysses",
+        "sizes": {"sp": 4},
+        "batch": 1,
+        "seq_len": 64,
+        **(cell or {}),
+    }
+    simulated = {"step_time_s": step_time_s, "rates": "sourced", "bound": "products", **measured}
+    return {"key": json.dumps(asked), "cell": asked, "status": "ok", "measurement": simulated}
+
+
+def test_a_simulated_time_has_an_interval_and_says_what_it_rests_on() -> None:
+    measured = with_band(row(), MODEL)["measurement"]
+    assert measured["step_time_low_s"] == pytest.approx(2 * 0.905, rel=1e-3)
+    assert measured["step_time_high_s"] == pytest.approx(2 * 1.105, rel=1e-3)
+    assert measured["band"] == "sourced rates, products: 1 source, 1 row"
+    assert measured["step_time_s"] == 2.0
+
+
+@pytest.mark.parametrize("without", [{"step_time_s": None}, {"bound": ""}, {"rates": ""}])
+def test_other_rows_stay_as_they_are(without: dict[str, Any]) -> None:
+    plain = row(**without)
+    assert with_band(plain, MODEL) == plain
+
+
+def test_rows_are_read_with_the_intervals_of_the_package() -> None:
+    entry = flat(row())
+    low, high, words = packaged_model().band("sourced", "products", "ulysses")
+    assert (entry["step_time_low_s"], entry["step_time_high_s"]) == (2 * low, 2 * high)
+    assert entry["band"] == words
+    assert low <= 1 <= high
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [
+        ({}, "2.00 s ±11%"),
+        ({"bound": "bubble"}, "2.00 s ±11%"),
+        ({"rates": "fitted"}, "2.00 s -39% +65%"),
+        ({"rates": "datasheet"}, "2.00 s -10% +101%, uncalibrated"),
+        ({"rates": "", "bound": ""}, "2.00 s"),
+        ({"step_time_s": None}, ""),
+    ],
+)
+def test_a_time_is_shown_with_its_interval(measured: dict[str, Any], text: str) -> None:
+    assert shown_band(with_band(row(**measured), MODEL)["measurement"]) == text
+
+
+def test_times_that_differ_less_than_errors_do_are_ties() -> None:
+    other = {"sizes": {"sp": 2, "dp": 2}, "batch": 2}
+    rows = [row(2.0), row(2.09), row(2.2), row(4.1, other), row(1.0, {"seq_len": 32}), row(None)]
+    assert tied(rows, MODEL) == [True, True, False, True, None, None]
+
+
+def test_without_a_tie_the_fastest_is_alone() -> None:
+    assert tied([row(2.0), row(3.0)], MODEL) == [False, False]
+
+
+def test_recomputation_and_splits_are_of_one_run_and_other_models_are_not() -> None:
+    plain, again = row(2.0), row(2.01, {"model_options": {"recompute": "full"}})
+    deeper = row(2.01, {"model_options": {"layers": 8}})
+    assert tied([plain, again, deeper], MODEL) == [True, True, None]

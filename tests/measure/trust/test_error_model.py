@@ -1,0 +1,166 @@
+"""The error model on errors that were drawn or planted: what it covers, what widens it, what it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Observation, coverage, overall
+
+SOURCES = [f"s{number}" for number in range(8)]
+
+
+def drawn(
+    seed: int,
+    sources: Sequence[str] = SOURCES,
+    *,
+    rows: int = 20,
+    between: float = 0.1,
+    within: float = 0.05,
+    mean: float = 0.0,
+    rates: str = "sourced",
+    bound: str = "products",
+) -> list[Observation]:
+    """Errors with an effect of their source and one of their own, both normal."""
+    random = Random(seed)
+    found = []
+    for source in sources:
+        effect = random.gauss(mean, between)
+        found += [
+            Observation(source, rates, bound, "a", effect + random.gauss(0, within)) for _ in range(rows)
+        ]
+    return found
+
+
+def width(model: ErrorModel, rates: str = "sourced", bound: str = "products") -> float:
+    low, high, _ = model.band(rates, bound, "a")
+    return math.log(high / low)
+
+
+def test_new_sources_lie_within_as_often_as_the_level_says() -> None:
+    shares = [overall(coverage(drawn(seed))) for seed in range(40)]
+    assert 0.75 < sum(shares) / len(shares) < 0.9
+
+
+def test_a_biased_source_widens_the_interval() -> None:
+    plain = drawn(1)
+    biased = [*plain, *drawn(2, ["far"], mean=1.0, between=0), *drawn(3, ["further"], mean=-1.5, between=0)]
+    assert width(ErrorModel.fit(biased)) > 1.5 * width(ErrorModel.fit(plain))
+    (far,) = [each for each in coverage(biased) if each.source == "far"]
+    assert far.within == 0
+
+
+def test_sources_count_alike_whatever_number_of_rows_they_have() -> None:
+    few = drawn(1, rows=5)
+    many = few + 50 * [o for o in few if o.source == "s0"]
+    assert width(ErrorModel.fit(many)) == pytest.approx(width(ErrorModel.fit(few)))
+
+
+def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:
+    exact = drawn(2, ["only"], bound="bubble", between=0, within=1e-6)
+    alone = ErrorModel.fit(exact)
+    assert width(alone, bound="bubble") < 1e-4
+    among = ErrorModel.fit([*drawn(1), *exact])
+    assert width(among, bound="bubble") == width(among, bound=ANY)  # not narrower for one source that fits
+    several = [o for name in ("a", "b", "c") for o in drawn(2, [name], bound="host", between=0, within=1e-6)]
+    assert 1e-4 < width(ErrorModel.fit([*drawn(1), *several]), bound="host") < width(among, bound=ANY)
+
+
+def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_within() -> None:
+    low, high, _ = ErrorModel.fit(drawn(1, mean=0.5)).band("sourced", "products", "a")
+    assert low < math.exp(-0.5) < high == 1.0  # simulated times are too long
+    low, high, _ = ErrorModel.fit(drawn(1, mean=-0.15)).band("sourced", "products", "a")
+    assert 1 / low < high
+    low, high, _ = ErrorModel.fit(drawn(1)).band("sourced", "products", "a")
+    assert low * high == pytest.approx(1)
+
+
+def test_what_was_never_measured_falls_back_and_says_so() -> None:
+    model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted", between=0.5)])
+    assert model.interval("sourced", "products")[1] == "sourced rates, products: 8 sources, 160 rows"
+    interval, words = model.interval("sourced", "host")
+    assert interval == model.intervals["sourced"][ANY]
+    assert words == "sourced rates, no measured step bound by host: all 8 sources, 160 rows"
+    interval, words = model.interval("datasheet", "products")
+    assert interval == model.intervals[ANY][ANY]
+    assert words == "no measured step on datasheet rates: all 8 sources, 320 rows"
+    one = ErrorModel.fit(drawn(1, ["only"], rows=1))
+    assert one.interval("sourced", "products")[1].endswith(": 1 source, 1 row")
+
+
+def test_without_a_measured_step_there_is_no_model() -> None:
+    with pytest.raises(ValueError, match="no measured step"):
+        ErrorModel.fit([])
+    assert coverage(drawn(1, ["only"])) == []
+
+
+def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
+    """Of two strategies of each source one errs 20% more than the other."""
+    errors = drawn(1, within=0.01)
+    errors += [Observation(o.source, o.rates, o.bound, "b", o.log_error + 0.2) for o in errors]
+    model = ErrorModel.fit(errors)
+    known, other = model.band("sourced", "products", "b"), model.band("sourced", "products", "c")
+    assert other[0] < known[0]
+    assert other[1] > known[1]
+    assert other[2] == f"{known[2]}; none of this strategy"
+    assert model.band("sourced", "products", "a+b") == known  # both were measured
+    assert model.of_strategies == pytest.approx(0.1, rel=0.2)
+
+
+def test_ties_are_of_differences_within_a_source() -> None:
+    """Sources err by a factor of 1.5, and splits of a run by 2%."""
+    random = Random(1)
+    errors = [
+        Observation(source, "sourced", "products", "a", effect + random.gauss(0, 0.02), f"{source} {run}")
+        for source in SOURCES
+        for effect in [random.gauss(0, 0.4)]
+        for run in range(5)
+        for _ in range(4)
+    ]
+    model = ErrorModel.fit(errors)
+    assert width(model) > 0.5
+    assert math.log(model.tie("sourced")) == pytest.approx(1.28 * 0.02 * math.sqrt(2), rel=0.3)
+    assert model.tie("datasheet") == model.tie("sourced")  # of all
+    assert ErrorModel.fit(drawn(1)).tie("sourced") == 1.0
+
+
+def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
+    """Of each of eight sources a run of two splits, 8% apart as simulated; measured, half of them are the
+    other way round. A row of another run is compared with none."""
+    rows = []
+    for number, source in enumerate(SOURCES):
+        first = Observation(source, "sourced", "products", "a", 0.0, "run", 0.0)
+        error = 0.1 if number % 2 else 0.0
+        second = Observation(source, "sourced", "products", "b", error, "run", math.log(1.08))
+        rows += [first, second, Observation(source, "sourced", "products", "b", 0.0, "other run", 5.0)]
+    model = ErrorModel.fit(rows)
+    said = "of 8 measured pairs 5 to 10% apart, 50% were in the simulated order"
+    assert model.order("sourced", 1.08) == model.order("sourced", 1 / 1.08) == said
+    assert model.order("datasheet", 1.08) == said  # of all
+    assert model.order("sourced", 1.12) == ""
+    assert ErrorModel.from_dict(model.as_dict()).order("sourced", 1.08) == said
+
+
+def test_the_file_holds_the_model_to_six_digits() -> None:
+    model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted")])
+    again = ErrorModel.from_dict(model.as_dict())
+    assert again.as_dict() == model.as_dict()
+    assert again.band("sourced", "products", "a")[:2] == pytest.approx(
+        model.band("sourced", "products", "a")[:2], rel=1e-5
+    )
+
+
+def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
+    lucky = drawn(2, ["other"], between=0.0, within=0.001, rates="substituted")
+    model = ErrorModel.fit([*drawn(1), *lucky])
+    assert width(model, "substituted") >= width(model)
+    # nor narrower than what such times were off by
+    off = drawn(2, ["other"], between=0.0, within=0.001, mean=-1.4, rates="substituted")
+    assert ErrorModel.fit([*drawn(1), *off]).band("substituted", "products", "a")[1] > math.exp(1.39)
+    # whichever part of the step seems to bound it, by prices of which one is missing
+    links = drawn(3, ["links"], between=0.0, within=0.001, mean=-1.4, bound="links", rates="substituted")
+    both = ErrorModel.fit([*drawn(1), *lucky, *links])
+    assert width(both, "substituted") == width(both, "substituted", "links") > 2 * 1.39

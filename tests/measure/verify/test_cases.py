@@ -1,0 +1,254 @@
+"""Every registered strategy computes what one device computes."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import verify, verify_case
+from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.models.bert import BertModel
+from spbench.impls.models.model import Model, model_preset, models
+from spbench.impls.registries import strategies
+from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.ring_self_attention import RingSelfAttention
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from tests.measure.verify.assertions import assert_green
+from tests.slow import slow
+
+TINY = [name for name in models() if "-tiny" in name]
+PARALLEL = [cls for cls in strategies().values() if cls.axes]
+
+
+def ranks_for(strategy: type[Strategy], model: Model) -> int | None:
+    """Ranks on which a strategy runs a model: three, a first, a middle and a last one, or else four or two;
+    None: it does not run it, but for :func:`refused` on any number."""
+
+    def runs(size: int) -> bool:
+        plan = strategy.planned(size)
+        try:
+            plan.check(model.sites(3, 24, plan.vocabulary_parts))
+        except Unsupported:
+            return False
+        return True
+
+    return next(filter(runs, (3, 4, 2)), None)
+
+
+def refused(strategy: str, model: str) -> set[int]:
+    """The refused numbers of ranks: 3 neither divide 4 heads of keys and values nor are a multiple."""
+    of_keys = model.endswith("-gqa") or model in ("mamba2-tiny", "hybrid-tiny")
+    return {3} if strategies()[strategy].splits_features and of_keys else set()
+
+
+CAN_RUN = [
+    (strategy, model) for strategy in PARALLEL for model in TINY if ranks_for(strategy, models()[model])
+]
+
+
+#: a model of each kind of attention
+ONE_OF_EACH_KIND = ["bert-tiny", "tnl-tiny", "st-dit-tiny"]
+
+
+def largest_part(model: Model) -> str:
+    return [*model.parts()][-1]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("strategy", "model"), CAN_RUN)
+def test_whole_models_in_float64(pool: RankPool, strategy: type[Strategy], model: str) -> None:
+    preset = models()[model]
+    assert_green(pool, Case(strategy, preset, largest_part(preset)), ranks_for(strategy, preset) or 0)
+
+
+def variants() -> Iterator[Any]:
+    """Every variant of every model, with one strategy after another of those that run it."""
+    for i, name in enumerate(TINY):
+        for j, varying in enumerate(models()[name].variants()):
+            model = model_preset(name, varying)
+            able = [cls for cls in PARALLEL if ranks_for(cls, model)]
+            spelled = " ".join(f"{option}={value}" for option, value in varying.items())
+            yield pytest.param(able[(i + j) % len(able)], name, varying, id=f"{name}-{spelled}")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("strategy", "name", "variant"), [*variants()])
+def test_variants_in_float64(
+    pool: RankPool, strategy: type[Strategy], name: str, variant: Mapping[str, Any]
+) -> None:
+    model = model_preset(name, variant)
+    assert_green(pool, Case(strategy, model, largest_part(model)), ranks_for(strategy, model) or 0)
+
+
+def test_what_a_strategy_cannot_run_is_a_row(pool: RankPool) -> None:
+    cannot = {*product(PARALLEL, TINY)} - {*CAN_RUN}
+    for strategy, name in cannot:
+        model = models()[name]
+        assert verify_case(pool, Case(strategy, model, largest_part(model)), 3).status == "unsupported"
+    assert len(cannot) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("strategy", strategies())
+def test_all_parts_in_float64(pool: RankPool, strategy: str, model: str) -> None:
+    """Also the parts alone, which name what is wrong, and all variants."""
+    sizes = {1, 2, 3, 4}
+    rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
+    assert [row for row in rows if row.status == "RED"] == []
+    sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
+    can = (strategies()[strategy], model) in CAN_RUN
+    assert sizes_as_preset == (sizes - refused(strategy, model) if can else sizes & {1})
+
+
+def test_each_model_and_each_strategy_is_in_some_pair() -> None:
+    assert {model for _, model in CAN_RUN} == {*TINY}
+    assert {strategy for strategy, _ in CAN_RUN} == {*PARALLEL}
+
+
+def collectives_of(strategy: type[Strategy]) -> set[str]:
+    """The collectives of a strategy's closed forms of the tiny models on 4 ranks."""
+    plan = strategy.planned(4)
+    sites = [models()[model].sites(3, 24, plan.vocabulary_parts) for cls, model in CAN_RUN if cls is strategy]
+    return {traffic.collective for some in sites for traffic in plan.communication(some, 2)}
+
+
+def covering_all_collectives() -> list[type[Strategy]]:
+    """Strategies that have every collective among them, those that run few models first."""
+    chosen, covered = [], set[str]()
+    for strategy in sorted(PARALLEL, key=lambda cls: ([of for of, _ in CAN_RUN].count(cls), cls.name)):
+        if collectives_of(strategy) - covered:
+            chosen.append(strategy)
+            covered |= collectives_of(strategy)
+    return chosen
+
+
+@pytest.mark.parametrize("strategy", covering_all_collectives())
+def test_bf16_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy]) -> None:
+    """Whole models, for a lower precision is the strategy's business more than the model's."""
+    of = [model for model in ONE_OF_EACH_KIND if (strategy, model) in CAN_RUN]
+    for model in of or [next(model for cls, model in CAN_RUN if cls is strategy)]:
+        assert_green(pool, Case(strategy, model_preset(model), "model", "bf16"), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy], dtype: str) -> None:
+    rows = list(verify([strategy.name], TINY, [4], [dtype], ["attention", "model"], pool=pool))
+    assert [row for row in rows if row.status == "RED"] == []
+    assert any(row.status == "green" for row in rows)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("softmax", "seq_len"),
+    [
+        *(("fused", 20), ("plain", 20), ("megatron", 20), ("megatron", 16)),  # a kernel of more than 16 keys
+        *(slow(softmax, 16) for softmax in ("fused", "plain")),
+    ],
+)
+@pytest.mark.parametrize("mask_shape", ["keys", "square"])
+def test_every_softmax_and_mask(pool: RankPool, softmax: str, mask_shape: str, seq_len: int) -> None:
+    model = model_preset("bert-tiny", {"softmax": softmax, "mask_shape": mask_shape})
+    for cls in (TensorParallel, RingSelfAttention):
+        assert_green(pool, Case(cls, model, "attention", batch=1, seq_len=seq_len), 4)
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp"])
+def test_layer_norms_of_queries_and_keys(pool: RankPool, strategy: str) -> None:
+    """Their biases too have gradients from all heads; the closed form knows of both. With RoPE: without it,
+    the scores of a query all have the same of the keys' bias, so that its gradient is 0."""
+    options = {"qk_norm": True, "position": "rotary"}
+    cls, model = strategies()[strategy], model_preset("gpt3-tiny", options)
+    assert_green(pool, Case(cls, model, "model"), 3)
+    settings = {"model": "gpt3-tiny", "strategy": strategy, "sizes": {"tp": 3}, "batch": 1, "seq_len": 24}
+    asked = Cell.model_validate(settings | {"model_options": options, "cluster": "dgx-a100"})
+    assert VirtualEngine().measure(asked).formula_difference == []
+
+
+def test_heads_need_not_divide_for_a_ring(pool: RankPool) -> None:
+    model = model_preset("bert-tiny", {"heads": 3})
+    assert_green(pool, Case(RingSelfAttention, model, "model"), 4)
+    row = verify_case(pool, Case(TensorParallel, model, "model"), 4)
+    assert (row.status, row.error, row.tensor) == ("unsupported", None, "")
+    assert "3 attention heads" in row.reason
+
+
+def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
+    row = verify_case(pool, Case(RingSelfAttention, model_preset("bert-tiny"), "model", seq_len=22), 4)
+    assert row.status == "unsupported"
+    assert "20 or 24" in row.reason
+
+
+def with_first_models() -> Iterator[Any]:
+    """The pairs of CAN_RUN with weights, in every run those with the first such model of each strategy."""
+    with_weights = [(cls, model) for cls, model in CAN_RUN if models()[model].has_weights]
+    for strategy, model in with_weights:
+        first = next(name for cls, name in with_weights if cls is strategy)
+        yield (strategy, model) if model == first else slow(strategy, model)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("strategy", "model"), [*with_first_models()])
+def test_gradients_held_the_old_way_are_synchronized_too(
+    pool: RankPool, strategy: type[Strategy], model: str
+) -> None:
+    case = Case(strategy, model_preset(model), "model", backend_options={"gradients": "stale"})
+    assert_green(pool, case, 4 if refused(strategy.name, model) else 3)
+
+
+def test_padded_vocabulary_is_the_oracles_too(pool: RankPool) -> None:
+    model = model_preset("bert-tiny", {"vocabulary": 97})
+    for options in ({"pad_vocabulary_by_ranks": by_ranks} for by_ranks in (False, True)):
+        assert_green(pool, Case(RingSelfAttention, model, "model", options=options), 3)
+    assert_green(pool, Case(TensorParallel, model, "model"), 3)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int]:
+    """Small odd sizes: chunks of one position, one head, one sample, vocabularies that need padding."""
+    size = draw(st.integers(1, 4))
+    linformer = draw(st.none() | st.integers(1, 5))
+    model = BertModel(
+        layers=1,
+        hidden=12 * draw(st.integers(1, 2)),
+        heads=draw(st.sampled_from([1, 2, 3, 4, 6, 12])),
+        vocabulary=draw(st.integers(2, 40)),
+        vocabulary_multiple=draw(st.integers(1, 3)),
+        mask_shape="keys" if linformer else draw(st.sampled_from(["keys", "square"])),
+        linformer=linformer,
+        checkpointing=draw(st.booleans()),
+        softmax=draw(st.sampled_from(["fused", "plain", "megatron"])),
+        fused_bias_gelu=draw(st.booleans()),
+        fused_cross_entropy=draw(st.booleans()),
+    )
+    case = Case(
+        draw(st.sampled_from(PARALLEL)),
+        model,
+        draw(st.sampled_from(["attention", "block", "model"])),
+        batch=draw(st.integers(1, 3)),
+        seq_len=size * draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 99)),
+    )
+    return case, size
+
+
+@given(cases())
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+def test_any_sizes(pool: RankPool, drawn: tuple[Case, int]) -> None:
+    case, size = drawn
+    row = verify_case(pool, case, size)
+    assert row.status in ("green", "unsupported"), row
+
+
+def test_unknown_names(pool: RankPool) -> None:
+    for wrong in ({"strategies": ["ulises"]}, {"models": ["bart"]}, {"dtypes": ["fp8"]}):
+        with pytest.raises(KeyError, match="known"):
+            next(verify(**wrong, pool=pool))

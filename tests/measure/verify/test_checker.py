@@ -1,0 +1,150 @@
+"""The checker rejects what is wrong, and says where."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.cases import verify_case
+from spbench.bench.measure.verify.discrepancy import discrepancies, relative_errors
+from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.models.model import model_preset
+from tests.measure.verify import faults
+
+BACKWARD = "forward right, backward wrong: "
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_a_mean_in_place_of_a_sum_is_named_by_its_factor(pool: RankPool, dtype: str) -> None:
+    case = Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention", dtype)
+    row = verify_case(pool, case, 4)
+    assert (row.status, row.factor) == ("RED", pytest.approx(0.25, rel=1e-2))
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is 0.25 times the reference (residual ")
+
+
+def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention"), 2)
+    assert row.verdict.endswith("; wrong too: gradient of layer.qkv.weight, gradient of layer.qkv.bias")
+    row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "model"), 2)
+    *_, named = row.verdict.split("; wrong too: ")
+    assert len(named.split(", ")) == 5
+    assert named.split(", ")[-1].startswith("and ")
+    assert named.endswith(" more")
+
+
+def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
+    case = Case(faults.StaleBlockInBackward, model_preset("bert-tiny"), "attention")
+    row = verify_case(pool, case, 4)
+    assert (row.status, row.factor) == ("RED", None)
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is off by {row.error:.1e}, not a scale")
+    assert " times the reference" not in row.verdict
+
+
+def test_gradients_of_zero_are_said_to_be_zero(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "attention"), 2)
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is zero")
+
+
+def test_one_in_a_million_on_one_rank_is_seen_there(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.SlightlyWrongOnLastRank, model_preset("bert-tiny"), "attention"), 4)
+    assert (row.status, row.tensor, row.rank) == ("RED", "gradient of input x", 3)
+    assert row.error == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_nan_is_an_infinite_error(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.NanOnLastRank, model_preset("bert-tiny"), "attention"), 2)
+    assert row.error == math.inf
+    assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is not finite")
+
+
+def test_what_a_rank_raises_is_red(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.RaisesOnLastRank, model_preset("bert-tiny"), "attention"), 4)
+    assert (row.status, row.rank, row.error) == ("RED", 3, math.inf)
+    assert "ArithmeticError: planted" in row.reason
+
+
+def test_a_wrong_closed_form_is_red(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.WrongClosedForm, model_preset("bert-tiny"), "model"), 2)
+    assert (row.status, row.tensor) == ("RED", "backward all_reduce over tp")
+    sent, counted = map(int, re.findall(r"\d+", row.verdict))
+    assert (
+        row.verdict
+        == f"values right: backward all_reduce over tp sends {sent} bytes, {counted} by the closed form"
+    )
+    assert counted == 2 * sent > 0
+
+
+def test_parameters_that_closed_forms_do_not_have_are_red(pool: RankPool) -> None:
+    row = verify_case(pool, Case(faults.SplitsTheVocabularyInSilence, model_preset("bert-tiny"), "model"), 2)
+    assert (row.status, row.tensor) == ("RED", "parameters")
+    assert re.fullmatch(r"values right: parameters are \d+ elements, \d+ by the model's sites", row.verdict)
+
+
+def test_relative_error_is_that_of_norms() -> None:
+    reference = {"x": torch.tensor([3.0, 4.0])}
+    assert relative_errors(reference, {"x": torch.tensor([3.0, 4.5])}) == {"x": pytest.approx(0.1)}
+    assert relative_errors(reference, {"x": torch.tensor([3.0, 4.0], dtype=torch.bfloat16)}) == {"x": 0}
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        {},
+        {"x": None},
+        {"x": torch.ones(3)},
+        {"x": torch.ones(1, 2)},
+        {"x": torch.tensor([1.0, float("nan")])},
+        {"x": torch.tensor([1.0, float("inf")])},
+    ],
+)
+def test_missing_misshapen_or_not_finite_is_infinite(got: dict[str, torch.Tensor | None]) -> None:
+    assert relative_errors({"x": torch.ones(2)}, got) == {"x": math.inf}
+
+
+def test_tensor_that_the_reference_lacks_is_infinite() -> None:
+    x = torch.ones(2)
+    assert relative_errors({"x": x}, {"x": x, "y": x}) == {"x": 0, "y": math.inf}
+
+
+def test_zero_reference_asks_for_exact_zero() -> None:
+    zero = {"x": torch.zeros(2)}
+    assert relative_errors(zero, {"x": torch.zeros(2)}) == {"x": 0}
+    assert relative_errors(zero, {"x": torch.tensor([0.0, 1e-300], dtype=torch.float64)}) == {"x": math.inf}
+
+
+def test_tiny_numbers_do_not_underflow() -> None:
+    tiny = torch.full((2,), 1e-200, dtype=torch.float64)
+    assert relative_errors({"x": tiny}, {"x": 2 * tiny}) == {"x": pytest.approx(1)}
+
+
+def test_the_factor_is_of_least_squares_and_the_residual_of_what_it_leaves() -> None:
+    reference = {"x": torch.tensor([3.0, 4.0], dtype=torch.float64)}
+    # 0.5 ref, and 0.3 across it
+    found = discrepancies(reference, {"x": torch.tensor([1.5 - 0.24, 2.0 + 0.18], dtype=torch.float64)})["x"]
+    assert found.scale == pytest.approx(0.5)
+    assert found.residual == pytest.approx(0.3 / 2.5)
+    assert found.factor(0.1) is None
+    assert found.factor(0.2) == pytest.approx(0.5)
+
+
+def test_digits_of_a_factor_are_those_that_the_residual_leaves() -> None:
+    reference = torch.linspace(1, 2, 100, dtype=torch.float64)
+    sliver = discrepancies({"x": reference}, {"x": reference * (1 + 1e-6)})["x"]
+    assert sliver.described(1e-10).startswith("is 1.000001 times the reference")
+    rough = discrepancies({"x": reference}, {"x": (reference / 3).to(torch.bfloat16)})["x"]
+    assert rough.described(0.02).startswith("is 0.333 times the reference")
+
+
+@pytest.mark.parametrize(
+    ("got", "problem"),
+    [
+        (None, "is missing"),
+        (torch.ones(3), "has the shape [3], not [2]"),
+        (torch.tensor([1.0, float("nan")]), "is not finite"),
+        (-torch.ones(2), "is -1 times the reference (residual 0e+00)"),
+    ],
+)
+def test_what_is_said_of_a_wrong_tensor(got: torch.Tensor | None, problem: str) -> None:
+    assert discrepancies({"x": torch.ones(2)}, {"x": got})["x"].described(1e-10) == problem

@@ -1,0 +1,36 @@
+"""Questions about a model whose traces take moments, and cards of a chosen size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.fit.subject import Asked
+
+MODEL = "causal-transformer-tiny"
+
+
+def asked(gpus: int, cluster: str = "dgx-a100", seq_len: int = 256, batch: int = 16, **more: Any) -> Question:
+    """A question about the tiny model.
+
+    Args:
+        more: of :func:`question`, and ``settings`` by dotted name.
+    """
+    settings = {"seq_len": seq_len, "batch": batch, **more.pop("settings", {})}
+    return question((MODEL,), Asked(cluster, gpus, None, settings), **more)
+
+
+def small_cards(folder: Path, mib: int) -> str:
+    """A cluster of A100 with that many usable MiB; returns its path."""
+    path = folder / f"small-{mib}.yaml"
+    path.write_text(
+        f"""
+about: for tests
+extends: dgx-a100
+device:
+  memory_total_bytes: {{value: {(mib + 10) * 2**20}, source: made up}}
+  memory_context_bytes: {{value: {10 * 2**20}, source: made up}}
+"""
+    )
+    return str(path)

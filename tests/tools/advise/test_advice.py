@@ -1,0 +1,185 @@
+"""Answers of searches: ties, the simplest first, and why the winner wins."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.measure.trust.bands import packaged_model
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.advise.advice import Advice, settings_beside
+from spbench.bench.tools.advise.ranking import NAMED, complexity
+from spbench.bench.tools.advise.search_findings import Found, Seen
+from tests.tools.advise.questions import asked
+
+TIE = packaged_model().tie("sourced")
+PARTS = {"products_s": 0.6, "attention_s": 0.2, "memory_bound_s": 0.1, "within_nodes_s": 0.05}
+
+
+def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) -> Seen:
+    cell = asked(8).cell
+    cell = Cell.model_validate(
+        {**cell.model_dump(exclude_defaults=True), "strategy": strategy, "sizes": sizes}
+    )
+    measurement: dict[str, Any] = {
+        "step_time_s": step_s,
+        "tokens_per_s": 4096 / step_s,
+        "mfu": 0.4,
+        "peak_memory_bytes": 2**30,
+        "usable_memory_bytes": 2**31,
+        "formula": [{"sent_bytes": 2**20, "axis": "sp", "collective": "all_to_all"}],
+        "breakdown": {"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
+        "parts": {**PARTS, **parts},
+        "bound": "products",
+        "rates": "sourced",
+    }
+    return Seen(cell, Outcome("ok", measurement=measurement), "all_layers")
+
+
+def advice(*best: Seen) -> Advice:
+    ordered = sorted(best, key=lambda each: each.step_s)
+    strategies = {each.cell.strategy: each for each in reversed(ordered)}
+    of_strategies = sorted(strategies.values(), key=lambda each: each.step_s)
+    return Advice(asked(8), Found(best=ordered, of_strategies=of_strategies), 1.0)
+
+
+FAST = seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0)
+SIMPLE = seen("ulysses", {"sp": 8}, 1.0 + 0.5 * (TIE - 1), attention_s=0.3)
+FAR = seen("single", {"dp": 8}, 1.1 * TIE, within_nodes_s=0.4)
+
+
+def test_of_ties_the_simplest_is_first() -> None:
+    answer = advice(FAST, SIMPLE, FAR)
+    assert answer.ranked == [SIMPLE, FAST, FAR]
+    assert answer.winner is SIMPLE
+    assert [record["tie"] for record in answer.records()] == [True, True, False]
+    assert [record["rank"] for record in answer.records()] == [1, 2, 3]
+
+
+def test_what_is_hidden_is_never_simpler_than_a_tie_that_is_shown() -> None:
+    """Ten layouts of two strategies are faster than the plain one, which is named first all the same."""
+    mixes = [seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0 + 0.001 * at) for at in range(10)]
+    answer = advice(*mixes, SIMPLE, FAR)
+    assert answer.winner is SIMPLE
+    assert len(answer.ranked) == NAMED
+    shown = max(complexity(each.cell) for each in answer.ranked)
+    assert all(complexity(each.cell) >= shown for each in answer.hidden_ties())
+    assert len(answer.hidden_ties()) == len(mixes) + 1 - NAMED
+
+
+def test_what_is_simpler_than_the_first_is_told_with_its_price() -> None:
+    answer = advice(FAST, FAR)
+    assert answer.simpler() == [FAR]
+    assert advice(FAST, SIMPLE).simpler() == []
+
+
+def test_spare_is_of_what_the_card_must_have() -> None:
+    for record in advice(FAST, SIMPLE, FAR).records():
+        assert record["spare_bytes"] == record["card_bytes"] - record["total_bytes"]
+        assert record["total_bytes"] >= record["peak_memory_bytes"]
+
+
+def test_beyond_the_errors_the_fastest_is_first() -> None:
+    answer = advice(FAST, FAR)
+    assert answer.ranked == [FAST, FAR]
+    assert [record["tie"] for record in answer.records()] == [False, False]
+
+
+def test_a_reason_is_in_the_measurements() -> None:
+    text = advice(FAST, FAR).why()
+    assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.1%} more time; ")
+    assert "waiting for links within a node 0.4 s against 0.05" in text
+    known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.outcome.measurement["parts"].values()}
+    assert set(re.findall(r"([\d.]+) s against", text)) | set(re.findall(r"against ([\d.]+)", text)) <= known
+
+
+def test_a_tie_is_said_to_be_one() -> None:
+    text = advice(FAST, SIMPLE).why()
+    assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes ")
+    assert "% less time" in text
+    assert "which is within the errors" in text
+
+
+def test_what_a_fitted_charge_alone_tells_apart_is_a_tie() -> None:
+    """The ring takes twice the time, most of the difference by the charge; another one takes it by itself."""
+    charged = seen("ring_self_attention", {"sp": 8}, 2.0, products_s=1.6, in_blocks_s=1.0)
+    slow = seen("single", {"dp": 8}, 1.9, products_s=1.6)
+    answer = advice(FAST, slow, charged)
+    assert [each.cell.strategy for each in answer.ranked] == [
+        "ring_self_attention",
+        "ulysses+ring_attention",
+        "single",
+    ]
+    assert [record["tie"] for record in answer.records()] == [True, True, False]
+    of_ring = answer.bars()[0]["parts"]
+    assert of_ring["products"] == pytest.approx(0.6)
+    assert of_ring["products in blocks, by a fitted charge"] == 1.0
+    text = advice(FAST, charged).why()
+    assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes 50.0% less time, but +0.0% without")
+
+
+def test_other_settings_of_the_fastest_are_told() -> None:
+    def ring(step_s: float, backend: str = "zero3", **options: str) -> Seen:
+        made = seen("ring_attention", {"sp": 8}, step_s)
+        training = made.cell.training.model_copy(update={"backend": backend})
+        changes = {"strategy_options": options, "training": training}
+        return replace(made, cell=made.cell.model_copy(update=changes), depth="few_layers")
+
+    fastest = ring(1.0, placement="by_work")
+    zigzag, contiguous = ring(1.5, placement="zigzag"), ring(2.0, placement="contiguous")
+    other, large = ring(1.1, "ddp", placement="zigzag"), ring(1.2, placement="striped")
+    large.outcome = replace(large.outcome, status="oom")
+    answer = advice(fastest, FAR)
+    answer.found.traced.extend([contiguous, large, other, zigzag, fastest, FAR])
+    assert answer.other_settings() == {"placement=zigzag": 1.5, "placement=contiguous": 2.0}
+
+
+def test_how_often_such_an_order_was_right_is_said() -> None:
+    assert "; of " in advice(FAST, FAR).why()
+    assert advice(FAST, FAR).why().endswith("were in the simulated order")
+
+
+def test_a_winner_alone() -> None:
+    answer = advice(FAST)
+    assert answer.why() == "no other strategy fits than ulysses+ring_attention"
+    alone = replace(answer.question, only=("ulysses+ring_attention", "zero3"))
+    assert replace(answer, question=alone).why() == "no other strategy was asked about"
+    assert advice().why() == ""
+    assert advice().winner is None
+    assert advice().records() == []
+
+
+@pytest.mark.parametrize(
+    ("simple", "other"),
+    [
+        (("single", {"dp": 8}), ("ulysses", {"sp": 8})),
+        (("ulysses", {"sp": 8}), ("ulysses", {"dp": 2, "sp": 4})),
+        (("ulysses", {"dp": 2, "sp": 4}), ("ulysses+ring_attention", {"cp": 2, "sp": 4})),
+    ],
+)
+def test_what_is_simpler(simple: tuple[str, Any], other: tuple[str, Any]) -> None:
+    assert complexity(seen(*simple, 1.0).cell) < complexity(seen(*other, 1.0).cell)
+
+
+def test_settings_beside_the_question() -> None:
+    cell = asked(8).cell
+    changed = cell.model_copy(
+        update={
+            "model_options": {"recompute": "full"},
+            "strategy_options": {"placement": "zigzag"},
+            "mesh": ["pp", "dp"],
+        }
+    )
+    assert settings_beside(cell, cell) == {}
+    training = {"backend": "megatron", "schedule": "interleaved", "micro_batches": 4, "virtual_stages": 2}
+    interleaved = cell.model_copy(update={"training": TrainingOptions.model_validate(training)})
+    assert settings_beside(cell, interleaved) == {"training.virtual_stages": 2}
+    assert settings_beside(cell, changed) == {
+        "model_options.recompute": "full",
+        "strategy_options.placement": "zigzag",
+        "mesh": ["pp", "dp"],
+    }

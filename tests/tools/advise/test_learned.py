@@ -1,0 +1,162 @@
+"""What a search knows of candidates that were not traced: what cannot win is left out, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spbench.bench.tools.advise.candidates import Candidate, candidates, promising
+from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
+from spbench.bench.tools.advise.layouts import Refused, backend_settings
+from spbench.bench.tools.advise.learned import Learned
+from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.references import as_text
+from spbench.bench.tools.advise.waiting import Waiting
+from tests.tools.advise.questions import asked
+
+SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
+REFERENCES = {
+    "": Reference(Depths(0.09, 0.12), Depths(3.5e9, 5.0e9)),
+    '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1e9, 2.2e9)),
+}
+
+
+def of(question: Question, usable: float = 0.0) -> Sequence[Candidate]:
+    figures = {
+        as_text(each): BackendFigures(
+            2.0, 14.0, {}, {"all_gather": 4.0, "reduce_scatter": 2.0}, 12.0 if "optimizer" in each else 0.0
+        )
+        for each in backend_settings(question)
+    }
+    estimates = Estimates(question.cell, question.gpus, REFERENCES, figures)
+    return [*candidates(question, estimates, SAVINGS, Refused(), usable)]
+
+
+def kinds(some: Sequence[Candidate]) -> set[tuple[object, ...]]:
+    return {(c.layout, as_text(c.training), c.saving_text) for c in some}
+
+
+def test_the_host_is_looked_at_only_where_the_cards_may_be_too_small() -> None:
+    """Of two layouts that differ in the host alone, the one without it is never slower."""
+    question = asked(8, only=["ulysses", "zero3"])
+    small, large = of(question, usable=1.0), of(question, usable=1e15)
+    on_host = [c for c in small if c.twin is not None]
+    assert len(on_host) > 4
+    assert {as_text(c.twin or {}) for c in on_host} == {'{"backend": "zero3"}'}
+    assert [c for c in large if c.twin is None]
+    assert not [c for c in large if c.twin is not None]
+    for candidate in on_host:
+        twin = next(
+            c
+            for c in small
+            if c.training == candidate.twin and (c.layout, c.saving) == (candidate.layout, candidate.saving)
+        )
+        assert twin.estimated_s <= candidate.estimated_s
+    assert kinds(large) < kinds(small)
+
+
+def test_bytes_are_within_the_bounds_whatever_is_traced() -> None:
+    """Steps take what was foreseen of states, and of activations a share more or less, with buffers in
+    proportion to a rank's part of a sample, as ones of all-to-alls, or as chunks save them, and with tensor
+    parallelism a tenth of all activations whole on each rank."""
+    every = of(
+        asked(16, seq_len=4096, batch=32, only=["ulysses", "upipe", "tensor_parallel", "ddp", "zero3"])
+    )
+    for seed in range(4):
+        chance = random.Random(seed)
+        share = {c.strategy: chance.uniform(0.97, 1.1) for c in every}
+        buffers = {c.strategy: chance.uniform(-2e8, 8e8) for c in every}
+
+        def true(c: Candidate, share: dict[str, float] = share, buffers: dict[str, float] = buffers) -> float:
+            states = c.estimated_bytes - c.activation_bytes
+            part = c.layout.micro_batch / c.layout.way.ranks
+            whole = 0.1 * (c.layout.way.axes.get("tp", 1) - 1) * c.activation_bytes
+            return states + share[c.strategy] * c.activation_bytes + whole + buffers[c.strategy] * part
+
+        learned = Learned()
+        for c in chance.sample(every, 12):
+            learned.add(c, c.estimated_s, true(c))
+        learned.fit()
+        known = [c for c in every if learned.knows(c.strategy)]
+        assert len(known) > 100
+        for c in known:
+            assert learned.least_bytes(c) <= true(c) <= learned.most_bytes(c), (seed, c)
+        # and they are of use: without a trace both are farther off
+        assert all(learned.least_bytes(c) > Learned().least_bytes(c) for c in known if share[c.strategy] > 1)
+
+
+def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
+    """Larger micro-batches were traced with one way alone, which was traced with no others: whether its steps
+    are long by the way or by the size is not known, so another way may be fast with that size."""
+    every = of(asked(8, batch=8, only=["ulysses", "ring_attention", "zero3"]))
+    by_size: dict[tuple[str, int], Candidate] = {}
+    for c in every:
+        if c.layout.way.axes in ({"sp": 2}, {"sp": 4}) and c.layout.pp == 1 and not c.twin:
+            by_size.setdefault((str(c.layout.way), c.layout.micro_batch), c)
+    ways = sorted({way for way, _ in by_size})
+    first, other = (next(way for way in ways if name in way) for name in ("ring", "ulysses"))
+    learned = Learned()
+    for way, size in ((first, 2), (other, 1)):
+        learned.add(by_size[way, size], by_size[way, size].estimated_s, 0.0)
+    learned.fit()
+    known, unknown = Waiting([by_size[other, 1]]), Waiting([by_size[other, 2]])
+    assert learned.least_s(known) > 0.95 * known.estimated_s
+    assert learned.least_s(unknown) < 0.9 * unknown.estimated_s
+    # the first way with both sizes tells them apart
+    learned.add(by_size[first, 1], by_size[first, 1].estimated_s, 0.0)
+    learned.fit()
+    assert learned.least_s(unknown) > 0.93 * unknown.estimated_s
+
+
+def test_what_each_micro_batch_takes_may_shrink_with_their_number() -> None:
+    """Where the host bounds the step of micro-batches of 1, four times as large ones may take a fourth."""
+    every = of(asked(8, batch=8, only=["tensor_parallel", "zero3"]))
+    ways = {c.layout.micro_batch: c for c in every if c.layout.way.axes == {"tp": 4} and c.layout.pp == 1}
+    learned = Learned()
+    learned.add(ways[1], 4 * ways[1].estimated_s, 0.0)
+    learned.fit()
+    same, larger = Waiting([ways[1]]), Waiting([ways[4]])
+    assert learned.least_s(same) > 3.5 * ways[1].estimated_s
+    assert learned.least_s(larger) < (1 + 3 / 4) * ways[4].estimated_s
+
+
+def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs of layers that wait on the host cost nothing where their copies hide, and are of no use where
+    there is room."""
+    text = '{"recompute": "full", "checkpoints": "host"}'
+    as_fast = {text: replace(REFERENCES['{"recompute": "full"}'], activation_bytes=Depths(1e9, 1e9))}
+    monkeypatch.setitem(SAVINGS, text, {"recompute": "full", "checkpoints": "host"})
+    monkeypatch.setitem(REFERENCES, text, as_fast[text])
+    monkeypatch.delitem(REFERENCES, "")
+    question = asked(8, only=["ulysses", "zero3"], fixed=[("training.optimizer", "device")])
+    small, large = of(question, usable=1.0), of(question, usable=1e15)
+    assert len([c for c in small if "checkpoints" in c.saving]) == len(small) / 2
+    assert [c for c in large if "checkpoints" in c.saving] == []
+    assert len(large) == len(small) / 2
+
+
+@pytest.mark.parametrize(
+    ("times", "room", "of_twin", "kept"),
+    [
+        ([1.0, 1.2, 0.9], [1, 1, 1], np.inf, [2]),
+        ([1.008, 1.004, 1.0, 1.0], [1, 1, 1, 1], np.inf, [1]),  # the simplest of those as fast
+        ([0.5, 1.0, 1.0, 1.3], [0, 1, 1, 1], np.inf, [0, 1]),  # the first may not fit
+        ([1.0, 0.8, 1.1], [1, 0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [1, 1], 0.9, []),
+        ([0.8, 1.0, 1.1], [0, 1, 1], 0.9, [0]),
+    ],
+)
+def test_something_is_kept_of_the_settings_that_may_be_the_best(
+    times: list[float], room: list[int], of_twin: float, kept: list[int]
+) -> None:
+    given = np.array(times)
+    found = promising(given, np.where(room, given, np.inf), of_twin)
+    assert np.flatnonzero(found).tolist() == kept

@@ -1,0 +1,128 @@
+"""What stands in the way of an answer: what a refusal names is changed, and then there is an answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.advise.absent import absence, untraced
+from spbench.bench.tools.advise.candidates import Candidate
+from spbench.bench.tools.advise.layouts import Layout, Refused, Way
+from spbench.bench.tools.advise.possible import possible, why_impossible
+from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.advise.search_findings import Found, Untraced
+from spbench.bench.tools.fit.subject import Asked
+from tests.tools.advise.questions import MODEL
+
+#: options of `spbench advise` that have no answer
+REFUSED: list[dict[str, Any]] = [
+    {"gpus": 12, "seq_len": 2**17, "batch": 32, "only": ["ring_attention"]},  # neither divides by three
+    {"gpus": 3, "seq_len": 256, "batch": 2, "only": ["ulysses"]},
+    {"gpus": 8, "seq_len": 100001, "batch": 3, "only": ["ring_attention"]},
+    {"gpus": 999, "only": ["single"]},
+    {"fixed": [("tp", "8")], "only": ["ulysses"]},
+    {"fixed": [("tp", "7")]},
+    {"fixed": [("sp", "8")], "only": ["ulysses"]},  # of four heads
+    {"fixed": [("dp", "3")]},
+    {"fixed": [("pp", "8")]},  # of two layers
+    {"fixed": [("pp", "2")], "only": ["zero3"]},
+    {"fixed": [("cp", "2")], "only": ["ring_attention", "ddp"]},
+    {"without": ["single"], "only": ["single"]},
+    {"without": ["zero3"], "only": ["zero3"]},
+    {"fixed": [("sp", "2")], "only": ["ulysses"], "program": "torchtitan", "model": "llama3-8b"},
+]
+
+
+def asked(
+    gpus: int = 8,
+    seq_len: int = 256,
+    batch: int = 16,
+    model: str = MODEL,
+    fixed: tuple[tuple[str, str], ...] = (),
+    **more: Any,
+) -> Question:
+    settings = {"seq_len": seq_len, "batch": batch}
+    return question((model,), Asked("dgx-h100", gpus, None, settings), fixed=fixed, **more)
+
+
+def with_change(options: dict[str, Any], change: str) -> dict[str, Any]:
+    """The options with what a refusal names changed: ``with --batch 36`` or ``without --only ulysses``."""
+    how, flag, value = change.split()
+    name = {"--seq-len": "seq_len", "--for": "program"}.get(flag, flag.removeprefix("--"))
+    if how == "with":
+        return {**options, name: int(value)}
+    if name == "program":
+        return {**options, name: ""}
+    gone = {tuple(value.split("="))} if name == "fixed" else {*value.split(",")}
+    return {**options, name: [each for each in options[name] if each not in gone]}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("options", REFUSED, ids=str)
+def test_what_a_refusal_names_is_the_cause(options: dict[str, Any]) -> None:
+    reason = why_impossible(asked(**options))
+    assert reason.startswith(f"no layout of {options.get('gpus', 8)} GPUs is possible")
+    head, _, changes = reason.rpartition("; one is ")
+    assert head
+    for change in changes.split(", or "):
+        assert possible(asked(**with_change(options, change)), Refused()), change
+
+
+def test_what_can_be_is_not_refused() -> None:
+    assert why_impossible(asked()) == ""
+
+
+def test_the_batch_that_is_taken_is_one_that_the_gpus_divide() -> None:
+    made = question((MODEL,), Asked("dgx-a100", 12, None, {"seq_len": 2**17}))
+    assert made.cell.batch == 33
+    assert made.remarks[0] == "not said, so taken: batch 33 (4325376 tokens); --batch-tokens"
+    assert question((MODEL,), Asked("dgx-a100", 64, None, {"seq_len": 2**17})).cell.batch == 32
+    assert possible(made, Refused())
+
+
+@pytest.mark.parametrize(
+    ("options", "why", "reason"),
+    [
+        ({"gpus": 2}, {"tp": 16}, "no layout with tp16 can be: 16 ranks do not divide 2 GPUs"),
+        ({"fixed": [("tp", "2")]}, {"tp": 4}, "no layout with tp4 can be: --fixed tp=2 leaves them out"),
+        ({"only": ["ulysses"]}, {"tp": 4}, "one is without --only ulysses"),
+        ({"only": ["zero3"]}, {"pp": 2}, "one is without --only zero3"),
+    ],
+)
+def test_layouts_that_cannot_be_are_not_said_to_be_slow(
+    options: dict[str, Any], why: dict[str, int], reason: str
+) -> None:
+    found = absence(asked(**options), Found(), why)
+    assert found.lines == ()
+    assert reason in found.sentence
+
+
+def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate() -> None:
+    made = asked(gpus=8)
+    for left, words in (
+        (Untraced(3, 0, None, 2**37), "3, by the estimate too large, the smallest with 128 GiB"),
+        (Untraced(3, 3, 4.5, 2**30), "3, by the estimate not faster than 4.5 s"),
+        (Untraced(3, 1, 4.5, 2**30), "3, by the estimate 2 too large, the others not faster than 4.5 s"),
+    ):
+        found = absence(made, Found(untraced=left), {"tp": 2})
+        assert found.sentence == f"not traced, of those with tp2: {words}"
+
+
+def test_estimates_are_kept_of_what_was_asked_about() -> None:
+    layouts = [
+        Candidate(Layout(Way("tensor_parallel", {"tp": tp}), 8 // tp, 1, 1), {}, {}, {}, seconds, nbytes, 0.0)
+        for tp, seconds, nbytes in ((2, 3.0, 10.0), (4, 4.0, 10.0), (2, 1.0, 50.0), (2, 2.0, 11.0))
+    ]
+    found = untraced({"tp": 2}, layouts, [], 40.0)
+    assert found == Untraced(layouts=1, slow=1, least_s=2.0, least_bytes=10.0)
+    assert untraced({"tp": 8}, layouts, [], 40.0) is None
+    assert untraced({}, layouts, [], 40.0) is None
+
+
+def test_what_is_missing_is_asked_for_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        question((MODEL,), Asked())
+    assert re.search(r"give --cluster NAME, --gpus N and --seq-len N too", str(error.value))

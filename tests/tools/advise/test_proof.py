@@ -1,0 +1,82 @@
+"""The search beside traces of all layouts that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from spbench.bench.tools.advise import layout_search as module
+from spbench.bench.tools.advise.candidates import Candidate, candidates
+from spbench.bench.tools.advise.estimates import Estimates
+from spbench.bench.tools.advise.layout_search import BEST, Search
+from spbench.bench.tools.advise.layouts import Refused
+from spbench.bench.tools.advise.looks import Look, look
+from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.references import references
+from spbench.bench.tools.fit import answers
+from spbench.bench.tools.fit.answers import Answers
+from spbench.impls.backends.sharding_options import ShardingOptions
+from tests.bench.crew import CrewHere
+from tests.tools.advise.questions import asked
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kept_traces", "one_saving")]
+
+#: of two layers, so that every trace is of all of them
+SIZES = {"layers": 2, "hidden": 2048, "heads": 16, "inner": 5632, "vocabulary": 32000}
+LEFT_OUT = ("dsp", "lasp", "lasp2", "ring_self_attention", "megatron_sp")
+#: a micro-batch more takes as long as the one before, to within this
+AT_MOST = 1.002
+SETTINGS = {f"model_options.{name}": value for name, value in SIZES.items()}
+
+
+def every(question: Question, answers: Answers) -> Sequence[Candidate]:
+    savings = module.savings_of(question)
+    estimates = Estimates(question.cell, question.gpus, *references(question, answers, savings))
+    return [*candidates(question, estimates, savings, Refused())]
+
+
+def traced(question: Question, answers: Answers) -> tuple[int, dict[tuple[str, str], float]]:
+    """How many layouts fit, and of each strategy and mesh the shortest step, by whole traces of all."""
+    cells = {
+        made.key: made
+        for each in every(question, answers)
+        if (made := Look.of(each.cell(question.cell), "all_layers"))
+    }
+    n, best = 0, dict[tuple[str, str], float]()
+    for cell, outcome in answers([*cells.values()]):
+        assert outcome.status in ("ok", "oom", "unsupported"), outcome
+        if outcome.status == "ok":
+            n += 1
+            kind = cell.strategy, cell.mesh_text
+            best[kind] = min(best.get(kind, float("inf")), outcome.measurement["step_time_s"])
+    return n, best
+
+
+@pytest.mark.parametrize(
+    ("least", "question"),
+    [
+        (12, {"gpus": 4, "only": ["tensor_parallel", "zero3"]}),  # 15 s
+        (400, {"gpus": 8, "only": ["ddp", "zero3"], "without": LEFT_OUT}),  # 10 minutes
+    ],
+)
+def test_traces_of_all_layouts_have_the_same_first_five(
+    least: int, question: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "Crew", CrewHere)
+    monkeypatch.setattr(module, "TOSS", 1.0)  # the fastest, not the simplest that is nearly as fast
+    # of ZeRO-3 the states on cards alone, or all layouts would be twice as many
+    monkeypatch.setattr(ShardingOptions, "searched", classmethod(lambda cls: iter([{}])))
+    made = asked(seq_len=4096, batch=8, settings=SETTINGS, **question)  # type: ignore[arg-type]
+    with Answers(look) as here:
+        found = Search(made, here).run()
+        n, true = traced(made, here)
+    best = sorted(true.values())
+    times = [seen.step_s for seen in found.best[:BEST]]
+    assert n >= least
+    print(f"{n} layouts fit; {found.counts['traced with few layers']} were traced")
+    print(*(f"{a:.5f} {b:.5f} {a / b - 1:+.3%}" for a, b in zip(times, best, strict=False)), sep="\n")
+    # a single change of a layout, as another order of the mesh, may be better than all of them
+    assert len(times) == min(BEST, len(best))
+    for place, (seen_s, least_s) in enumerate(zip(times, best, strict=False)):
+        assert seen_s <= least_s * AT_MOST, (place, times, best[:BEST])

@@ -1,0 +1,40 @@
+"""What a terminal shows of `spbench advise`: at most 40 lines, also where many long names tie."""
+
+from __future__ import annotations
+
+from spbench.bench.command_line.output import View
+from spbench.bench.tools.advise.advise_report import report
+from spbench.bench.tools.advise.switch_prices import Price
+from tests.terminal import faults_of, screen_of
+from tests.tools.advise.test_advice import advice, seen
+
+GIB = 2**30
+MIXES = ("ulysses", "ring_attention", "megatron_sp+ulysses", "megatron_sp+ulysses+ring_attention")
+
+
+def test_an_answer_fits_a_screen() -> None:
+    sizes = {"cp": 2, "sp": 2, "tp": 2}
+    best = [
+        seen(strategy, {axis: sizes[axis] for axis in axes}, 30.0 + 0.01 * at)
+        for at, (strategy, axes) in enumerate(
+            [
+                *((MIXES[3], ("cp", "sp", "tp")),) * 9,
+                (MIXES[2], ("sp", "tp")),
+                (MIXES[1], ("sp",)),
+                *((MIXES[0], ("sp",)),) * 5,
+            ]
+        )
+    ]
+    answer = advice(*best, seen("single", {"dp": 8}, 60.0))
+    for at in range(6):
+        answer.found.prices.append(Price(f"model_options.loss_tile={2048 + at}", True, 1.3, 50 * GIB))
+    answer.found.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
+    output = report([answer], {"tp": 2})
+    assert faults_of(output, most_lines=40) == []
+    assert faults_of(output, view=View(wide=True, details=True)) == []
+    screen = screen_of(output, 80)
+    rows = [line for line in screen.splitlines() if line.startswith("≈")]
+    assert rows[0].split()[1] == "ring_attention"  # the simplest, and of these the fastest
+    assert "the fastest of all megatron_sp+ulysses+ring_attention cp2xtp2xsp2" in " ".join(screen.split())
+    assert "324000 cannot be" not in screen
+    assert "324000 cannot be" in screen_of(output, 80, View(details=True))

@@ -1,0 +1,159 @@
+"""Rates that are measured on real ranks, and the cluster that follows from them."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Sizes
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.measure.sweep.digest import digest
+from spbench.bench.tools.calibrate.check_report import figures
+from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
+from spbench.bench.tools.calibrate.compute_rates import SMALL
+from spbench.bench.tools.calibrate.machine_files import cluster_yaml, sample_rows
+from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
+from tests.tools.calibrate.faulty_ranks import TINY, faulty_sums, short_of_memory
+from tests.tools.calibrate.machines import LARGE_BYTES, machine
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", SEND)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
+    cell = SMALL.model_copy(update={"sizes": Sizes(sp=n)})
+    found: list[dict[str, Any]] = pool.run({"sp": n}, _on_rank, cell, TINY)
+    assert all(rank == found[0] for rank in found)
+    points = found[0]["points"]
+    assert Counter(point.operation for point in points) == {
+        "matrix product": 4,
+        **dict.fromkeys(("attention forward", "attention forward and backward", "sum", "training step"), 1),
+        **dict.fromkeys(COLLECTIVES if n > 1 else (), 2),  # 3 bytes are less than an element a rank
+    }
+    assert all(len(point.samples_s) == 2 and min(point.samples_s) > 0 for point in points)
+    assert sum(point.wrong for point in points) == 0
+    assert {point.nbytes % (4 * n) for point in points if point.operation in COLLECTIVES} <= {0}
+    assert found[0]["per_node"] == n
+    (product, *_) = (point for point in points if point.size == "[32, 8] x [8, 32]")
+    assert product.flops == 2 * 32 * 8 * 32
+
+
+def test_wrong_results_are_counted(pool: RankPool) -> None:
+    points = pool.run({"sp": 2}, faulty_sums, TINY)[0]
+    assert {point.operation: point.wrong for point in points} == {
+        **dict.fromkeys(COLLECTIVES, 0),
+        "all_reduce": 2,  # an element on each of two ranks
+    }
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_bus_bandwidth_is_that_of_nccl_tests(n: int) -> None:
+    # its PERFORMANCE.md, and sendrecv.cu
+    assert bus_factor("all_reduce", n) == pytest.approx(2 * (n - 1) / n)
+    for operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert bus_factor(operation, n) == pytest.approx((n - 1) / n)
+    for operation in (SEND, SEND_WITHIN, SEND_BETWEEN):
+        assert bus_factor(operation, n) == 1
+
+
+def test_calls_that_would_take_long_are_left_out(pool: RankPool) -> None:
+    cell = SMALL.model_copy(update={"sizes": Sizes()})
+    brief = replace(TINY, longest_call_s=1e-12)
+    points = pool.run({"sp": 1}, _on_rank, cell, brief)[0]["points"]
+    assert [point.extent for point in points if point.operation == "matrix product"] == [4, 4]
+
+
+def test_a_size_for_which_a_rank_has_no_memory_ends_the_series_on_all(pool: RankPool) -> None:
+    assert pool.run({"sp": 2}, short_of_memory) == [[1, 2], [1, 2]]
+
+
+def test_figures_follow_from_the_points() -> None:
+    found = cluster_of(machine(), "here", "a source")
+    assert figures(found) == {
+        "flops_per_s": 400,  # the best shape
+        "memory_bandwidth_bytes_per_s": 24,  # of the largest tensors
+        "operator_s": None,  # no step's operators were timed
+        "latency_s": 0.001,
+        "bandwidth_bytes_per_s": LARGE_BYTES,  # in the second that it takes longer
+    }
+    assert found.device.launch_overhead_s.value == 0.06
+    assert found.device.peak_flops_per_s["fp32"].note == (
+        "[10, 10] x [10, 10], the best of 2 shapes; attention forward: 50 at most"
+    )
+    assert (found.devices_per_node, found.node_link) == (1, None)
+    product = found.measured[0]
+    assert (product.seconds, product.flops_per_s) == (2.5, 100)  # of the median sample
+    check_rates(found, "fp32", 64)
+    with pytest.raises(RatesUnknown, match="no fp64"):
+        check_rates(found, "fp64", 2)
+
+
+def test_one_rank_has_no_link() -> None:
+    found = cluster_of(machine(ranks=1), "here", "a source")
+    check_rates(found, "fp32", 1)
+    with pytest.raises(RatesUnknown, match="latency or bandwidth"):
+        check_rates(found, "fp32", 2)
+
+
+def test_gpus_of_one_node_have_a_link_and_no_network() -> None:
+    found = cluster_of(machine(ranks=8, device_type="cuda"), "here", "a source")
+    assert found.devices_per_node == 8
+    assert found.node_link is not None
+    assert found.node_link.bandwidth_bytes_per_s.value == LARGE_BYTES
+    assert found.usable_memory_bytes == 80 * 2**30 - 2**29
+    check_rates(found, "fp32", 8)
+    with pytest.raises(RatesUnknown):
+        check_rates(found, "fp32", 9)
+
+
+@pytest.mark.parametrize("per_node", [1, 4])
+def test_several_nodes_have_a_network(per_node: int) -> None:
+    messages = (SEND, SEND_BETWEEN, SEND_WITHIN)
+    found = cluster_of(machine(8, per_node, "cuda", messages), "here", "a source")
+    assert (found.devices_per_node, found.network.nics_per_node) == (per_node, per_node)
+    assert found.network.bandwidth_bytes_per_s.value == LARGE_BYTES / 2
+    within = None if found.node_link is None else found.node_link.latency_s.value
+    assert within == (2.001 if per_node > 1 else None)
+
+
+def test_noise_that_puts_the_large_message_first_gives_a_bandwidth_all_the_same() -> None:
+    noisy = machine()
+    points = [
+        replace(point, samples_s=[2.0 if point.extent == LARGE_BYTES else 3.0]) for point in noisy.points
+    ]
+    found = cluster_of(replace(noisy, points=points), "here", "a source")
+    assert found.network.bandwidth_bytes_per_s.value == LARGE_BYTES / 2
+
+
+def test_the_file_gives_the_same_cluster(tmp_path: Path) -> None:
+    source = "measured on host, with: spbench calibrate --engine distributed"
+    for made in (machine(), machine(8, 4, "cuda", (SEND, SEND_BETWEEN, SEND_WITHIN)), machine(1)):
+        cluster = cluster_of(made, "here", source)
+        file = tmp_path / "here.yaml"
+        file.write_text(cluster_yaml(cluster, "two\nlines"))
+        assert load_cluster(str(file)) == cluster
+        assert file.read_text().startswith("# two\n# lines\nabout: ")
+        measured = [figure for _, figure in cluster.sourced() if figure.value]
+        assert {figure.source for figure in measured} == {source}
+
+
+def test_what_nothing_is_computed_from_is_in_no_digest(tmp_path: Path) -> None:
+    cluster = cluster_of(machine(), "here", "a source")
+    digests = []
+    for measured in (cluster.measured, cluster.measured[:1]):
+        file = tmp_path / "here.yaml"
+        file.write_text(cluster_yaml(cluster.model_copy(update={"measured": measured}), "heading"))
+        digests.append(digest(SMALL.model_copy(update={"cluster": str(file)}))["cluster"])
+    assert digests[0] == digests[1]
+
+
+def test_every_sample_is_a_row() -> None:
+    rows = sample_rows(machine().points)
+    assert [row["seconds"] for row in rows[:3]] == [0.5, 2.5, 9.0]
+    assert [row["sample"] for row in rows[:4]] == [0, 1, 2, 0]
+    assert {row["size"] for row in rows[:3]} == {"[5, 5] x [5, 5]"}

@@ -1,0 +1,56 @@
+"""Results to export, and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tools.changes.judged_rows import base, changed
+from tests.tools.changes.rows import CLAIM, Rows, folder, made_up
+from tests.tools.commands.conftest import Run, command_line, spbench
+
+__all__ = ["base", "changed", "command_line", "spbench"]
+
+
+Judge = Callable[[Rows, Rows], tuple[int, str, str]]
+
+
+@pytest.fixture
+def judged(tmp_path: Path, command_line: Run) -> Judge:
+    """Exit code of compare, Markdown and JUnit of rows beside others."""
+
+    def judge(rows: Rows, base: Rows) -> tuple[int, str, str]:
+        made = {
+            name: folder(tmp_path / name / "suite", found, CLAIM)
+            for name, found in (("n", rows), ("b", base))
+        }
+        places = [str(path) for path in made.values()]
+        code = command_line("compare", places[1], places[0])[0]
+        shown = []
+        for system in ("markdown", "junit"):
+            done, out, err = command_line("export", "--to", system, places[0], "--base", places[1])
+            assert done == 0, err
+            shown.append(out)
+        return code, shown[0], shown[1]
+
+    return judge
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Results of every kind: exact, measured, out of memory with and without numbers, impossible, failed."""
+    return folder(
+        tmp_path / "everything",
+        [
+            made_up("a/exact"),
+            made_up("b/measured", engine="distributed"),
+            made_up("c/found", answer=4096, step_time_s=None, tokens_per_s=None)
+            | {"cell": made_up("")["cell"] | {"search": {"quantity": "seq_len"}}},
+            made_up("d/oom", "oom", peak_memory_bytes=2**35),
+            made_up("e/bare oom", "oom"),
+            made_up("f/unsupported", "unsupported"),
+            made_up("g/failed", "failed"),
+        ],
+    )

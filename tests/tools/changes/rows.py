@@ -1,0 +1,116 @@
+"""Result rows that are made up, and folders of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.tools.papers.comparison import Comparison, write
+
+Rows = list[dict[str, Any]]
+
+SAMPLES = [0.5, 0.25, 0.125, 0.25, 0.25]
+
+CLAIM = Comparison(
+    claim="a ratio",
+    published=2.0,
+    reproduced=2.2,
+    relative_error=0.1,
+    role="predicted",
+    note="",
+    variant="",
+    numerator="a",
+    denominator="b",
+)
+
+
+def made_up(name: str, status: str = "ok", engine: str = "virtual", **measured: Any) -> dict[str, Any]:
+    """A row of a step on two ranks; of a cell that did not run, without numbers."""
+    cell = {
+        "model": "bert-tiny",
+        "strategy": "tensor_parallel",
+        "sizes": {"tp": 2},
+        "batch": 4,
+        "seq_len": 32,
+        "precision": "fp16",
+        "cluster": "piz-daint-p100",
+        "engine": engine,
+        "variant": "",
+    }
+    measurement = {
+        # more binary digits than a Float32 has
+        "peak_memory_bytes": 15_509_396_481,
+        "reserved_memory_bytes": 2**34,
+        "step_time_s": 0.25,
+        "tokens_per_s": 512.0,
+        "communication": [{"phase": "forward", "sent_bytes": 6_383_206_414}],
+        "formula_difference": [],
+    }
+    if engine == "distributed":
+        measurement["step_time_samples_s"] = SAMPLES
+    return {
+        "key": name,
+        "cell": cell,
+        "status": status,
+        "reason": "" if status == "ok" else f"planted: {status}",
+        "measurement": measurement | measured if status == "ok" else measured,
+        "elapsed_s": 1.5,
+        "time": "2026-01-01T00:00:00+00:00",
+        "provenance": {
+            "spbench": "0.1.0",
+            "commit": "0123456789ab",
+            "torch": "2.13.0",
+            "python": "3.11.7",
+            "host": "here",
+            "machine": {
+                "os": "Linux 6.1",
+                "cpu": "A CPU",
+                "cores": 4,
+                "memory_bytes": 2**36,
+                "gpus": ["A GPU"],
+            },
+        },
+    }
+
+
+def folder(path: Path, rows: Iterable[dict[str, Any]], *claims: Comparison) -> Path:
+    """Write rows, and claims if there are any, as a run leaves them."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if claims:
+        write(claims, path)
+    return path
+
+
+#: what the gate knows
+BASE = [made_up("a"), made_up("b"), made_up("c", "oom", peak_memory_bytes=2**35)]
+
+
+def planted(change: Callable[[Rows], Any]) -> Rows:
+    rows = copy.deepcopy(BASE)
+    change(rows)
+    return rows
+
+
+def one_byte_more(rows: Rows) -> None:
+    rows[0]["measurement"]["communication"][0]["sent_bytes"] += 1
+
+
+def git(repository: Path, *arguments: str) -> str:
+    """What git prints in a repository."""
+    identity = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org")
+    command = ["git", "-C", str(repository), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def commit_all(repository: Path) -> str:
+    """Commit what a folder has, which becomes a repository if it is none; returns the hash."""
+    if not (repository / ".git").exists():
+        git(repository, "init", "-q", "-b", "main")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "a change")
+    return git(repository, "rev-parse", "HEAD")

@@ -1,0 +1,60 @@
+"""A scenario that answers to a paper, for the tests of `spbench reproduce`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.fakes import SCENARIO
+from tests.tools.commands.conftest import Run
+
+TABLE = """
+tables:
+  - table: t1
+    published: {file: t1.csv}
+    match: {ranks: world, how: strategy}
+    status: status
+    quantities:
+      memory_mb: {field: peak_memory_bytes, unit: 1048576}
+      length: {field: answer}
+"""
+PUBLISHED = """ranks,how,memory_mb,length,status
+2,tensor_parallel,1000,2200,ok
+4,ring_self_attention,,,oom
+8,ring_self_attention,2048,8000,ok
+"""
+#: row 3 of t1.csv decided a setting, by its length
+LOOKED_AT = """
+  - setting: "model_options.dropout: 0.0"
+    answers: [t1]
+    quantities: [length]
+    rows: [{ranks: 8}]
+    reason: it fits
+not_reproduced: >
+  Two ranks: we
+  do not know why.
+"""
+SMALL = SCENARIO + LOOKED_AT + TABLE
+
+
+@pytest.fixture
+def spbench(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """As in other tests of commands, where small.yaml is another and the only scenario."""
+    monkeypatch.setattr("spbench.bench.tools.papers.sources.packaged", lambda package: ["small.yaml"])
+    Path("small.yaml").write_text(SMALL)
+    Path("t1.csv").write_text(PUBLISHED)
+    made_by(monkeypatch, "abc")
+    return spbench
+
+
+def made_by(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
+    """Let rows be made by the code of that commit."""
+    monkeypatch.setattr(
+        "spbench.bench.measure.sweep.sweep.provenance", lambda: {"torch": "2", "commit": commit}
+    )
+
+
+def refuses(spbench: Run, arguments: str, message: str) -> None:
+    code, out, err = spbench("reproduce", *arguments.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not Path("results/runs").exists()

@@ -1,0 +1,92 @@
+"""`spbench calibrate --from`: the file that it writes, what it says is missing, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.measure.clusters.cluster import load_cluster
+from tests.tools.calibrate.test_logs import SAMPLES
+from tests.tools.commands.conftest import Run
+
+LOGS = sorted(path.name for path in SAMPLES.iterdir())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the samples."""
+    shutil.copytree(SAMPLES, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_all_samples_together(folder: Path, command_line: Run) -> None:
+    words = ("--extends", "dgx-h100", "--output", "ours")
+    code, out, err = command_line("calibrate", "--from", *LOGS, *words)
+    assert code == 0, err
+    assert "\n\nours.yaml\n\n" in out
+    missing = next(line for line in out.splitlines() if line.startswith("still missing: "))
+    assert missing.startswith(
+        "still missing: matrix products, fp16; matrix products, fp32; all_gather, within"
+    )
+    assert missing.endswith("reduce_scatter, between nodes: what dgx-h100 says is used")
+    text = Path("ours.yaml").read_text()
+    assert text.startswith(
+        f"# spbench calibrate --from {' '.join(LOGS)} --extends dgx-h100\n# device.products.bf16"
+    )
+    assert " points, off by " in text.split("extends:")[0]
+    cluster = load_cluster("ours.yaml")
+    sources = {figure.source for key, figure in cluster.sourced() if key.startswith("network.collectives")}
+    assert sources == {"all_gather_perf_2_nodes.log (all_gather_perf of nccl-tests)", "in latency_s"}
+
+
+def test_it_can_be_run_on_and_listed(folder: Path, command_line: Run) -> None:
+    command_line("calibrate", "--from", "all_reduce_perf.log", "--extends", "dgx-h100", "--output", "a.yaml")
+    words = ("--scenario", "communication", "--strategy", "ring_self_attention", "--cluster", "a.yaml")
+    code, out, err = command_line("run", *words, "--dry-run")
+    assert code == 0, err
+    assert "a.yaml" in out
+    assert "| all_reduce, within a node, 8 ranks" in command_line("list", "cluster", "a.yaml")[1]
+
+
+def test_as_json(folder: Path, command_line: Run) -> None:
+    code, out, _ = command_line("calibrate", "--from", "mamf_finder.txt", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["figures"][0]["figure"] == "device.peak_flops_per_s.bf16"
+    assert "attention" in found["missing"]
+    assert load_cluster("measured.yaml").device.name == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--from", "none.log"), "cannot read none.log"),
+        (("--from", "step.json", "--from", "notes.txt"), "notes.txt: no kind of log that is known"),
+        (
+            ("--from", "step.json", "--extends", "dgx-h101"),
+            "--extends: no packaged cluster 'dgx-h101'; did you",
+        ),
+        (
+            ("--from", "mamf_finder.txt", "--extends", "dgx-a100"),
+            "the logs are of NVIDIA H100 80GB HBM3, and dgx-a100 has NVIDIA A100 SXM4 80 GB; --extends a",
+        ),
+        (("--from", "step.json", "--engine", "emulated"), "give either --scenario"),
+        (("--engine", "emulated", "--extends", "dgx-h100"), "--extends goes with --from"),
+        (("--engine", "emulated", "step.json"), "step.json: it goes with --from"),
+        (
+            ("--from", "all_reduce_perf.log", "--output", "step.json.yaml", "step.json.yaml"),
+            "--output step.json.yaml",
+        ),
+    ],
+)
+def test_what_is_refused_writes_nothing(
+    folder: Path, words: tuple[str, ...], complaint: str, command_line: Run
+) -> None:
+    (folder / "notes.txt").write_text("all_reduce was fast\n")
+    before = sorted(folder.iterdir())
+    code, _, err = command_line("calibrate", *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"spbench: {complaint}")
+    assert sorted(folder.iterdir()) == before

@@ -1,0 +1,166 @@
+"""`spbench record` and `spbench history`: what they print, their exit codes and their errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.command_line.output import Output
+from spbench.bench.git import git
+from spbench.bench.tools.changes.history import read_history
+from spbench.bench.tools.changes.history_changes import changes_table
+from spbench.bench.tools.changes.run_record import CellRecord
+from tests.terminal import faults_of
+from tests.tools.changes.records import cell, commit, nightly, record
+from tests.tools.changes.test_from_results import checkout as checkout
+from tests.tools.changes.test_from_results import results, row
+from tests.tools.commands.conftest import Run
+
+
+def cells(number: int, generator: random.Random) -> list[CellRecord]:
+    larger = number >= 4
+    return [
+        cell("lasp/sp4", sent_bytes=2**30 + larger, peak_memory_bytes=1000),
+        cell("dsp/sp4", sent_bytes=64),
+    ]
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Path:
+    """Six commits, of which the fifth makes one cell send one byte more."""
+    return nightly(tmp_path / "history", 6, cells)
+
+
+RANGE = f"{commit(3).short}..{commit(4).short}"
+
+
+def test_results_are_recorded_once_and_shown(command_line: Run, tmp_path: Path, checkout: Path) -> None:
+    path = results(tmp_path / "gate", row("a", commit=git(checkout, "rev-parse", "HEAD")[:12]))
+    arguments = ("record", str(path), "--history", str(tmp_path / "h"), "--repository", str(checkout))
+    code, out, err = command_line(*arguments)
+    assert (code, err, ": recorded\n" in out, "1 cells of gate at " in out) == (0, "", True, True)
+    (file,) = (tmp_path / "h").iterdir()
+    assert str(file) in out
+    assert "were recorded already" in command_line(*arguments)[1]
+    content = json.loads(command_line(*arguments, "--format", "json")[1])
+    assert (content["recorded"], content["branch"], content["file"]) == (False, "trunk", str(file))
+    code, out, _ = command_line("history", str(tmp_path / "h"), "--metric", "peak_memory_bytes")
+    assert (code, "peak_memory_bytes (bytes) of a, gate" in out, "|  1000 |" in out) == (0, True, True)
+
+
+def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
+    code, out, err = command_line("history", str(history))
+    assert (code, err) == (0, "")
+    lines = [line for line in out.splitlines() if "sent_bytes" in line and "lasp" in line]
+    assert [word in lines[0] for word in ("| regression |", "|     1 |", "+1 bytes", RANGE)] == [True] * 4
+    assert [word in lines[1] for word in ("1073741824", "1073741825", "lasp/sp4")] == [True] * 3
+    assert [word in lines[2] for word in ("| regression |", "+1 bytes", RANGE)] == [True] * 3
+    assert out.splitlines()[-1] == (
+        "REGRESSION: 1 regression, 0 missed targets; 5 series, 1 step, 0 of them meant"
+    )
+
+
+def test_what_changed_is_told_by_strategy(tmp_path: Path) -> None:
+    """One change of five cells is a line for each strategy and metric, whichever cells they are."""
+
+    def grown(number: int, generator: random.Random) -> list[CellRecord]:
+        return [
+            cell(
+                f"bert-tiny/{strategy}/sp{ranks}/b2/L24/fp32/local/virtual/0",
+                sent_bytes=1000 * ranks * (1 + 0.01 * ranks * (number >= 4)),
+                peak_memory_bytes=1000,
+                step_time_s=0.5,
+            )
+            for strategy, ranks in itertools.product(("ulysses", "lasp"), (2, 4, 8))
+        ]
+
+    history = read_history(nightly(tmp_path, 6, grown))
+    assessments = [history.assess(series) for series in history.series()]
+    (table,) = changes_table(assessments)
+    shown = [
+        (line[""], line["strategy"], line["cells"], line["change"], line["commits"]) for line in table.lines
+    ]
+    assert shown == [
+        ("regression", "lasp", 3, "+2.00% to +8.00%", RANGE),
+        ("regression", "ulysses", 3, "+2.00% to +8.00%", RANGE),
+    ]
+    assert faults_of(Output([table]), most_lines=7) == []
+    assert list(changes_table([each for each in assessments if not each.steps])) == []
+
+
+def test_a_series_is_shown_commit_by_commit(command_line: Run, history: Path) -> None:
+    code, out, _ = command_line("history", str(history), "--metric", "sent_bytes", "--cell", "lasp")
+    lines = [line.split("|") for line in out.splitlines() if "| 2026-01-0" in line]
+    assert [line[1].strip() for line in lines] == [commit(number).short for number in range(6)]
+    assert [line[4].strip() for line in lines] == ["", "", "", "", "+1 bytes", ""]
+    assert lines[4][5].strip() == f"regression: {RANGE}"
+    assert (code, "sent_bytes (bytes) of lasp/sp4, nightly" in out) == (0, True)
+
+
+def test_forms_for_programs(command_line: Run, history: Path) -> None:
+    content = json.loads(command_line("history", str(history), "--format", "json")[1])
+    assert (content["fails"], content["branch"], len(content["series"])) == (True, "main", 5)
+    (step,) = (step for series in content["series"] for step in series["steps"])
+    assert (step["commits"], step["first_after"]["hash"]) == (RANGE, commit(4).hash)
+    lines = command_line("history", str(history), "--metric", "sent_bytes", "--format", "csv")[1].splitlines()
+    assert len(lines) == 1 + 2 * 6
+    assert next(line for line in lines if "regression" in line).split(",")[-3:] == ["regression", RANGE, ""]
+
+
+def test_a_regression_fails_until_it_is_said_to_be_meant(command_line: Run, history: Path) -> None:
+    arguments = ("history", str(history), "--fail-on-regression")
+    code, out, _ = command_line(*arguments)
+    (entry,) = (line for line in out.splitlines() if line.startswith("if the change was meant"))
+    assert code == 1
+    # what is printed can be pasted
+    text = entry.partition("meant.yaml: ")[2].replace("...", "heads are padded")
+    (history / "meant.yaml").write_text(f"meant:\n  {text}\n")
+    code, out, _ = command_line(*arguments)
+    assert (code, "| regression (meant) |" in out, "| heads are padded |" in out) == (0, True, True)
+    assert out.splitlines()[-1] == "no regression: 5 series, 1 step, 1 of them meant"
+
+
+def test_a_missed_target_fails(command_line: Run, history: Path) -> None:
+    arguments = ("history", str(history), "--fail-on-regression", "--metric", "peak_memory_bytes")
+    for value, code, text in ((1000, 0, "; at most 1000\n"), (999, 1, "; at most 999: MISSED\n")):
+        (history / "targets.yaml").write_text(
+            f"targets: [{{cell: lasp, metric: peak_memory_bytes, value: {value}}}]"
+        )
+        found = command_line(*arguments)
+        assert (found[0], text in found[1]) == (code, True)
+
+
+def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
+    from spbench.bench.tools.changes.from_results import add_record
+
+    add_record(record(7, cell("a"), branch="topic"), history)
+    (history / "meant.yaml").write_text("meant: [{commit: '1234567', reason: soon}]")
+    out = command_line("history", str(history))[1]
+    assert "note: branch main; 1 record of topic left out\n" in out
+    assert "warning: no record of commit 1234567, which was meant: soon\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("history", "absent"), "absent: no such folder; spbench record RESULTS --history absent makes it"),
+        (("history", "HISTORY", "--suite", "nightli"), "did you mean 'nightly'?"),
+        (("history", "HISTORY", "--metric", "sent_byte"), "did you mean 'sent_bytes'?"),
+        (
+            ("history", "HISTORY", "--cell", "zzz"),
+            "no cell with 'zzz' in its key was recorded on branch main",
+        ),
+        (("record", "absent", "--history", "h"), "cannot read absent"),
+        (("record", "absent"), "Missing option '--history'"),
+    ],
+)
+def test_errors_are_one_line(
+    command_line: Run, history: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = command_line(*(str(history) if word == "HISTORY" else word for word in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

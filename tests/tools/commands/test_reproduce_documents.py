@@ -1,0 +1,126 @@
+"""The generated parts of a reproduction's texts."""
+
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.document import rendered_documents
+from spbench.bench.tools.papers.paper_findings import Findings
+from tests.bench.disk import files_of_at_most
+from tests.tools.commands.conftest import Run
+from tests.tools.commands.small_paper import made_by, refuses, spbench
+
+__all__ = ["spbench"]
+
+PAGE = """# Text
+by hand, about `<!-- spbench reproduce ... -->` and `<!-- end -->`
+<!-- spbench reproduce rsa: verdict -->
+<!-- end -->
+<!-- spbench reproduce other: verdict -->
+of another paper
+<!-- end -->
+more by hand
+"""
+ADD = "add <!-- spbench reproduce rsa: {} --> and <!-- end -->"
+DETAILS = """# Details
+<!-- spbench reproduce rsa: small -->
+old
+<!-- end -->
+more by hand
+"""
+
+
+def write_documents() -> None:
+    Path("REPRODUCE.md").write_text(PAGE)
+    Path("results/reproduction").mkdir(parents=True, exist_ok=True)
+    Path("results/reproduction/rsa.md").write_text(DETAILS)
+
+
+def test_the_text_is_what_the_files_give(spbench: Run) -> None:
+    write_documents()
+    code, out, _ = spbench("reproduce", "rsa", "--write")
+    assert (code, "\nREPRODUCE.md\nresults/reproduction/rsa.md\n\n5 cells: 5 ok\n" in out) == (0, True)
+    page, details = Path("REPRODUCE.md").read_text(), Path("results/reproduction/rsa.md").read_text()
+    for kept in (PAGE[: PAGE.index("<!-- spbench reproduce rsa")], "of another paper\n", "more by hand\n"):
+        assert kept in page
+    assert "old" not in details
+    assert details.endswith("<!-- end -->\nmore by hand\n")
+    assert "5 cells (5 ok), 0 s of one core in all.\n" in details
+    assert "| tensor_parallel | tp2 b64 Lmax | 1000 | 1024 | +2.4% | predicted |  |\n" in details
+    link = "[A small scenario](results/reproduction/rsa.md#small)"
+    claims = "1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, worst 96.5%"
+    assert f"| {link} | claims | first | 2 | {claims} |  | Two ranks: we do not know why. |\n" in page
+    memory = "2 predicted, median error 26.2%, worst 50.0%"
+    assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |  |\n" in page
+    records, runs = (read_records(Path("results/reproduction", f"rsa{kind}.csv")) for kind in ("", "_runs"))
+    found = Findings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
+    assert [*rendered_documents(found).values()] == [page, details]
+
+
+def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> None:
+    write_documents()
+    spbench("reproduce", "rsa", "--write", "--all-variants")
+    page = Path("REPRODUCE.md").read_text()
+    lines = [line.split(" | ") for line in page.splitlines() if " | claims | " in line or "t1: " in line]
+    assert sorted((line[1], line[2], line[3]) for line in lines) == [
+        (what, variant, "2")
+        for what in ("claims", "t1: length", "t1: memory_mb")
+        for variant in ("first", "steady")
+    ]
+    # of both variants, and of the first only
+    whole = "| **all of the paper** |  |  | 6 | 4 predicted, "
+    assert whole in page
+    spbench("reproduce", "rsa", "--write")
+    assert whole in Path("REPRODUCE.md").read_text()
+
+
+def test_documents_are_written_whole_or_not_at_all(spbench: Run) -> None:
+    write_documents()
+    spbench("reproduce", "rsa")
+    Path("REPRODUCE.md").write_text(long := PAGE + "by hand\n" * 2000)
+    size = max(path.stat().st_size for path in Path("results").rglob("*") if path.is_file())
+    assert size < len(long)
+    with files_of_at_most(size + 1000):
+        code, _, err = spbench("reproduce", "rsa", "--write")
+    assert (code, err.splitlines()[-1]) == (2, "spbench: cannot write REPRODUCE.md: File too large")
+    assert Path("REPRODUCE.md").read_text() == long
+    assert [path.name for path in Path().glob(".*")] == []
+
+
+def test_numbers_of_changed_code_are_not_written(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents()
+    made_by(monkeypatch, "abc-dirty")
+    code, out, err = spbench("reproduce", "rsa", "--write")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        "spbench: small: rows were made by code that is in no commit (abc-dirty), so that nothing is "
+        "written; commit it, and run again with --fresh"
+    )
+    assert Path("REPRODUCE.md").read_text() == PAGE
+    assert not Path("results/reproduction/rsa.csv").exists()
+    assert spbench("reproduce", "rsa")[0] == 0  # to look at, it is good enough
+
+
+@pytest.mark.parametrize(
+    ("document", "text", "message"),
+    [
+        ("REPRODUCE.md", None, "cannot read REPRODUCE.md: No such file or directory"),
+        ("results/reproduction/rsa.md", None, "cannot read results/reproduction/rsa.md: No such file"),
+        ("results/reproduction/rsa.md", "nothing", f"rsa.md has no part for small: {ADD.format('small')}"),
+        ("REPRODUCE.md", "nothing", f"REPRODUCE.md has no part for verdict: {ADD.format('verdict')}"),
+        (
+            "results/reproduction/rsa.md",
+            DETAILS.replace("rsa: small", "rsa: smal"),
+            "rsa.md: it can have no part 'smal' of rsa; did you mean 'small'?",
+        ),
+        ("results/reproduction/rsa.md", DETAILS.replace("\n<!-- end -->", ""), "begins that does not end"),
+    ],
+)
+def test_documents_that_cannot_be_written_into(
+    spbench: Run, document: str, text: str | None, message: str
+) -> None:
+    write_documents()
+    Path(document).unlink() if text is None else Path(document).write_text(text)
+    refuses(spbench, "rsa --write", message)

@@ -1,0 +1,115 @@
+"""The times in the table of a run: three digits, intervals, parts of the step, ties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.forms.as_table import markdown
+from spbench.bench.command_line.output import Output
+from spbench.bench.measure.sweep.results import flat_rows
+from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.measure.trust.bands import TIE, packaged_model
+from spbench.bench.measure.trust.times_in_words import shown_time
+from spbench.bench.measurement import Measurement, Outcome
+from spbench.bench.tools.run.result_table import result_table
+from spbench.bench.tools.run.run_verdict import verdict
+from tests.terminal import faults_of, screen_of
+
+PARTS = {"compute_s": 1.2, "exposed_communication_s": 0.6, "bubble_s": 0.0, "overhead_s": 0.1, "host_s": 0.1}
+
+
+def row(
+    step_time_s: float = 2.0, seq_len: int = 8, engine: str = "virtual", **measured: Any
+) -> dict[str, Any]:
+    asked = {"model": "bert-tiny", "strategy": "single", "batch": 2, "seq_len": seq_len, "engine": engine}
+    found = Measurement(step_time_s=step_time_s, tokens_per_s=123456.7, **measured)
+    return as_row(Cell.model_validate(asked), Outcome("ok", "", found.as_dict()))
+
+
+def simulated(step_time_s: float = 2.0, **measured: Any) -> dict[str, Any]:
+    rests = {"rates": "sourced", "bound": "products", "mfu": 0.41234, "breakdown": PARTS}
+    return row(step_time_s, **{**rests, **measured})
+
+
+def test_a_simulated_time_has_three_digits_an_interval_and_its_parts() -> None:
+    (line,) = result_table("Times", [simulated()]).lines
+    assert line["step"].startswith("2.00 s ")
+    assert line["step"].endswith("%")
+    shown = [line[name] for name in ("tokens/s", "MFU", "compute", "exposed", "bubble", "host", "bound")]
+    assert shown == ["123000", "41.2%", "60%", "30%", None, "10%", "products"]
+
+
+def test_a_measured_time_has_three_digits_alone() -> None:
+    (line,) = result_table("Times", [row(0.0123456, engine="distributed")]).lines
+    assert line["step"] == "12.3 ms"
+    assert [line[name] for name in ("MFU", "compute", "host", "bound")] == [None] * 4
+
+
+def test_ties_are_marked_in_tables_and_told_in_records() -> None:
+    limit = packaged_model().tie("sourced")
+    assert limit > 1.01
+    times = [2.0, 2.0 * (1 + limit) / 2, 2.0 * limit * 1.01]
+    rows = [simulated(time) for time in times]
+    assert [(line["step"][:6], line["step"].endswith(TIE)) for line in result_table("T", rows).lines] == [
+        (shown_time(time)[:6], tie) for time, tie in zip(times, (True, True, False), strict=True)
+    ]
+    assert [record["tie"] for record in flat_rows(rows)] == [True, True, False]
+
+
+def test_records_have_every_field_in_full() -> None:
+    (record,) = flat_rows([simulated(parts={"products_s": 0.7})])
+    assert (record["step_time_s"], record["tokens_per_s"], record["mfu"]) == (2.0, 123456.7, 0.41234)
+    assert record["step_time_low_s"] <= 2.0 <= record["step_time_high_s"]
+    assert (record["products_s"], record["host_s"], record["bound"]) == (0.7, 0.1, "products")
+    assert record["band"].startswith("sourced rates, products: ")
+
+
+@pytest.mark.parametrize(("formula", "shown"), [(2**20 + 2**-20, None), (2**20 + 1, "1.00"), (2**21, "2.00")])
+def test_the_closed_form_is_shown_where_it_differs(formula: float, shown: str | None) -> None:
+    found = simulated(communication=[{"sent_bytes": 2**20, "axis": "sp"}], formula=[{"sent_bytes": formula}])
+    (line,) = result_table("Bytes", [found]).lines
+    assert (line["sent MiB/GPU"], line["by formula"]) == ("1.00", shown)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"), [(0, "0.00"), (2**30 // 10, "0.1"), (2**30 / 10, "0.10"), (2**20, "0.00098")]
+)
+def test_what_is_small_has_two_digits(nbytes: float, shown: str) -> None:
+    found = simulated(peak_memory_bytes=nbytes, communication=[{"sent_bytes": nbytes, "axis": "sp"}])
+    (line,) = result_table("Bytes", [found]).lines
+    assert line["peak GiB"] == shown
+
+
+def ended(strategy: str, status: Any, reason: str = "") -> dict[str, Any]:
+    asked = {"model": "bert-tiny", "strategy": strategy, "batch": 2, "seq_len": 8}
+    return as_row(Cell.model_validate(asked), Outcome(status, reason, Measurement().as_dict()))
+
+
+def test_a_run_ends_with_what_is_not_ok_and_the_counts() -> None:
+    rows = [
+        *(ended("single", "ok"), ended("lasp", "unsupported", "no linear attention")),
+        *(ended(name, "oom", "1 GiB is missing") for name in ("dsp", "ulysses", "lasp2", "lasp2h")),
+        ended("ring_attention", "failed", "KeyError: 'x'"),
+    ]
+    assert verdict(rows, []) == [
+        "failed: bert-tiny ring_attention 1",
+        "oom: bert-tiny dsp 1; bert-tiny ulysses 1; bert-tiny lasp2 1 and 1 more",
+        "7 cells: 4 oom, 1 ok, 1 unsupported, 1 failed",
+    ]
+
+
+def test_a_terminal_counts_what_is_unsupported_by_reason() -> None:
+    reason = "bert-tiny has no linear attention; use another strategy"
+    rows = [
+        ended("single", "ok"),
+        *(ended(name, "unsupported", reason) for name in ("lasp", "lasp2", "lasp2h")),
+    ]
+    table = result_table("Strategies", rows)
+    shown = screen_of(Output([table]), 100)
+    assert f"3 more: unsupported: {reason} (lasp, lasp2, lasp2h)\n" in shown
+    assert len(shown.splitlines()) == 5
+    assert markdown(table).count("unsupported") == 3
+    assert faults_of(Output([table])) == []

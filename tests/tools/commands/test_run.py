@@ -1,0 +1,250 @@
+"""spbench run: what is printed where, what is kept, and exit codes."""
+
+import errno
+import importlib
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
+from spbench.bench.measurement import Measurement, Status
+from tests.bench import fakes
+from tests.bench.fakes import SCENARIO
+from tests.tools.commands.conftest import Run
+
+RUN = ("run", "--scenario", "small.yaml")
+
+
+def test_run_prints_tables_and_paths(spbench: Run) -> None:
+    code, out, err = spbench(*RUN)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("A small scenario (batch 64, precision fp16, cluster piz-daint-p100")
+    ring = next(line for line in lines if "| ring_self_attention |    8 |" in line)
+    assert "8000" in ring
+    assert "1.00" in ring  # GiB
+    claim = next(line for line in lines if "rsa-max-seqlen-base" in line)
+    assert [cell.strip() for cell in claim.split("|")[1:7]] == [
+        *("rsa-max-seqlen-base", "first", "3", "4", "+33.3%", "predicted")
+    ]
+    assert lines[-5:] == [
+        *("results/runs/small/cells.jsonl", "results/runs/small/comparison.csv", ""),
+        "published numbers: 1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, "
+        "worst 96.5%",
+        "5 cells: 5 ok",
+    ]
+    assert all(Path(line).is_file() for line in lines[-5:-3])
+    assert "small: A small scenario: 5 cells; running 5" in err
+    assert "[5/5] " in err
+
+
+def test_memory_of_rank_classes_is_shown_where_it_is_asked_for(
+    spbench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"rank": 0, "ranks": 2, "stage": 0, "step": 1, "status": "ok", "peak_phase": "forward"}
+    sizes = {"peak_memory_bytes": 2**30, "reserved_memory_bytes": 2**31, "allocated_bytes": 2**29}
+    held, without = {"peak_held": {"parameters": 2**30}}, fakes.answer
+
+    def answered(cell: Cell) -> Measurement:
+        return replace(without(cell), by_class=[memory | sizes | held])
+
+    monkeypatch.setattr(fakes, "answer", answered)
+    assert "each rank class" not in spbench(*RUN)[1]
+    code, out, _ = spbench(*RUN, "--memory", "--strategy", "tensor_parallel", "--fresh")
+    assert code == 0
+    table = out[out.index("Memory of each rank class at each step") :].splitlines()
+    assert len([line for line in table if "| parameters 1.00" in line]) == 2
+
+
+def test_cells_that_look_alike_show_what_tells_them_apart(spbench: Run) -> None:
+    alike = SCENARIO.replace(
+        "layers: 3}", "layers: 3}\n  - {strategy: single, model_options: {layers: 1}}", 1
+    )
+    Path("small.yaml").write_text(alike)
+    assert "options" not in spbench(*RUN, "--fresh")[1].splitlines()[1]
+    again = alike.replace("variants:", "  - {strategy: single, model_options: {layers: 2}}\nvariants:")
+    Path("small.yaml").write_text(again)
+    lines = spbench(*RUN)[1].splitlines()
+    assert "options" in lines[1]
+    assert sum("layers=1" in line for line in lines) == sum("layers=2" in line for line in lines) == 1
+
+
+FAULTY = [
+    ("mismatch", "closed form 5 B, metered 4 B", False),
+    ("numerics", "a loss at step 3 is not finite", True),
+]
+
+
+@pytest.mark.parametrize(("status", "reason", "final"), FAULTY)
+def test_wrong_results_are_exit_code_1(
+    spbench: Run, monkeypatch: pytest.MonkeyPatch, status: Status, reason: str, final: bool
+) -> None:
+    monkeypatch.setattr(fakes, "answer", lambda cell: Measurement(status, reason))
+    code, _, err = spbench(*RUN)
+    assert code == 1
+    assert err.count(f": {status}, {reason}") == 5  # a line for each cell
+    summary = f"spbench: 5 of 5 cells failed (5 {status})"
+    assert err.splitlines()[-1] == summary + "; the same command tries them again" * (not final)
+    code, _, err = spbench(*RUN)
+    assert code == 1
+    assert ("5 of them kept" in err) is final
+
+
+def test_the_limit_of_a_cell(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+
+    def timed_out(cell: Cell) -> Measurement:
+        limits.append(cell.timeout_s)
+        return Measurement("timeout", "no end")
+
+    monkeypatch.setattr(fakes, "answer", timed_out)
+    Path("small.yaml").write_text(SCENARIO.replace("groups:\n", "  timeout_s: 60\ngroups:\n", 1))
+    code, _, err = spbench(*RUN)
+    assert (code, limits) == (1, [60.0] * 5)
+    assert err.splitlines()[-1] == (
+        "spbench: 5 of 5 cells failed (5 timeout); the same command tries them again"
+    )
+    assert spbench(*RUN, "--timeout", "90.5")[0] == 1  # the same cells, tried again
+    assert limits[5:] == [90.5] * 5
+    assert len(read_rows(Path("results/runs/small") / RESULTS_FILE)[0]) == 5
+
+
+def test_second_run_keeps_and_fresh_starts_again(spbench: Run) -> None:
+    spbench(*RUN, "--strategy", "ring_self_attention")
+    code, out, err = spbench(*RUN)
+    assert (code, "5 cells, 3 of them kept from before; running 2" in err) == (0, True)
+    assert spbench(*RUN)[1] == out
+    code, _, err = spbench(*RUN, "--fresh")
+    assert "earlier results are now results/runs/small/cells.1.jsonl" in err
+    assert "running 5" in err
+    assert len(read_rows(Path("results/runs/small/cells.1.jsonl"))[0]) == 5
+
+
+def test_formats(spbench: Run, tmp_path: Path) -> None:
+    code, out, _ = spbench(*RUN, "--format", "json", "--output", "o")
+    content = json.loads(out)
+    assert (code, content["scenario"], len(content["rows"])) == (0, "small", 5)
+    assert content["comparison"][0]["reproduced"] == 4.0
+    assert content["files"] == ["o/cells.jsonl", "o/comparison.csv"]
+    (tmp_path / "table.csv").write_text(spbench(*RUN, "--format", "csv", "--output", "o")[1])
+    frame = pd.read_csv(tmp_path / "table.csv")
+    assert frame.answer.tolist() == [1000, 2000, 1000, 4000, 8000]
+
+
+def test_dry_run_writes_nothing(spbench: Run) -> None:
+    code, out, _ = spbench(*RUN, "--dry-run", "--world-size", "4,8", "--world-size", "1")
+    assert (code, out.count("would run"), Path("results").exists()) == (0, 4, False)
+    spbench(*RUN, "--world-size", "4")
+    code, out, _ = spbench(*RUN, "--dry-run", "--format", "json")
+    assert [line["now"] for line in json.loads(out)].count("kept (ok)") == 1
+    code, out, _ = spbench(*RUN, "--dry-run", "--where", "sizes.sp=4,sizes.sp=8", "--format", "csv")
+    assert [line.split(",")[3] for line in out.splitlines()] == ["GPUs", "4", "8"]
+
+
+def test_failed_cells_are_exit_code_1_and_unsupported_ones_are_not(spbench: Run) -> None:
+    code, out, _ = spbench(*RUN, "--world-size", "3")
+    assert code == 0
+    assert out.count("3 ranks do not divide; use 2 or 4") == 2
+    code, out, err = spbench(*RUN, "--world-size", "5,8")
+    assert code == 1
+    assert "ValueError: five is a fault" in out
+    assert err.splitlines()[-1] == "spbench: 2 of 3 cells failed; the same command tries them again"
+
+
+def test_a_status_can_be_required(spbench: Run) -> None:
+    code, _, err = spbench(*RUN, "--world-size", "3", "--require", "ok")
+    assert (code, err.splitlines()[-1]) == (1, "spbench: 2 of 2 cells are not ok: 2 unsupported")
+    assert spbench(*RUN, "--world-size", "2", "--require", "ok")[0] == 0
+
+
+def test_claims_of_a_narrowed_run_say_what_is_missing(spbench: Run) -> None:
+    _, out, _ = spbench(*RUN, "--world-size", "8")
+    assert "a ratio; denominator was not run" in out
+    _, out, _ = spbench(*RUN, "--world-size", "2")  # with the row of the run before
+    assert "+33.3%" in out
+
+
+def test_truncated_results_are_a_warning(spbench: Run) -> None:
+    spbench(*RUN)
+    file = Path("results/runs/small/cells.jsonl")
+    file.write_bytes(file.read_bytes()[:-30])
+    code, _, err = spbench(*RUN)
+    assert code == 0
+    assert f"spbench: warning: {file}:5: not a result row, skipped" in err
+    assert "4 of them kept from before; running 1" in err
+    assert len(read_rows(file)[0]) == 5
+
+
+def test_full_disk(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    append = ResultsFile.append
+    with monkeypatch.context() as patch:
+
+        def full_after_two(results: ResultsFile, row: Row) -> None:
+            if len(results.rows) == 2:
+                patch.setattr(os, "write", full)
+            append(results, row)
+
+        patch.setattr(ResultsFile, "append", full_after_two)
+        code, out, err = spbench(*RUN)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        "spbench: cannot write to results/runs/small/cells.jsonl: No space left on device; "
+        "its earlier rows are whole, and the same command goes on from there"
+    )
+    assert len(read_rows(Path("results/runs/small/cells.jsonl"))[0]) == 2
+    assert "2 of them kept from before; running 3" in spbench(*RUN)[2]
+
+
+FIGURE = """
+from pathlib import Path
+
+def draw(rows, comparison, output):
+    assert [row["status"] for row in rows] == ["ok"] * 5
+    assert comparison.relative_error.notna().all()
+    return [output / "a_figure.png"]
+"""
+
+
+FAILING = [
+    ("def draw(*_):\n    raise ValueError('no ink')\n", "ValueError: no ink"),
+    ("import a_library_that_is_absent\ndraw = None\n", "No module named 'a_library_that_is_absent'"),
+]
+
+
+def test_figures(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spbench(*RUN)[0] == 0
+    Path("small.yaml").write_text(SCENARIO + "figure: a_figure\n")
+    code, _, err = spbench(*RUN)
+    assert (code, "figure: unknown figure 'a_figure'" in err) == (2, True)
+    monkeypatch.setattr("spbench.plots.__path__", [str(Path().absolute())])
+    Path("a_figure.py").write_text(FIGURE)
+    code, out, _ = spbench(*RUN, "--strategy", "tensor_parallel")  # the others are known from before
+    assert (code, "\nresults/runs/small/a_figure.png\n\n" in out) == (0, True)
+    for source, reason in FAILING:
+        monkeypatch.delitem(sys.modules, "spbench.plots.a_figure", raising=False)
+        importlib.invalidate_caches()
+        Path("a_figure.py").write_text(source)
+        code, out, err = spbench(*RUN)
+        assert code == 1
+        assert re.search(f"the figure a_figure could not be drawn: .*{reason}", err.splitlines()[-1])
+        assert "+33.3%" in out
+
+
+def test_a_figure_of_which_the_cells_have_nothing_is_an_error(spbench: Run) -> None:
+    Path("small.yaml").write_text(f"{SCENARIO}\nfigure: methods\n")
+    code, _, err = spbench("run", "--scenario", "small.yaml")
+    said = (
+        "the figure methods was not drawn: no cell here is of what it shows: measurements at a given sequence"
+    )
+    assert (code, said in err) == (1, True)
+    assert not list(Path("results/runs/small").glob("*.png"))

@@ -1,0 +1,83 @@
+"""spbench verify: what it asks for, and how its verdicts are shown."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from spbench.bench.command_line.output import Output, View
+from spbench.bench.measure.verify.cases import VerifyRow
+from spbench.bench.tools.run.verify_command import _each, _sections
+from tests.terminal import faults_of, screen_of
+from tests.tools.commands.conftest import Run
+
+
+def row(status: Any, error: float | None, **further: Any) -> VerifyRow:
+    return VerifyRow(
+        strategy="tensor_parallel",
+        model="bert-tiny",
+        variant="",
+        part="bert",
+        size=2,
+        mesh="tp2",
+        dtype="fp64",
+        batch=3,
+        seq_len=24,
+        status=status,
+        error=error,
+        limit=None if error is None else 1e-10,
+        tensor="weight",
+        rank=None if error is None else 1,
+        **further,
+    )
+
+
+def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    green = row("green", 1.5e-14)
+    asked: list[Any] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def found(*rows: VerifyRow) -> None:
+        def verify(*arguments: Any, **options: Any) -> Iterator[VerifyRow]:
+            options.pop("expect")(len(rows))
+            asked.append((*arguments, options))
+            return iter(rows)
+
+        monkeypatch.setattr("spbench.bench.measure.verify.cases.verify", verify)
+
+    found(green, replace(green, status="unsupported", error=None, limit=None, rank=None))
+    code, out, err = spbench(
+        "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
+    )
+    default = {"backend": "legacy_ddp", "device": "cpu", "options": {}, "backend_options": {}, "explain": 1}
+    assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
+    assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
+    assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
+    assert "| tensor_parallel | fp64  |     1 |           1 | 1.5e-14           | 1.0e-10 |" in out
+    wrong = replace(green, status="RED", error=float("inf"), verdict="so many words " * 20)
+    found(green, wrong, wrong)
+    code, out, _ = spbench("verify")
+    assert (code, out.count("(1)")) == (1, 3)
+    assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
+    assert spbench("verify", "--backend", "ddp")[0] == 1
+    assert asked[-1][-1] == default | {"backend": "ddp"}
+    assert spbench("verify", "--pairs")[0] == 1
+    assert {"megatron_sp+ulysses", "ulysses+ring_attention"} <= set(asked[-1][0])
+    assert asked[-1][2] == [4]
+    assert json.loads(spbench("verify", "--format", "json")[1])[1]["error"] is None
+    found()
+    assert spbench("verify")[1].splitlines()[-1] == "nothing to verify"
+
+
+def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
+    right = row("green", 1e-14)
+    wrong = row("RED", 0.5, verdict="off by 5.0e-01, not a scale; wrong too: " + "output y, " * 20)
+    refused = row("unsupported", None, reason="3 heads cannot be divided")
+    rows = [asdict(each) for each in (*[right] * 40, wrong, refused)]
+    shown = Output(_sections(rows), details=_each(rows))
+    assert faults_of(shown, most_lines=26) == []
+    text = screen_of(shown, 80)
+    assert ("RED" in text, "off by 5.0e-01" in text, "cannot be divided" in text) == (True, True, False)
+    assert "cannot be divided" in screen_of(shown, 80, View(details=True))

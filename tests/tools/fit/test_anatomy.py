@@ -1,0 +1,171 @@
+"""A log taken apart: when it is largest, what holds it then, and the smallest card on which it fits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.memory.allocator import CachingAllocator
+from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
+from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.tools.fit import fullest
+from spbench.bench.tools.fit.anatomy import anatomy
+from spbench.bench.tools.fit.answers import FIT
+from spbench.bench.tools.fit.examine import shallow_peak
+from spbench.bench.tools.fit.fit_verdict import Verdict, gib, moment_text, ranks_text
+from spbench.bench.tools.fit.fullest import least_usable
+from spbench.bench.tools.fit.snapshot import snapshot
+
+MIB, GIB = 2**20, 2**30
+
+#: 100 MiB of weights in set-up; a step of two micro-batches, the second of which needs more
+LOG = MemoryLog(
+    sizes=[100 * MIB, 40 * MIB, 20 * MIB, 60 * MIB, 30 * MIB],
+    events=[1, 2, 3, -3, -2, 4, 5, -5, -4],
+    marks=[("forward", 1), ("backward", 2), ("forward", 5), ("backward", 6)],
+    tags={0: "parameters"},
+    ends=[9],
+    places=[0, 1, 2, 1, 2],
+    place_names=["", "blocks.*.mlp", "head"],
+)
+
+
+def test_the_largest_moment_is_named_and_taken_apart() -> None:
+    found = anatomy(LOG)
+    moment = found.moment
+    assert (moment.step, moment.phase, moment.micro_batch, moment.micro_batches) == (1, "backward", 2, 2)
+    assert moment.module == "head"
+    assert moment_text(found.as_dict()["moment"]) == "step 1, backward 2 of 2, in head"
+    assert found.peak_memory_bytes == 190 * MIB == sum(found.held.values())
+    assert found.held == {"parameters": 100 * MIB, "activations": 60 * MIB, "temporaries": 30 * MIB}
+    assert found.parts == [
+        {"kind": "parameters", "module": "", "bytes": 100 * MIB, "tensors": 1},
+        {"kind": "activations", "module": "blocks.*.mlp", "bytes": 60 * MIB, "tensors": 1},
+        {"kind": "temporaries", "module": "head", "bytes": 30 * MIB, "tensors": 1},
+    ]
+    assert found.phases == [("set-up", 0), ("forward", 1), ("backward", 2), ("forward", 5), ("backward", 6)]
+    totals = [
+        sum(values) for values in zip(*(v for k, v in found.curve.items() if k != "event"), strict=True)
+    ]
+    assert max(totals) == found.peak_memory_bytes
+
+
+def test_the_smallest_card_may_need_more_than_is_given_out_at_once() -> None:
+    # a hole of 60 MiB that 61 do not fit, so that a segment more is needed until the hole's is given back
+    log = MemoryLog([40 * MIB, 60 * MIB, 5 * MIB, 61 * MIB], [1, 2, -1, 3, -2, 4], [("forward", 0)])
+    least = least_usable(log, 101 * MIB, 200 * MIB)
+    assert replay(log.sizes, log.events, least).out_of_memory is None
+    assert replay(log.sizes, log.events, least - 4 * MIB).out_of_memory is not None
+
+
+def test_a_snapshot_has_the_events_and_the_segments_at_the_end() -> None:
+    log = MemoryLog([3 * MIB, 1000], [1, 2, -2], [("forward", 0)], {0: "parameters"})
+    found = snapshot(log)
+    (events,) = found["device_traces"]
+    assert [event["action"] for event in events] == [
+        *("segment_alloc", "alloc", "segment_alloc", "alloc", "free_requested", "free_completed")
+    ]
+    large, small = found["segments"]
+    assert (large["total_size"], large["allocated_size"], large["segment_type"]) == (
+        20 * MIB,
+        3 * MIB,
+        "large",
+    )
+    assert [block["state"] for block in large["blocks"]] == ["active_allocated", "inactive"]
+    assert (small["total_size"], small["allocated_size"], small["segment_type"]) == (2 * MIB, 0, "small")
+    assert [frame["name"] for frame in events[1]["frames"]] == ["parameters", "forward of step 1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_first_stream"),
+    [(CachingAllocator, [("small", 2 * MIB)] * 2), (ExpandableSegments, [("small", 4 * MIB)])],
+)
+def test_segments_of_a_snapshot_are_of_their_stream_and_pool(
+    kind: type[CachingAllocator], of_first_stream: list[tuple[str, int]]
+) -> None:
+    """An expandable one of small blocks may be larger than others of these are."""
+    log = MemoryLog([MIB] * 4, [1, 2, 3, 4], [("forward", 0)], streams=[0, 0, 0, 7])
+    found = snapshot(log, kind)["segments"]
+    by_stream = [(s["stream"], (s["segment_type"], s["total_size"])) for s in found]
+    assert by_stream == [*((0, each) for each in of_first_stream), (7, ("small", 2 * MIB))]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "words"),
+    [(("oom", "ok", "ok"), "the steps fit, set-up does not: "), (("oom", "oom", "oom"), "")],
+)
+def test_a_setup_that_alone_does_not_fit_is_said(statuses: tuple[str, ...], words: str) -> None:
+    found = {**anatomy(LOG).as_dict(), "ranks": [0], "stage": None, "least_usable_bytes": 2**30}
+    measured = {
+        "by_class": [{"step": step, "status": status} for step, status in enumerate(statuses)],
+        "usable_memory_bytes": 2**29,
+        "meters": {FIT: found},
+    }
+    cell = Cell(model="gpt3-tiny", strategy="single", batch=1, seq_len=8)
+    first, second = str(Verdict(cell, measured)).splitlines()
+    assert first == "fits: no, 0.5 GiB are missing (needs 1.00 of 0.5 GiB)"
+    assert second.startswith(f"{words}on the fullest, rank 0 (")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 3], "ranks 0-3"),
+        ([4, 5, 0, 1], "ranks 0-1, 4-5"),
+        ([*range(0, 64, 8)], "ranks 0, 8, ..., 56"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_gib_have_as_many_digits_as_are_read() -> None:
+    assert [gib(n * 2**30) for n in (79.65, 7.654, 0.5, 0.0977)] == ["79.7", "7.65", "0.5", "0.0977"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("options", [{}, {"recompute": "full", "recompute_layers": 2}, {"recompute": "full"}])
+def test_few_layers_predict_the_peak_of_many(options: dict[str, Any]) -> None:
+    cell = Cell(
+        model="causal-transformer-tiny",
+        strategy="single",
+        batch=2,
+        seq_len=512,
+        model_options={"layers": 10, **options},
+    )
+    peak = trace(cell).memory.peak().nbytes
+    assert shallow_peak(cell) == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.slow
+def test_layers_of_which_some_are_recomputed_have_a_peak_between() -> None:
+    recompute = {"recompute": "full", "recompute_method": "block", "recompute_layers": 6}
+    cell = Cell(
+        model="causal-transformer-tiny",
+        strategy="single",
+        batch=2,
+        seq_len=512,
+        model_options={"layers": 12, **recompute},
+    )
+    found, peak = shallow_peak(cell), trace(cell).memory.peak().nbytes
+    assert found is not None
+    assert peak < found < 1.1 * peak
+
+
+def test_of_answers_that_are_not_monotone_the_card_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 5 GiB serves it, cards of 5 to 7 do not, larger ones do."""
+
+    def made_up(sizes: object, events: object, capacity: int, *more: object) -> object:
+        fails = capacity < 4 * GIB or 5 * GIB < capacity < 7 * GIB
+        return SimpleNamespace(out_of_memory="none left" if fails else None)
+
+    monkeypatch.setattr(fullest, "replay", made_up)
+    assert least_usable(LOG, 3 * GIB, 8 * GIB) > 5 * GIB  # the middle fails, and what is below is not tried
+    assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=5 * GIB) <= 5 * GIB
+    assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=6 * GIB) > 6 * GIB

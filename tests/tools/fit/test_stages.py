@@ -1,0 +1,73 @@
+"""Stages of pipelines that are traced beside each other: the answer is that of one worker, and no stage is
+traced twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.measure.engines import trace_cache, virtual
+from spbench.bench.tools.fit import runs, stages
+from spbench.bench.tools.fit.stages import OneStage, stages_beside
+from tests.measure.engines.cells import write_cluster
+
+#: of four layers, a stage each
+CELL = Cell(
+    model="causal-transformer-tiny",
+    model_options={"layers": 4},
+    strategy="single",
+    sizes={"pp": 4},
+    batch=8,
+    seq_len=64,
+    precision="bf16",
+    training={"backend": "ddp", "micro_batches": 8, "steps": 2, "moments": "later"},
+)
+
+
+@pytest.fixture
+def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Ranks in the order in which they are traced; traces are kept in a folder of the test's own."""
+    ranks: list[int] = []
+    made: Callable[..., virtual.Trace] = virtual._traced
+
+    def noted(cell: Cell, rank: int, events: bool) -> virtual.Trace:
+        ranks.append(rank)
+        return made(cell, rank, events)
+
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(virtual, "_traced", noted)
+    with trace_cache.used():
+        yield ranks
+
+
+def test_a_stage_that_another_worker_has_traced_is_not_traced_again(
+    tmp_path: Path, traced: list[int]
+) -> None:
+    cell = CELL.model_copy(update={"cluster": write_cluster(tmp_path, 20)})
+    beside = stages_beside([cell], 2)
+    assert [each.stage for each in beside] == [3, 1]
+    for each in beside:
+        assert runs.examine(each).status == "ok"
+    assert len(traced) == 2
+    found = runs.examine(cell)
+    assert max(Counter(traced).values()) == 1
+    assert len(traced) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_cache, "_cache", None)
+        assert runs.examine(cell) == found
+
+
+def test_where_there_is_nothing_to_gain_none_is_traced_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = CELL.model_copy(update={"sizes": CELL.sizes.model_copy(update={"pp": 1})})
+    assert stages_beside([alone], 2) == []
+    assert stages_beside([CELL], 1) == stages_beside([CELL, alone], 2) == []
+    deep = CELL.model_copy(update={"sizes": CELL.sizes.model_copy(update={"pp": 8})})
+    assert [each.stage for each in stages_beside([deep], 2)] == [7, 5]
+    assert OneStage.of(CELL, 1).key != CELL.key
+    monkeypatch.setattr(stages, "cache_folder", lambda: None)
+    assert stages_beside([CELL], 2) == []

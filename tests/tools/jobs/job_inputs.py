@@ -1,0 +1,55 @@
+"""Jobs of torchtitan, DeepSpeed and Megatron-Bridge, and reading them with a text changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs import bridge, deepspeed, torchtitan
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
+
+INPUTS = Path(__file__).parent / "inputs"
+#: called without the search for kinds of jobs, which takes longer than they
+READERS = {"torchtitan": torchtitan.read, "deepspeed": deepspeed.read, "bridge": bridge.read}
+JOBS = {
+    "8B": ("torchtitan", ["llama3_8b.toml"]),
+    "70B": ("torchtitan", ["llama3_70b.toml"]),
+    "2024": ("torchtitan", ["llama3_8b_2024.toml"]),
+    "ZeRO-1": ("deepspeed", ["zero1.json", "config.json", "trainer.yaml"]),
+    "ZeRO-2": ("deepspeed", ["zero2.json", "config.json", "trainer.yaml"]),
+    "ZeRO-3": ("deepspeed", ["zero3.json", "accelerate.yaml", "config.json", "long.yaml"]),
+    "sizes": ("bridge", ["bridge_8b.yaml"]),
+    "config.json": ("bridge", ["bridge_override.yaml", "config.json"]),
+}
+GPUS = {"70B": 64, "sizes": 16}
+
+
+def read(
+    kind: str,
+    names: Sequence[str],
+    changed: dict[str, tuple[str, str]] | None = None,
+    gpus: int | None = None,
+) -> Job:
+    """The job of input files, in some of which a text is another one."""
+    files = []
+    for name in names:
+        text = (INPUTS / name).read_text()
+        old, new = (changed or {}).get(name, ("", ""))
+        assert old in text
+        files.append(JobFile(INPUTS / name, (text.replace(old, new, 1) if old else text).encode()))
+    return job_of(kind, files, gpus)
+
+
+def job_of(kind: str, files: Sequence[JobFile], gpus: int | None) -> Job:
+    job = READERS[kind](JobFiles(files, gpus, "dgx-h100"))
+    if job is None:
+        raise UserError(f"no job of {kind}")
+    return job
+
+
+def settings(job: Job) -> dict[str, Any]:
+    assert job.refusal() == ""
+    return {setting.path: setting.value for setting in job.settings}

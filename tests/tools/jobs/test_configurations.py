@@ -1,0 +1,391 @@
+"""Jobs of torchtitan, DeepSpeed and Megatron-Bridge: every key accounted for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs import bridge
+from spbench.bench.tools.jobs.flags import program_flags
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from spbench.bench.yaml_files import parse_yaml
+from spbench.impls.models.huggingface.config import model_from_config
+from spbench.impls.models.model import model_preset
+from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings
+
+HUGGING_FACE = Path(__file__).parents[2] / "impls/models/huggingface"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_key_has_an_outcome_and_the_scenario_is_a_cell(name: str) -> None:
+    kind, files = JOBS[name]
+    job = read(kind, files, gpus=GPUS.get(name, 8))
+    assert job.arguments
+    assert not job.of("unknown") + job.of("refused")
+    assert all(argument.detail for argument in job.arguments)
+    assert job.cell().sizes.world == GPUS.get(name, 8)
+    assert "\ngroups:\n" in job.scenario_text()
+
+
+def test_presets_of_torchtitan() -> None:
+    small, large = (settings(read("torchtitan", [f"llama3_{n}.toml"], gpus=64)) for n in ("8b", "70b"))
+    assert (small["batch"], small["model_options.recompute"]) == (64, "operators")
+    assert "model_options.recompute_early_stop" not in small
+    assert (small["training.wrap"], small["training.reduce_dtype"]) == ("embedding", "fp32")
+    assert (large["strategy"], large["strategy_options.loss"]) == ("megatron_sp", "parallel")
+    assert (large["sizes.dp"], large["sizes.tp"], large["batch"]) == (8, 8, 64)
+    with pytest.raises(UserError, match=r"model.converters = \[\"float8\"\]: .*eight bits"):
+        read("torchtitan", ["llama3_405b.toml"], gpus=128).cell()
+    whole = read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('["float8"]', "[]")}, gpus=128)
+    assert settings(whole)["model"] == "llama3-405b"
+    assert any("Inductor" in remark for remark in whole.remarks)
+
+
+def test_the_version_of_torchtitan_is_told_by_its_keys() -> None:
+    old = read("torchtitan", ["llama3_8b_2024.toml"], gpus=8)
+    assert "December 2024" in old.program
+    assert settings(old)["model_options.recompute_early_stop"] is True
+    assert settings(old)["model_options.rms_norm"] == "plain"
+    assert "0.2.2" in read("torchtitan", ["llama3_8b.toml"], gpus=8).program
+
+
+QWEN3 = """
+[model]
+name = "qwen3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 4096
+[parallelism]
+tensor_parallel_degree = 2
+context_parallel_degree = 2
+[activation_checkpoint]
+mode = "none"
+"""
+
+
+def qwen3(flavor: str) -> Job:
+    text = QWEN3.replace("8B", flavor)
+    return job_of("torchtitan", [JobFile(Path("qwen3.toml"), text.encode())], 16)
+
+
+def test_qwen3_of_torchtitan_is_that_of_its_config_json() -> None:
+    made = settings(qwen3("8B"))
+    cell = qwen3("8B").cell()
+    theirs = HUGGING_FACE / "qwen3-8b.json"
+    model, other = model_preset(*cell.model_arguments), model_from_config(json.loads(theirs.read_text()))
+    alike = {"separate_projections": False, "attention": other.attention}
+    assert replace(model, **alike) == other
+    assert made["strategy"] == "megatron_sp+all_gather_kv"
+    assert qwen3("32B").cell().model_options["head_dim"] == 128
+    again = read_job(
+        None,
+        [JobFile(Path("a.toml"), program_flags("torchtitan", cell).content.encode())],
+        cluster="dgx-h100",
+    )
+    assert again.cell().model_arguments == cell.model_arguments
+    for flavor, problem in (
+        ("30B-A3B", "a mixture of experts"),
+        ("1.7B", "one weight of embedding and head"),
+        ("7B", "another flavor of qwen3 than 8B, 14B, 32B"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            qwen3(flavor).cell()
+
+
+IN_PYTHON = """
+def llama3_70b() -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_registry("70B"),
+        optimizer=OptimizersContainer.Config(lr=1.5e-4),
+        training=TrainingConfig(local_batch_size=8, seq_len=4 * 2048, steps=1000),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        parallelism=ParallelismConfig(tensor_parallel_degree=8),
+        activation_checkpoint=ActivationCheckpointConfig(mode="full"),
+    )
+"""
+
+
+def in_python(text: str) -> Job:
+    return job_of("torchtitan", [JobFile(Path("config_registry.py"), text.encode())], 64)
+
+
+def test_a_configuration_in_python_is_read_and_not_run() -> None:
+    assert settings(in_python(IN_PYTHON)) == settings(read("torchtitan", ["llama3_70b.toml"], gpus=64))
+    for old, new, problem in (
+        ("local_batch_size=8", "local_batch_size=BATCH", r"line 6: BATCH is no plain value"),
+        ("steps=1000", "**more", "line 6: keywords that are written out"),
+        ("mode=", '"none", mode=', "has arguments without a keyword"),
+        (
+            "    optimizer=",
+            "    loss=ChunkedLossWrapper.Config(chunks=8),\n        optimizer=",
+            "no argument loss.chunks",
+        ),
+        ("return Trainer.Config(", "return Trainer.Config((", "no Python"),
+        ("\ndef", "\ndef other():\n    return Trainer.Config()\n\ndef", "2 functions make a configuration"),
+    ):
+        assert old in IN_PYTHON
+        with pytest.raises(UserError, match=problem):
+            in_python(IN_PYTHON.replace(old, new, 1)).cell()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "context_parallel_degree = 1",
+            "context_parallel_degree = 2",
+            {"strategy": "all_gather_kv", "sizes.sp": 2},
+        ),
+        (
+            "tensor_parallel_degree = 1",
+            "tensor_parallel_degree = 2",
+            {"strategy": "megatron_sp", "sizes.dp": 4},
+        ),
+        (
+            'selective_ac_option = "op"',
+            'selective_ac_option = "2"',
+            {"model_options.recompute_method": "interval"},
+        ),
+        ('mode = "selective"', 'mode = "none"', {"model": "llama3-8b"}),
+        (
+            "local_batch_size = 1",
+            "local_batch_size = 1\nglobal_batch_size = 32",
+            {"training.micro_batches": 4},
+        ),
+    ],
+)
+def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dict[str, Any]) -> None:
+    made = settings(read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8))
+    assert made | expected == made
+    assert ("model_options.recompute" in made) == ("none" not in new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (
+            "pipeline_parallel_degree = 1",
+            "pipeline_parallel_degree = 2",
+            "pipeline_parallel_degree = 2: a pipeline",
+        ),
+        ("replicate_degree = 1", "replicate_degree = 2", "sharded over a part of the replicas"),
+        ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees' product"),
+        ("seq_len = 8192", 'seq_len = "8K"', "training.seq_len: 8K is not a whole number"),
+        (
+            "seq_len = 8192",
+            "seq_length = 8192",
+            r"no argument training.seq_length \(did you mean training.seq_len\?\)",
+        ),
+        ("local_batch_size = 1", "local_batch_size = 0", "local_batch_size: 0 is less than 1"),
+        (
+            "local_batch_size = 1",
+            "global_batch_size = 12",
+            "12 is no multiple of training.local_batch_size 8",
+        ),
+        ("local_batch_size = 1", "global_batch_size = 0", "global_batch_size 0 is no multiple"),
+        ('"8B"', '"8B_flex"', "model.flavor = 8B_flex: another flavor"),
+        ('"AdamW"', '"Muon"', "another optimizer than Adam"),
+        ('"op"', '"ops"', "neither 'op' nor a number"),
+        ("seq_len = 8192", "seq_len = 8192\nseq_len = 1", "no TOML: Cannot overwrite a value"),
+    ],
+)
+def test_what_torchtitan_cannot_be_here_is_said(old: str, new: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8).cell()
+
+
+def test_states_on_the_host() -> None:
+    on_host = {"training.optimizer": "host", "training.parameters": "host"}
+    both = '"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}'
+    found = settings(read(*JOBS["ZeRO-3"], {"zero3.json": ('"stage": 3', f'"stage": 3, {both}')}, gpus=8))
+    assert on_host.items() <= found.items()
+    optimizer = '"offload_optimizer": {"device": "cpu"}'
+    for n in (1, 2):
+        change = {f"zero{n}.json": (f'"stage": {n}', f'"stage": {n}, {optimizer}')}
+        found = settings(read(*JOBS[f"ZeRO-{n}"], change, gpus=8))
+        assert (found["training.optimizer"], "training.parameters" in found) == ("host", False)
+    change = {"llama3_8b.toml": ("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true")}
+    assert on_host.items() <= settings(read("torchtitan", ["llama3_8b.toml"], change, gpus=8)).items()
+
+
+def test_stages_of_zero() -> None:
+    one, two, three = (settings(read(*JOBS[f"ZeRO-{n}"], gpus=8)) for n in (1, 2, 3))
+    assert (one["training.backend"], one["training.distributed_optimizer"]) == ("megatron", True)
+    assert (two["training.backend"], two["batch"], two["training.micro_batches"]) == ("zero2", 128, 8)
+    assert (two["model_options.recompute_early_stop"], two["seq_len"]) == (True, 4096)
+    assert (three["training.backend"], three["strategy"], three["sizes.sp"]) == ("zero3", "ulysses", 8)
+    assert "model_options.recompute_early_stop" not in three
+    assert three["model_options.recompute_reentrant"] is True
+    assert "model_options.recompute_reentrant" not in two
+    assert three["model_options.separate_projections"] is True
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        (
+            "zero1.json",
+            '"gradient_clipping"',
+            '"train_batch_size": 100, "gradient_clipping"',
+            "100 is not micro-batch 2",
+        ),
+        ("zero1.json", '"stage": 1', '"stage": 0', "without ZeRO"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "offload_optimizer": {"device": "nvme"}', "on a disk"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "offload_param": {"device": "cpu"}', "below ZeRO-3"),
+        ("zero1.json", '"stage": 1', '"stage": 1, "stage": 2', "'stage' is given twice"),
+        ("zero1.json", '"stage": 1', '"stages": 1', r"did you mean zero_optimization.stage\?"),
+        ("zero1.json", "{", "[", "malformed JSON"),
+        ("zero1.json", '"AdamW"', '"Lion"', "optimizer.type = Lion: another optimizer"),
+        ("trainer.yaml", "max_length: 4096", "", "how long sequences are is not said"),
+        (
+            "trainer.yaml",
+            "_train_batch_size: 2",
+            "_train_batch_size: 3",
+            "per_device_train_batch_size = 3 differ",
+        ),
+        ("trainer.yaml", "flash_attention_2", "flex_attention", "this implementation of attention"),
+        ("config.json", '"llama"', '"mamba"', "model_type"),
+    ],
+)
+def test_what_deepspeed_cannot_be_here_is_said(file: str, old: str, new: str, problem: str) -> None:
+    if file == "config.json":
+        job = read("deepspeed", ["zero1.json", "trainer.yaml"], gpus=8)
+        assert "which model it is is not said" in job.refusal()
+        return
+    with pytest.raises(UserError, match=problem):
+        read(*JOBS["ZeRO-1"], {file: (old, new)}, gpus=8).cell()
+
+
+CONTEXT = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true, fsdp_reshard_after_forward: true}
+parallelism_config: {parallelism_config_cp_size: 8, parallelism_config_dp_shard_size: 1}
+"""
+
+
+def with_context(text: str = CONTEXT, more: str = "") -> Job:
+    others = {name: (INPUTS / name).read_bytes() for name in ("config.json",)}
+    others |= {"accelerate.yaml": text.encode(), "trainer.yaml": f"max_length: 65536\n{more}".encode()}
+    return job_of("deepspeed", [JobFile(INPUTS / name, content) for name, content in others.items()], None)
+
+
+def test_context_parallelism_of_accelerate_is_torchs() -> None:
+    made = settings(with_context())
+    assert (made["strategy"], made["sizes.sp"], made["sizes.dp"]) == ("all_gather_kv", 8, 1)
+    assert (made["training.backend"], made["strategy_options.placement"]) == ("zero3", "zigzag")
+    ring = CONTEXT.replace("cp_size: 8", "cp_size: 4, parallelism_config_cp_comm_strategy: alltoall")
+    made = settings(with_context(ring.replace("shard_size: 1", "shard_size: 2")))
+    assert (made["strategy"], made["sizes.sp"], made["sizes.dp"]) == ("ring_attention", 4, 2)
+    whole = with_context(ring.replace("cp_size: 4", "cp_size: 1").replace("shard_size: 1", "shard_size: 8"))
+    assert settings(whole)["strategy"] == "single"
+    (how,) = [each for each in whole.arguments if each.name.endswith("cp_comm_strategy")]
+    assert (how.outcome, how.detail) == ("no effect", "sequences are whole")
+    for job, problem in (
+        (with_context(CONTEXT.replace("version: 2", "version: 1")), "needs .*fsdp_version 2"),
+        (with_context(more="attn_implementation: eager\n"), "needs .*attn_implementation sdpa"),
+        (
+            with_context(CONTEXT.replace("cp_size: 8", "cp_size: 8, parallelism_config_sp_size: 2")),
+            "leave one",
+        ),
+    ):
+        with pytest.raises(UserError, match=problem):
+            job.cell()
+
+
+def test_the_type_of_deepspeeds_messages() -> None:
+    """Where sequences are cut, gradients are summed in float32 unless another type is asked for."""
+    name = "seq_parallel_communication_data_type"
+    reduced = {}
+    for asked in ("", f'"{name}": "bf16", ', f'"{name}": "fp32", ', '"communication_data_type": "bf16", '):
+        change = {"zero3.json": ('"zero_optimization"', f'{asked}"zero_optimization"')}
+        reduced[asked] = settings(read(*JOBS["ZeRO-3"], change, gpus=8)).get("training.reduce_dtype")
+    assert [*reduced.values()] == ["fp32", None, "fp32", "fp32"]
+    change = {"zero2.json": ('"zero_optimization"', '"communication_data_type": "fp32", "zero_optimization"')}
+    assert settings(read(*JOBS["ZeRO-2"], change, gpus=8))["training.reduce_dtype"] == "fp32"
+    assert "training.reduce_dtype" not in settings(read(*JOBS["ZeRO-2"], gpus=8))
+    with pytest.raises(UserError, match="gradients of bf16 that are sent in fp16"):
+        read(
+            *JOBS["ZeRO-2"],
+            {"zero2.json": (change["zero2.json"][0], change["zero2.json"][1].replace("fp32", "fp16"))},
+        ).cell()
+
+
+def test_bridge_is_what_megatron_lm_would_be() -> None:
+    made = settings(read(*JOBS["sizes"], gpus=16))
+    assert (made["strategy"], made["sizes.tp"], made["sizes.sp"]) == ("megatron_sp+ring_attention", 2, 2)
+    assert (made["model_options.cross_entropy"], made["model_options.mlp"]) == ("in_place", "swiglu")
+    beside = settings(read(*JOBS["config.json"], gpus=8))
+    assert (beside["model_options.layers"], beside["model_options.rotary_base"]) == (32, 500_000)
+    assert (beside["sizes.pp"], beside["model_options.recompute"]) == (2, "full")
+    with pytest.raises(UserError, match="--hidden-size is missing"):
+        read("bridge", ["bridge_override.yaml"], gpus=8).cell()
+    fp8 = {"bridge_8b.yaml": ("bf16_mixed", "bf16_with_fp8_mixed")}
+    with pytest.raises(UserError, match="mixed_precision = bf16_with_fp8_mixed: this recipe"):
+        read(*JOBS["sizes"], fp8, gpus=16).cell()
+
+
+def test_a_kind_is_told_by_the_files() -> None:
+    paths = [INPUTS / name for name in JOBS["ZeRO-2"][1]]
+    assert read_job(None, paths, gpus=8, cluster="dgx-h100").kind == "deepspeed"
+    with pytest.raises(UserError, match="no job of torchtitan"):
+        read_job("torchtitan", paths)
+    with pytest.raises(UserError, match="not one of the files of a DeepSpeed job"):
+        read_job("deepspeed", [*paths, INPUTS / "llama3_8b.toml"])
+    with pytest.raises(UserError, match="a second configuration of DeepSpeed"):
+        read_job("deepspeed", [*paths, INPUTS / "zero1.json"])
+
+
+def whole_bridge(more: dict[str, Any]) -> Job:
+    """The job of sizes with further keys."""
+    content = parse_yaml(Path("bridge.yaml"), (INPUTS / "bridge_8b.yaml").read_bytes())
+    for name, value in more.items():
+        *above, key = name.split(".")
+        place = content
+        for section in above:
+            place = place.setdefault(section, {})
+        place.setdefault(key, value)
+    return job_of("bridge", [JobFile(Path("bridge.yaml"), json.dumps(content).encode())], 16)
+
+
+def test_a_configuration_of_bridge_that_is_written_out_whole_is_the_same() -> None:
+    """With all keys that have a default at that, as its to_yaml writes them."""
+    known = bridge._tables()[1]
+    others = ("comm_overlap.", "mixed_precision", "model.bias_activation_fusion")  # which recipes set
+    defaults = {n: k.default for n, k in known.items() if k.default is not None and not n.startswith(others)}
+    assert len(defaults) > 400
+    whole = whole_bridge(defaults)
+    assert not whole.of("refused") + whole.of("unknown")
+    assert settings(whole) == settings(read(*JOBS["sizes"], gpus=16))
+
+
+def test_overlaps_and_variables_of_bridge() -> None:
+    made = settings(
+        whole_bridge(
+            {"comm_overlap.tp_comm_overlap": False, "model.pipeline_model_parallel_size": 2}
+            | {"model.virtual_pipeline_model_parallel_size": 2}
+        )
+    )
+    assert (made["training.bucket_size"], made["training.overlap_param_gather"]) == (128 * 2**20, True)
+    assert made["training.overlap_p2p_communication"] is True
+    assert "training.align_param_gather" not in made  # as all stages do by default
+    apart = {"comm_overlap.tp_comm_overlap": False, "comm_overlap.align_param_gather": False}
+    apart |= {"model.pipeline_model_parallel_size": 2, "model.virtual_pipeline_model_parallel_size": 2}
+    assert settings(whole_bridge(apart))["training.align_param_gather"] is False
+    with pytest.raises(UserError, match="hidden in products"):
+        whole_bridge({"comm_overlap.tp_comm_overlap": True}).cell()
+    variables = whole_bridge({"env_vars.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert variables.cell().training.cuda_alloc_conf == "expandable_segments:True"
+    experts = whole_bridge({"model.moe_router_topk": 4, "model.moe_grouped_gemm": True})
+    assert not experts.of("refused")
+    with pytest.raises(UserError, match=r"model.num_moe_experts = 8: a mixture of experts \(MoE\)"):
+        whole_bridge({"model.num_moe_experts": 8}).cell()

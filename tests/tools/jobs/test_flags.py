@@ -1,0 +1,309 @@
+"""Cells as the flags of programs: read back they are the same cell, and what a program has not is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.setting_changes import changed
+from spbench.bench.tools.jobs import to_megatron
+from spbench.bench.tools.jobs.flag_changes import flag_changes
+from spbench.bench.tools.jobs.flags import Flags, differences, program_flags
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from spbench.impls.models.model import model_preset
+
+#: a step of Llama-3-8B as Megatron-LM and torchtitan run it
+BOTH: dict[str, Any] = {
+    "model": "llama3-8b",
+    "mesh": ["pp", "dp", "cp", "sp", "tp"],
+    "seq_len": 8192,
+    "cluster": "dgx-h100",
+    "precision": "bf16",
+}
+MEGATRON = BOTH | {
+    "strategy": "tensor_parallel",
+    "sizes": {"dp": 8},
+    "batch": 64,
+    "model_options": {"library": "transformer-engine", "cross_entropy": "fused"},
+    "training": {"backend": "megatron", "moments": "later", "steps": 2},
+}
+TORCHTITAN = BOTH | {
+    "strategy": "single",
+    "sizes": {"dp": 8},
+    "batch": 64,
+    "mesh": ["dp", "cp", "sp", "tp"],
+    "model_options": {"separate_projections": True, "attention": "flash_attention_2"},
+    "training": MEGATRON["training"] | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"},
+}
+
+
+def cell(base: dict[str, Any], **changes: Any) -> Cell:
+    """The cell with other values; those of sections are added to what is there."""
+    merged = {
+        name: {**base[name], **value} if isinstance(base.get(name), dict) else value
+        for name, value in changes.items()
+    }
+    return Cell.model_validate(base | merged)
+
+
+def read_back(kind: str, cell: Cell, found: Flags, text: str | None = None) -> Job:
+    content = (found.text() if text is None else text).encode()
+    return read_job(kind, [JobFile(Path(found.file), content)], cluster=cell.cluster)
+
+
+def same(cell: Cell, other: Cell) -> bool:
+    """Whether two cells are equal, but for how the same model is written."""
+    models = [model_preset(*each.model_arguments) for each in (cell, other)]
+    of_model = {"model": "", "model_options": {}}
+    sizes = [{axis: n for axis, n in each.mesh_sizes.items() if n > 1} for each in (cell, other)]
+    rest = [each.model_copy(update={**of_model, "mesh": None}) for each in (cell, other)]
+    return models[0] == models[1] and [*sizes[0].items()] == [*sizes[1].items()] and rest[0] == rest[1]
+
+
+@st.composite
+def megatron_cells(draw: st.DrawFn) -> Cell:
+    """Layouts and steps, as the importer writes them."""
+    size = st.sampled_from([1, 2, 4])
+    sizes = {axis: draw(size) for axis in ("tp", "pp", "dp")}
+    around = "megatron_sp" if sizes["tp"] > 1 and draw(st.booleans()) else "tensor_parallel"
+    options = {"vocabulary": "split"} if around == "megatron_sp" else {}
+    within = draw(
+        st.sampled_from(["", "ring_attention", "ulysses", "all_gather_kv", "ulysses+ring_attention"])
+    )
+    if within:
+        options |= {} if within == "ulysses" else {"placement": "zigzag"}
+        sizes |= {"sp": 2} | ({"cp": draw(st.sampled_from([2, 4]))} if "+" in within else {})
+    parts = draw(st.integers(1, 4)) * sizes["pp"]
+    training: dict[str, Any] = {"micro_batches": parts}
+    if sizes["pp"] > 1 and draw(st.booleans()):
+        overlaps = sizes["pp"] == 2 or draw(st.booleans())
+        training |= {"schedule": "interleaved", "virtual_stages": 2, "overlap_p2p_communication": overlaps}
+    elif sizes["pp"] > 1 and draw(st.booleans()):
+        training["stage_layers"] = [6, *[8] * (sizes["pp"] - 2), 32 - 6 - 8 * (sizes["pp"] - 2)]
+    precision = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    if draw(st.booleans()):
+        training |= {"distributed_optimizer": True, "overlap_grad_reduce": draw(st.booleans())}
+        if draw(st.booleans()):
+            training |= {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": draw(st.booleans())}
+        training["overlap_param_gather"] = training["overlap_grad_reduce"] and draw(st.booleans())
+        if training["overlap_param_gather"] and "schedule" in training:
+            training["align_param_gather"] = draw(st.booleans())
+    training["gradient_accumulation_fusion"] = draw(st.booleans())
+    if precision != "fp32":
+        training["accumulate_allreduce_grads_in_fp32"] = draw(st.booleans())
+    again = draw(st.sampled_from(["none", "selective", "full"]))
+    model: dict[str, Any] = {"recompute": again, "attention": draw(st.sampled_from(["flash", "cudnn"]))}
+    if again == "full":
+        model |= {"recompute_method": draw(st.sampled_from(["uniform", "block"])), "recompute_layers": 2}
+    name = draw(st.sampled_from(["llama3-8b", "gpt3-7b"]))
+    model |= {"max_positions": 4096} if name == "gpt3-7b" else {}
+    return cell(
+        MEGATRON,
+        strategy=f"{around}+{within}" if within else around,
+        strategy_options=options,
+        sizes=sizes,
+        mesh=["dp", "pp", "cp", "sp", "tp"] if draw(st.booleans()) else BOTH["mesh"],
+        batch=draw(st.integers(1, 4)) * parts * sizes["dp"],
+        seq_len=1024 * draw(st.integers(1, 4)),
+        precision=precision,
+        model=name,
+        model_options=model,
+        training=training,
+    )
+
+
+@st.composite
+def torchtitan_cells(draw: st.DrawFn) -> Cell:
+    sizes = {"tp": draw(st.sampled_from([1, 2, 8])), "sp": draw(st.sampled_from([1, 2, 4])), "dp": 4}
+    names, options = [], {}
+    if sizes["tp"] > 1:
+        names.append("megatron_sp")
+        options |= {"vocabulary": "split", "loss": draw(st.sampled_from(["parallel", "gathered"]))}
+    if sizes["sp"] > 1:
+        names.append(draw(st.sampled_from(["ring_attention", "all_gather_kv"])))
+        options |= {"placement": "zigzag"} | ({"gradients": "ring"} if names[-1] == "all_gather_kv" else {})
+    backend = draw(st.sampled_from(["zero2", "zero3"]))
+    parts = draw(st.integers(1, 3))
+    model = draw(
+        st.sampled_from(
+            [
+                {"recompute": "none"},
+                {"recompute": "operators"},
+                {"recompute": "full", "recompute_early_stop": True},
+                {"recompute": "full", "recompute_method": "interval", "recompute_layers": 3},
+            ]
+        )
+    )
+    return cell(
+        TORCHTITAN,
+        strategy="+".join(names) or "single",
+        strategy_options=options,
+        sizes=sizes,
+        batch=4 * parts * draw(st.integers(1, 3)),
+        precision=draw(st.sampled_from(["bf16", "fp32"])),
+        model=draw(st.sampled_from(["llama3-8b", "llama3-70b"])),
+        model_options=model,
+        training={
+            "backend": backend,
+            "micro_batches": parts,
+            "reshard_rest": backend == "zero3" and draw(st.booleans()),
+            **({"optimizer": "host", "parameters": "host"} if draw(st.booleans()) else {}),
+        },
+    )
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(megatron_cells())
+def test_flags_of_megatron_are_the_same_cell_again(cell: Cell) -> None:
+    found = program_flags("megatron", cell)
+    assert (found.missing, found.beside) == ((), ())
+    assert same(cell, read_back("megatron", cell, found).cell())
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(torchtitan_cells())
+def test_a_toml_of_torchtitan_is_the_same_cell_again(cell: Cell) -> None:
+    found = program_flags("torchtitan", cell)
+    assert found.missing == ()
+    assert not [line for line in found.beside if line.startswith(("model_options", "training"))]
+    assert same(cell, read_back("torchtitan", cell, found).cell())
+
+
+def test_a_flag_that_is_left_out_is_found() -> None:
+    """Of a cell of which no flag is as Megatron-LM has it anyway."""
+    one = cell(
+        MEGATRON,
+        strategy="megatron_sp+ulysses+ring_attention",
+        strategy_options={"vocabulary": "split", "placement": "zigzag"},
+        sizes={"dp": 2, "tp": 4, "pp": 4, "sp": 2, "cp": 2},
+        model_options={"recompute": "full", "recompute_method": "block", "recompute_layers": 2},
+        training={
+            "micro_batches": 8,
+            "distributed_optimizer": True,
+            "gradient_accumulation_fusion": False,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "microbatch_group_size": 8,
+            "bucket_size": 1000,
+            "cublas_workspace": ":4096:8",
+        },
+    )
+    found = program_flags("megatron", one)
+    assert found.missing == found.beside == ()
+    lines = found.text().splitlines()
+    flags = [line for line in lines if line.strip().startswith("--") or "CUBLAS" in line]
+    assert len(flags) == len(found.lines) == 39
+    for line in flags:
+        without = "\n".join(each for each in lines if each != line).removesuffix("\\")
+        job = read_back("megatron", one, found, without)
+        assert job.refusal() or [*differences(one, job.cell())], line
+
+
+def test_a_fault_of_the_way_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {k: v for k, v in to_megatron._OF_MODEL.items() if k != "--hidden-dropout"}
+    monkeypatch.setattr(to_megatron, "_OF_MODEL", wrong | {"--kv-channels": "heads"})
+    assert program_flags("megatron", cell(MEGATRON)).missing == (
+        "model_options.head_dim null (it has 32)",
+        "model_options.dropout 0.0 (it has 0.1)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"strategy": "lasp", "sizes": {"dp": 2, "sp": 4}}, "strategy lasp (it has ring_attention)"),
+        (
+            {"strategy": "ring_self_attention", "sizes": {"dp": 2, "sp": 4}},
+            "strategy ring_self_attention (it has ring_attention)",
+        ),
+        (
+            {"strategy": "ring_attention", "sizes": {"dp": 2, "sp": 4}},
+            "strategy_options.placement contiguous (it has zigzag)",
+        ),
+        (
+            {"strategy": "megatron_sp", "sizes": {"tp": 8}},
+            "strategy_options.vocabulary whole (it has split)",
+        ),
+        (
+            {"strategy": "tensor_parallel", "sizes": {"dp": 4, "tp": 2}, "mesh": ["tp", "dp"]},
+            'mesh ["tp", "dp"] (it has ["dp", "tp"])',
+        ),
+        ({"training": {"backend": "legacy_ddp"}}, "training.backend legacy_ddp (it has megatron)"),
+        ({"training": {"step": "inference"}}, "training.step inference (it has training)"),
+        ({"training": {"schedule": "gpipe"}}, "training.schedule gpipe (it has 1f1b)"),
+        ({"precision": "fp64"}, "precision fp64 (it has fp32)"),
+        ({"model_options": {"recompute": "operators"}}, "model_options.recompute operators (it has none)"),
+        ({"model_options": {"mlp": "geglu"}}, "model_options.mlp geglu (it has gelu)"),
+        ({"model": "bert-large", "model_options": {}}, "flags here for the model bert-large"),
+        (
+            {
+                "sizes": {"pp": 2, "dp": 4},
+                "training": {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 4},
+            },
+            "such job: --no-overlap-p2p-communication with virtual stages needs",
+        ),
+        (
+            {"model": "gpt3-7b", "model_options": {"max_positions": 8192}, "training": {"backend": "zero3"}},
+            "such job: --use-torch-fsdp2 needs --untie-embeddings-and-output-weights",
+        ),
+    ],
+)
+def test_what_megatron_has_not_is_named(changes: dict[str, Any], missing: str) -> None:
+    found = program_flags(
+        "megatron",
+        Cell.model_validate(
+            MEGATRON | changes | {"training": MEGATRON["training"] | changes.get("training", {})}
+        ),
+    )
+    assert [line for line in found.missing if line.startswith(missing)], found.missing
+    with pytest.raises(UserError, match=r"^Megatron-LM has no "):
+        found.text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "flags"),
+    [
+        (
+            "megatron",
+            {"model_options.recompute": "full"},
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        ("megatron", {"batch": 32}, "--micro-batch-size 4 --global-batch-size 32"),
+        ("megatron", {"training.accumulate_allreduce_grads_in_fp32": False}, "--grad-reduce-in-bf16"),
+        ("megatron", {"model_options.recompute": "operators"}, ""),
+        (
+            "bridge",
+            {"model_options.recompute": "full", "training.gradient_accumulation_fusion": False},
+            "model.gradient_accumulation_fusion=false model.recompute_granularity=full "
+            "model.recompute_method=uniform model.recompute_num_layers=1",
+        ),
+        ("bridge", {"training.backend": "zero3"}, ""),
+        ("torchtitan", {"model_options.recompute": "full"}, 'activation_checkpoint.mode="full"'),
+    ],
+)
+def test_a_changed_cell_in_the_words_of_the_program(kind: str, changes: dict[str, Any], flags: str) -> None:
+    before = cell(TORCHTITAN if kind == "torchtitan" else MEGATRON)
+    found = flag_changes(before, changed(before, changes), kind)
+    assert found is not None
+    assert (str(found), bool(found.missing)) == (flags, not flags)
+
+
+def test_flags_that_a_change_takes_away() -> None:
+    before = cell(MEGATRON, training={"distributed_optimizer": True, "overlap_grad_reduce": True})
+    after = cell(MEGATRON | {"training": {"backend": "zero3", "moments": "later", "steps": 2}})
+    found = flag_changes(before, after, "megatron")
+    assert found is not None
+    assert "--use-torch-fsdp2" in found.given
+    assert str(found).endswith(", without --use-distributed-optimizer --overlap-grad-reduce")
+    assert flag_changes(before, after, "a program without flags") is None
+    again = cell(MEGATRON, model_options={"recompute": "full"}, training={"distributed_optimizer": True})
+    keys = flag_changes(again, cell(MEGATRON), "bridge")
+    assert keys is not None
+    assert {"model.recompute_granularity=null", "ddp.use_distributed_optimizer=false"} <= {*keys.given}

@@ -1,0 +1,274 @@
+"""Jobs of Megatron-LM: every argument accounted for, and the defaults that it derives."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from spbench.bench.tools.jobs.megatron_arguments import known_arguments
+from spbench.bench.tools.papers.megatron_cases import cases
+from spbench.bench.yaml_files import parse_yaml
+
+ROOT = Path(__file__).parents[3]
+
+SIZES = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 2 --bf16"
+)
+
+
+def job(arguments: str, gpus: int = 8, before: str = "", sizes: str = SIZES, **more: Any) -> Job:
+    script = f"{before}\npython pretrain_gpt.py {sizes} {arguments}"
+    file = JobFile(Path("train.sh"), script.encode())
+    return read_job("megatron", [file], gpus=gpus, cluster=more.pop("cluster", "dgx-a100"), **more)
+
+
+def settings(arguments: str, **more: Any) -> dict[str, Any]:
+    made = job(arguments, **more)
+    assert made.refusal() == ""
+    return {setting.path: setting.value for setting in made.settings}
+
+
+def test_every_argument_and_variable_of_the_functional_tests_is_accounted_for() -> None:
+    kinds: Counter[str] = Counter()
+    for case in {case.case: case for case in cases()}.values():
+        given = parse_yaml(Path(case.case), case.text.encode())
+        argued = [a for a in case.job.arguments if a.name.startswith("--")]
+        assert {a.name.removeprefix("--") for a in argued} == given["MODEL_ARGS"].keys()
+        others = {a.name.split()[0] for a in case.job.arguments if a not in argued}  # a variable's settings
+        assert others == given["ENV_VARS"].keys()
+        assert not case.job.of("unknown")
+        assert all(argument.detail for argument in case.job.arguments)
+        # what keeps a case from being imported is an argument, not a fault of ours
+        assert not case.job.refusal() or case.job.of("refused"), case.job.refusal()
+        kinds.update(argument.outcome for argument in case.job.arguments)
+    assert kinds.keys() == {"mapped", "no effect", "not modelled", "refused"}
+
+
+def test_most_functional_tests_are_imported() -> None:
+    found = {case.case: case for case in cases()}
+    assert len(found) == 155
+    assert sum(not case.job.refusal() for case in found.values()) >= 110
+
+
+@pytest.mark.slow
+def test_what_is_imported_is_a_cell() -> None:
+    found = cases()
+    assert len({(case.case, case.golden) for case in found}) == len(found) == 581
+    for case in found:
+        assert isinstance(case.cell, str) == bool(case.job.refusal()), case.cell
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "value"),
+    [
+        ("", "model_options.inner", 1024),
+        ("--swiglu --disable-bias-linear", "model_options.inner", 640),  # 8/3 x 256 = 682, in 64s
+        ("--swiglu --ffn-hidden-size 768", "model_options.inner", 768),
+        ("", "model_options.vocabulary", 50257),
+        ("--tokenizer-type NullTokenizer --vocab-size 1000", "model_options.vocabulary", 1000),
+        ("", "batch", 16),
+        ("--global-batch-size 64", "training.micro_batches", 4),
+        ("", "precision", "bf16"),
+        ("", "strategy", "tensor_parallel"),
+        ("--sequence-parallel", "strategy", "tensor_parallel"),
+        ("--sequence-parallel --tensor-model-parallel-size 2", "strategy", "megatron_sp"),
+        ("--context-parallel-size 2", "strategy", "tensor_parallel+ring_attention"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "strategy", "tensor_parallel+ulysses"),
+        ("--pipeline-model-parallel-size 2", "sizes.dp", 4),
+        ("--use-tp-pp-dp-mapping", "mesh", ["dp", "pp", "sp", "tp"]),
+        ("", "model_options.attention", "flash"),
+        ("--attention-backend fused", "model_options.attention", "cudnn"),
+        ("--transformer-impl local", "model_options.attention", "unfused"),
+        ("", "model_options.cross_entropy", "fused"),
+        ("--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
+        ("--squared-relu", "model_options.mlp", "squared_relu"),
+        ("--qk-layernorm", "model_options.qk_norm", True),
+        ("--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
+        ("--deterministic-mode", "training.cublas_workspace", ":4096:8"),
+        ("", "training.gradient_accumulation_fusion", True),
+        ("--grad-reduce-in-bf16", "training.accumulate_allreduce_grads_in_fp32", False),
+        ("--train-iters 1", "training.steps", 1),
+    ],
+)
+def test_a_setting_and_the_defaults_that_are_derived(arguments: str, path: str, value: object) -> None:
+    assert settings(arguments)[path] == value
+
+
+@pytest.mark.parametrize(
+    ("cluster", "arguments", "kernel"),
+    [
+        ("dgx-a100", "", "flash"),
+        ("dgx-h100", "", "cudnn"),
+        ("dgx-b200", "", "cudnn"),
+        ("dgx-b200", "--deterministic-mode", "flash"),
+        ("dgx-b200", "--deterministic-mode --attention-dropout 0", "cudnn"),
+        ("v100-sxm-32gb", "", "unfused"),
+    ],
+)
+def test_transformer_engine_chooses_attention_by_the_card(cluster: str, arguments: str, kernel: str) -> None:
+    assert settings(arguments, cluster=cluster)["model_options.attention"] == kernel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stages"),
+    [
+        ("--decoder-first-pipeline-num-layers 1", [1, 3, 3, 3]),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", [2, 3, 3, 2]),
+        (
+            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            [1, 1, 1, 2, 1, 1, 1, 2],
+        ),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [2, 3, 3, 2]),
+        ("--pipeline-model-parallel-layout 'Ett|(ttt|)*2tL'", [2, 3, 3, 1]),
+        ("--pipeline-model-parallel-layout 'E,t*2|(tt|)*5,t*3|L'", [2, 2, 2, 2, 2, 2, 3, 0]),
+    ],
+)
+def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]) -> None:
+    sizes = SIZES.replace("--num-layers 4", f"--num-layers {sum(stages)}")
+    found = settings(f"--pipeline-model-parallel-size 4 {arguments}", sizes=sizes)
+    assert found["training.stage_layers"] == stages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--hidden-size 512", "--hidden-size 256 and --hidden-size 512 are both given; leave one"),
+        ("--rotary-base 4k", "--rotary-base: '4k' is no whole number"),
+        ("--normalization Layer", "--normalization: 'Layer' is none of LayerNorm, RMSNorm"),
+        ("--swiglu true", "'true' belongs to no argument"),
+        ("--squared-relu=true", "--squared-relu takes no value, but has 'true'"),
+        ("--seed --rotary-base", "--seed has no value; --rotary-base has no value"),
+        ("--kv-channels $SIZE", "--kv-channels $SIZE: $SIZE is not set in the script; set it there"),
+        ("$MORE", "what arguments $MORE adds is not known; write them out"),
+        ("--tensor-model-parallel-size 3", "8 GPUs are no multiple of tensor x pipeline x context parallel "
+         "sizes, which are 3"),
+        ("--global-batch-size 9",
+         "--global-batch-size 9 is no multiple of --micro-batch-size 2 x 8 replicas"),
+        ("--use-torch-fsdp2 --untie-embeddings-and-output-weights",
+         "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
+        ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2",
+         "--num-experts 8, --expert-model-parallel-size 2: a mixture of experts (MoE): not modelled"),
+        ("--fp8-format hybrid", "--fp8-format hybrid: products in 8 bits: not modelled"),
+        ("--hiden-size 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hiden-size (did you mean "
+         "--hidden-size?); --allow-unknown leaves it out"),
+        ("--hidden 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hidden (did you mean "
+         "--hidden-size?); --allow-unknown leaves it out"),
+        ("--our-$NAME", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --our-$NAME; --allow-unknown "
+         "leaves it out"),
+        ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer; "
+         "--overlap-param-gather needs --overlap-grad-reduce"),
+        ("--pipeline-model-parallel-layout 'Ett|tL|'", "--pipeline-model-parallel-layout 'Ett|tL|' is no E, "
+         "then t and | for layers and stages, then L"),
+        ("--pipeline-model-parallel-layout 'Ett|ttL'", "--pipeline-model-parallel-layout has 2 stages, which "
+         "--pipeline-model-parallel-size 1 cannot have"),
+        ("--pipeline-model-parallel-layout EttL",
+         "--pipeline-model-parallel-layout has 2 layers, not --num-layers 4"),
+        ("--overlap-param-gather-with-optimizer-step",
+         "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer; "
+         "--optimizer-cpu-offload needs --use-distributed-optimizer"),
+        ("--tokenizer-type HuggingFaceTokenizer",
+         "how many words the HuggingFaceTokenizer has is not said; add --vocab-size N"),
+    ],
+)  # fmt: skip
+def test_what_a_job_cannot_be_is_told_in_a_line(arguments: str, problem: str) -> None:
+    with pytest.raises(UserError) as error:
+        job(arguments).scenario_text()
+    assert str(error.value) == f"train.sh: {problem}"
+
+
+def test_sequences_are_cut_into_two_chunks_a_rank() -> None:
+    made = job("--context-parallel-size 8", sizes=SIZES.replace("128", "136"))
+    assert made.refusal() == "--seq-length 136 is no multiple of 2 x --context-parallel-size 8"
+
+
+def test_gpus_and_cluster_must_be_known() -> None:
+    text = f"torchrun --nnodes $N --nproc-per-node 8 pretrain_gpt.py {SIZES}"
+    problem = (
+        "how many GPUs the job runs on is not said; --gpus N ($N is not set in the script); which cluster it "
+        "runs on is not said; --cluster NAME (`spbench list clusters`)"
+    )
+    assert read_job(None, [JobFile(Path("train.sh"), text.encode())]).refusal() == problem
+
+
+def test_an_unknown_argument_can_be_left_out() -> None:
+    made = job("--our-own 3", allow_unknown=True)
+    assert "# unknown to this version and left out: --our-own 3\n" in made.scenario_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "z\nvariants: {a: {batch: 4}}\n#",
+        "z\ngroups: []",
+        "z\r- model: bert-tiny",
+        "\u2028title: x",
+        "'\"# : &a *a",
+    ],
+)
+def test_what_is_left_out_cannot_write_settings(text: str, tmp_path: Path) -> None:
+    """In a script, as a name of a file and as a variable: what is read again is the job's cell alone."""
+    script = f"python pretrain_gpt.py {SIZES} --weird {shlex.quote(text)}"
+    file = JobFile(Path(f"{text}.sh"), f"export NCCL_ALGO={shlex.quote(text)}\n{script}".encode())
+    made = read_job("megatron", [file], gpus=8, cluster="dgx-a100", allow_unknown=True)
+    (tmp_path / "job.yaml").write_text(made.scenario_text())
+    found = load_scenario(tmp_path / "job.yaml")
+    assert found.document.title == made.title
+    assert found.cells == {"": [made.cell()]}
+
+
+def test_a_switch_that_is_told_of_experts_alone_has_no_effect_without_them() -> None:
+    (argument,) = [a for a in job("--moe-router-topk 4").arguments if a.name == "--moe-router-topk"]
+    assert (argument.outcome, argument.detail) == (
+        "no effect",
+        "of a mixture of experts (MoE), which the job has not",
+    )
+
+
+def test_the_scenario_says_of_each_line_what_it_came_from(tmp_path: Path) -> None:
+    text = job("--swiglu --disable-bias-linear --tensor-model-parallel-size 2").scenario_text()
+    (tmp_path / "job.yaml").write_text(text)
+    (cell,) = load_scenario(tmp_path / "job.yaml").cells[""]
+    assert (cell.sizes.dp, cell.sizes.tp, cell.batch, cell.seq_len) == (4, 2, 8, 128)
+    assert re.search(r"inner: 640 +# default of Megatron-LM: 8/3 of --hidden-size, in 64s\n", text)
+    assert re.search(r"biases: false +# --disable-bias-linear\n", text)
+
+
+def test_a_case_of_the_scenario_of_goldens_is_imported_as_it_was_written_by_hand() -> None:
+    """All settings that both have; the import has those too that are the preset's."""
+    by_hand = {cell.key: cell for cell in load_scenario("megatron_goldens").cells[""]}
+    wanted = next(c for key, c in by_hand.items() if "gpt3-345m/tensor_parallel/dp2xtp4" in key)
+    (case,) = [c for c in cases() if (c.case, c.golden) == ("gpt3_mcore_tp4_pp1", "dev_dgx_a100")]
+    assert not isinstance(case.cell, str)
+    for name, value in wanted.model_options.items():
+        assert case.cell.model_options[name] == value, name
+    assert case.cell.training.model_dump() == wanted.training.model_dump()
+    assert (case.cell.sizes, case.cell.mesh) == (wanted.sizes, wanted.mesh)
+
+
+def test_the_arguments_of_the_table_are_each_there_once() -> None:
+    text = (ROOT / "bench/tools/jobs/megatron_arguments.yaml").read_text().partition("mapped:")[2]
+    lines = [line for line in text.splitlines() if not re.match(r"- (reason|missing):|#", line)]
+    spellings = re.findall(r"(?<=[\s,])--[\w-]+", "\n".join(lines))
+    assert [name for name, count in Counter(spellings).items() if count > 1] == []
+    assert len(known_arguments()) == len(spellings)
+
+
+def test_the_csv_of_cases_names_each_once() -> None:
+    with (ROOT / "results/measured/megatron_cases.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len({row["case"] for row in rows}) == len(rows) == 155
+    assert all(isinstance(json.loads(row["args"]), dict) for row in rows)

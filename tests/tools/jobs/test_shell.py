@@ -1,0 +1,111 @@
+"""What a launch script says, read without running it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.launch import Launch, launched
+from spbench.bench.tools.jobs.shell import shown, unknown_in
+
+PROGRAM = re.compile(r"pretrain_\w+\.py")
+
+
+def launch(script: str, **environment: str) -> Launch:
+    found = launched(JobFile(Path("job.sh"), script.encode()), PROGRAM, environment)
+    assert found is not None
+    return found
+
+
+def arguments(script: str, **environment: str) -> list[str]:
+    return [shown(word) for word in launch(script, **environment).arguments]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("python pretrain_gpt.py --a 1 --b='x y'", ["--a", "1", "--b=x y"]),
+        ("A=3\npython pretrain_gpt.py --a $A --b ${A} --c ${B:-4} --d \"${A}x\"", "--a 3 --b 3 --c 4 --d 3x"),
+        ("ARGS=(--a 1 # one\n  --b \"x y\"\n)\npython pretrain_gpt.py ${ARGS[@]}", "--a 1 --b x y"),
+        ("ARGS=(--a 1 --b \"x y\")\npython pretrain_gpt.py \"${ARGS[@]}\"", ["--a", "1", "--b", "x y"]),
+        ("ARGS=\"\n  --a 1\n  --b 2\n\"\npython pretrain_gpt.py $ARGS", "--a 1 --b 2"),
+        ("ARGS=\"--a 1\"\nARGS+=\" --b 2\"\npython pretrain_gpt.py $ARGS", "--a 1 --b 2"),
+        ("ARGS=(--a)\nARGS+=(--b)\npython pretrain_gpt.py \"${ARGS[@]}\" \\\n  --c", "--a --b --c"),
+        ("N=$((2 * 4))\nM=$(($N/2))\npython pretrain_gpt.py --a $N --b $M", "--a 8 --b 4"),
+        ("python pretrain_gpt.py --a '$A' 'b c'", ["--a", "$A", "b c"]),
+        ("RUN=\"pretrain_gpt.py --a 1\"\nsrun -N 2 sh -c \"python $RUN --b 2\"", "--a 1 --b 2"),
+        ("python pretrain_gpt.py --a 1 2>&1 | tee log", "--a 1 2>&1"),
+        ("python pretrain_gpt.py --a $@", ["--a"]),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_command(script: str, expected: str | list[str]) -> None:
+    assert arguments(script) == (expected.split() if isinstance(expected, str) else expected)
+
+
+@pytest.mark.parametrize(
+    ("script", "unknown"),
+    [
+        ("python pretrain_gpt.py --a $A", "$A"),
+        ("A=$(cat size)\npython pretrain_gpt.py --a $A", "$(cat size)"),
+        ("for A in 1 2; do echo; done\npython pretrain_gpt.py --a $A", "$A, of a loop"),
+        (
+            "if true; then\n  A=2\nfi\npython pretrain_gpt.py --a $A",
+            "$A, which line 2 sets under a condition",
+        ),
+        ("[ -z x ] && A=2\npython pretrain_gpt.py --a $A", "$A, which line 1 sets under a condition"),
+        ("python pretrain_gpt.py --a ${A%.*}", "${A%.*}"),
+        ("python pretrain_gpt.py --a $((N * 2))", "$((N * 2)), where $N is not known"),
+    ],
+)
+def test_what_only_a_run_could_tell_is_a_mark(script: str, unknown: str) -> None:
+    assert unknown_in(launch(script).arguments[1]) == [unknown]
+
+
+def test_exported_variables_and_those_before_a_command_are_its_environment() -> None:
+    script = "A=1\nexport B=2 C=3\nD=4\nexport D\nE=5 python pretrain_gpt.py"
+    assert launch(script, F="6").environment == {"B": "2", "C": "3", "D": "4", "E": "5", "F": "6"}
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus"),
+    [
+        ("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py", 32),
+        ("N=8\npython -m torch.distributed.run --nproc-per-node $N pretrain_gpt.py", 8),
+        ("#SBATCH --nodes=4 --exclusive\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py", 32),
+        ("mpirun -np 16 python pretrain_gpt.py", 16),
+        ("export WORLD_SIZE=$((2*8))\npython pretrain_gpt.py", 16),
+        ("python pretrain_gpt.py", None),
+        ("./pretrain_gpt.py --bf16", None),
+        ("torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py", None),
+    ],
+)
+def test_the_gpus_of_a_launcher(script: str, gpus: int | None) -> None:
+    assert launch(script).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("python pretrain_gpt.py 'a", "job.sh:1: a ' is not closed"),
+        ("\npython pretrain_gpt.py $(a", "job.sh:2: a $( is not closed"),
+        ("A=(a\n", "job.sh:2: an array's ( is not closed"),
+        ("cat <<EOF\nEOF", "job.sh:1: a here-document (<<) is not read; write its lines as a script"),
+        (
+            "python pretrain_gpt.py\npython pretrain_gpt.py",
+            "job.sh: several commands train, in lines 1 and 2; leave one",
+        ),
+        (
+            "if true\nthen python pretrain_gpt.py\nfi",
+            "job.sh:2: the command that trains is under a condition, in a loop or in a function, which are "
+            "not read; write it by itself",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_a_line(script: str, problem: str) -> None:
+    with pytest.raises(UserError) as error:
+        launch(script)
+    assert str(error.value) == problem

@@ -1,0 +1,133 @@
+"""What `spbench reproduce` committed: the documents, and the published numbers and roles in its files."""
+
+import csv
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.measure.scenarios.scenario import Scenario, compare
+from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.trust.bands import packaged_model
+from spbench.bench.measure.trust.errors_of_memory import MEMORY_ERRORS_FILE, packaged_errors
+from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.document import FIRST_PAGE, check_documents, rendered_documents
+from spbench.bench.tools.papers.megatron_cases import CASES, summary
+from spbench.bench.tools.papers.order_of_splits import orders_by_scenario
+from spbench.bench.tools.papers.paper_findings import Findings, markdown
+from spbench.bench.tools.papers.reproduce_request import Reproduction
+from spbench.bench.tools.papers.reproduce_times import fit_bands
+from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.yaml_files import read_yaml
+
+ROOT = Path(__file__).parents[3]
+PAPERS = [*papers()]
+KEY = ("table", "cell", "quantity", "variant")
+SAME = ("published", "role", "source")
+
+
+def test_tables_are_safe_markdown() -> None:
+    assert markdown([{"a": "x|y", "b": None, "c": 1}, {"a": "", "b": "", "c": 2}]) == (
+        "| a | c |\n| --- | --- |\n| x\\|y | 1 |\n|  | 2 |\n"
+    )
+    assert markdown([]) == "|  |\n|  |\n"
+
+
+def test_a_table_of_several_models_names_them() -> None:
+    records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
+    ((_, lines), *_) = Findings("rsa", records, []).blocks("rsa_pipeline")
+    assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
+    base = [r for r in records if "bert-base" in r["cell"]]
+    ((_, lines), *_) = Findings("rsa", base, []).blocks("rsa_pipeline")
+    assert {line["model"] for line in lines} == {""}
+
+
+def test_scenarios_name_papers_that_are_known() -> None:
+    known = {name for paper in papers().values() for name in (paper.name, paper.source)}
+    for path in (ROOT / "scenarios").glob("*.yaml"):
+        assert read_yaml(path).get("paper", "") in {*known, ""}, path
+    ((paper, of_rsa),) = scenarios_of("rsa")
+    assert paper.name == "rsa"
+    assert {"max_batch", "max_seqlen", "communication"} <= {scenario.name for scenario in of_rsa}
+    assert [*loaded()] == PAPERS
+
+
+@cache
+def loaded() -> dict[str, list[Scenario]]:
+    """The scenarios of each paper that has any."""
+    return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
+
+
+def findings(paper: str) -> Findings:
+    folder = ROOT / "results" / "reproduction"
+    records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
+    documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
+    return Findings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_committed_texts_are_what_the_committed_files_give(
+    paper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`spbench reproduce PAPER --write` makes all of them; one committed without another is found out."""
+    monkeypatch.chdir(ROOT)
+    found = findings(paper)
+    check_documents(paper, found.scenarios)
+    documents = rendered_documents(found)
+    assert (FIRST_PAGE in documents) == (paper in ("measured", "field"))
+    for path, text in documents.items():
+        assert path.read_text() == text, path
+    assert all(run["failed"] == "0" for run in found.runs)
+
+
+def test_the_committed_bands_are_what_the_committed_files_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
+    monkeypatch.chdir(ROOT)
+    asked = {"all_variants": False, "jobs": None, "executor": None, "fresh": False, "write": False}
+    found = Reproduction(paper="bands", output=Path("results", "reproduction"), **asked)
+    written: dict[str, str] = {}
+    monkeypatch.setattr(
+        "spbench.bench.atomic_write.write_whole", lambda path, content: written.update({path.name: content})
+    )
+    output = fit_bands(found)
+    assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
+    assert output.content["model"] == packaged_model().as_dict()
+    assert markdown(output.records) in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_has_the_errors_of_the_committed_cases() -> None:
+    """`spbench reproduce megatron_cases` prints them."""
+    with (ROOT / "results" / "reproduction" / f"{CASES}_errors.csv").open() as stream:
+        lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
+    of_all = [line for line in summary(lines) if line.pop("machines") == "all"]
+    assert markdown(of_all) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_page_links_to_what_is_there(paper: str) -> None:
+    links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
+    details = (ROOT / "results" / "reproduction" / f"{paper}.md").read_text()
+    assert sorted(links) == sorted(findings(paper).scenarios)
+    assert sorted(links) == sorted(re.findall(r'<a id="(\w+)"></a>', details))
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", details):
+        assert (ROOT / "results" / "reproduction" / link).exists(), link
+
+
+def test_the_page_is_a_page() -> None:
+    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 130
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> None:
+    """No published number, role or source was changed since, and no published number is missing."""
+    committed = findings(paper).records
+    for scenario in loaded()[paper]:
+        mine = {tuple(r[k] for k in KEY): r for r in committed if r["scenario"] == scenario.name}
+        for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
+            if entry.quantity != "sent_bytes" and entry.role != "curve":
+                line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
+                assert [line[name] for name in SAME] == [getattr(entry, name) for name in SAME]

@@ -1,0 +1,200 @@
+"""Published tables: each row beside its cell, out of memory by status, and one line for each mistake."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import Scenario, compare, load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.sweep.results import Row
+from spbench.bench.tools.papers.comparison import Comparison, as_frame
+from spbench.bench.tools.papers.files import published_rows
+from spbench.bench.tools.run.result_table import comparison_table
+
+GIB = 2**30
+
+PUBLISHED = """ranks,sequence,how,memory_gib,speed,status
+1,512,Megatron,2,100,ok
+4,512,Megatron,,,oom
+1,512,Ring,4,,ok
+4,512,Ring,8,200.5,ok
+"""
+
+SCENARIO: dict[str, Any] = yaml.safe_load("""
+title: A table
+defaults: {model: bert-tiny, batch: 4, seq_len: 512, cluster: piz-daint-p100}
+groups:
+  - {strategy: tensor_parallel, sizes: {tp: [1, 4]}}
+  - {strategy: ring_self_attention, sizes: {sp: [1, 4]}}
+  - {strategy: ring_self_attention, sizes: {sp: 4}, batch: 5}
+tables:
+  - table: t1
+    published: {file: t1.csv}
+    cells: {batch: 4}
+    match: {ranks: parallel, sequence: seq_len, how: strategy}
+    names: {how: {Megatron: tensor_parallel, Ring: ring_self_attention}}
+    status: status
+    quantities:
+      memory_gib: {field: peak_memory_bytes, unit: 1073741824}
+      speed: {field: tokens_per_s}
+    note: a note
+""")
+TABLE = SCENARIO["tables"][0]
+
+
+def written(folder: Path, content: dict[str, Any] = SCENARIO, published: str = PUBLISHED) -> str:
+    (folder / "t1.csv").write_text(published)
+    (folder / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return str(folder / "s.yaml")
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """SCENARIO with keys of its table replaced."""
+    return {**SCENARIO, "tables": [{**TABLE, **changes}]}
+
+
+def row(cell: Cell, status: str = "ok", reason: str = "", **measured: float) -> Row:
+    return {"key": cell.key, "cell": {}, "status": status, "reason": reason, "measurement": measured}
+
+
+def compared(scenario: Scenario, *statuses: str, **measured: float) -> list[Comparison]:
+    cells = declared_cells(scenario, Narrowing())
+    rows = {
+        cell.key: row(cell, status, **measured)
+        for cell, status in zip(cells, statuses, strict=False)
+        if status
+    }
+    return compare(scenario, cells, rows)
+
+
+def test_each_number_has_its_row(tmp_path: Path) -> None:
+    scenario = load_scenario(written(tmp_path))
+    found = compared(scenario, "ok", "oom", "ok", "ok", peak_memory_bytes=2 * GIB, tokens_per_s=110)
+    # the third row publishes no speed, so there is nothing to compare
+    assert [(c.quantity, c.published, c.reproduced, c.role) for c in found] == [
+        ("memory_gib", 2.0, 2.0, "predicted"),
+        ("memory_gib", None, 2.0, "predicted"),
+        ("memory_gib", 4.0, 2.0, "predicted"),
+        ("memory_gib", 8.0, 2.0, "predicted"),
+        ("speed", 100.0, 110.0, "predicted"),
+        ("speed", None, 110.0, "predicted"),
+        ("speed", 200.5, 110.0, "predicted"),
+    ]
+    assert [c.relative_error for c in found[:3]] == [0.0, None, -0.5]
+    assert found[4].relative_error == pytest.approx(0.1)
+    assert {(c.table, c.variant, c.note) for c in found} == {("t1", "", "a note")}
+    assert found[0].claim == "t1: memory_gib, ranks 1, sequence 512, how Megatron"
+    assert len({c.claim for c in found}) == len(found)
+    cells = declared_cells(scenario, Narrowing())
+    assert [c.cell for c in found[:4]] == [cell.key for cell in cells[:4]] == [c.numerator for c in found[:4]]
+    assert [c.strategy for c in found[1:3]] == ["tensor_parallel", "ring_self_attention"]
+
+
+def test_options_are_told_which_the_name_of_a_cell_hides(tmp_path: Path) -> None:
+    header, *lines = PUBLISHED.strip().split("\n")
+    published = "\n".join([header + ",data parallel", *(line + ",plain" for line in lines)])
+    match = {**TABLE["match"], "data parallel": "training.backend"}
+    names = {**TABLE["names"], "data parallel": {"plain": "legacy_ddp"}}
+    scenario = load_scenario(written(tmp_path, changed(match=match, names=names), published))
+    assert compared(scenario, "ok", peak_memory_bytes=GIB)[0].note == "data parallel plain; a note"
+
+
+def test_out_of_memory_is_compared_by_status(tmp_path: Path) -> None:
+    scenario = load_scenario(written(tmp_path))
+    found = compared(scenario, "oom", "oom", "ok", "", peak_memory_bytes=2 * GIB)
+    memory = found[:4]
+    assert [(c.status_published, c.status_reproduced) for c in memory] == [
+        *[("ok", "oom"), ("oom", "oom"), ("ok", "ok"), ("ok", "")]
+    ]
+    assert [c.note for c in memory] == [
+        *["a note; published ok, ours oom", "a note", "a note", "a note; was not run"]
+    ]
+    assert memory[1].relative_error is None
+    assert found[4].note == "a note; published ok, ours oom"
+    lines = comparison_table(memory).lines
+    assert [(line["published"], line["ours"]) for line in lines] == [
+        *[("2", "oom (2)"), ("oom", "oom (2)"), ("4", "2"), ("8", None)]
+    ]
+    failed = compared(scenario, "failed")[0]
+    assert (failed.reproduced, failed.status_reproduced) == (None, "failed")
+
+
+def test_what_a_paper_shows_without_a_number(tmp_path: Path) -> None:
+    published = PUBLISHED.replace("4,512,Ring,8,200.5,ok", "4,512,Ring,,,unstated")
+    scenario = load_scenario(written(tmp_path, published=published))
+    cells = declared_cells(scenario, Narrowing())
+    for status, note in (("ok", "a note"), ("unsupported", "a note; unsupported: a reason")):
+        reason = "a reason" if status != "ok" else ""
+        rows = {cells[3].key: row(cells[3], status, reason, peak_memory_bytes=GIB)}
+        unstated = compare(scenario, cells, rows)[3]
+        assert (unstated.published, unstated.reproduced, unstated.relative_error) == (None, 1.0, None)
+        assert (unstated.status_published, unstated.status_reproduced) == ("unstated", status)
+        assert (unstated.role, unstated.note) == ("predicted", note)
+        assert comparison_table([unstated]).lines[0]["published"] == "unstated"
+    assert compare(scenario, cells, {})[3].note == "a note; was not run"
+
+
+def test_a_number_we_lack_is_said(tmp_path: Path) -> None:
+    found = compared(load_scenario(written(tmp_path)), "ok", peak_memory_bytes=GIB)
+    assert found[4].note == "a note; has no tokens_per_s"
+    frame = as_frame(found)
+    assert frame.relative_error.isna().sum() == len(found) - 1
+
+
+def test_rows_can_be_chosen(tmp_path: Path) -> None:
+    content = changed(where={"how": ["Ring"], "ranks": [4, 8]})
+    found = compared(load_scenario(written(tmp_path, content)), "ok", "ok", "ok", "ok")
+    assert [(c.quantity, c.published) for c in found] == [("memory_gib", 8.0), ("speed", 200.5)]
+
+
+#: a key of the table, a wrong value of it, and what is said
+WRONG: list[tuple[str, Any, str]] = [
+    ("match", {"rank": "parallel"}, "match.rank: t1.csv has no column 'rank'; did you mean 'ranks'?"),
+    ("match", {"ranks": "paralel"}, "match.ranks: unknown field 'paralel'; did you mean 'parallel'?"),
+    ("match", {}, "match: is empty; give at least one"),
+    ("match", {"how": "strategy"}, "is 2 cells, such as "),
+    ("status", "state", "status: t1.csv has no column 'state'; did you mean 'status'?"),
+    ("status", "how", "status: row 1 of t1.csv says 'Megatron'; it must be ok, oom or unstated"),
+    ("where", {"hwo": ["x"]}, "where.hwo: t1.csv has no column 'hwo'; did you mean 'how'?"),
+    ("where", {"how": ["Rign"]}, "where: no row of t1.csv is left"),
+    ("names", {"who": {}}, "names.who: t1.csv has no column 'who'"),
+    ("names", {}, "no group declares the cell of row 1 of t1.csv (ranks 1, sequence 512, how Megatron)"),
+    ("cells", {"btach": 4}, "cells.btach: unknown field 'btach'; did you mean 'batch'?"),
+    ("cells", {"batch": 5}, "match: no group declares the cell of row 1"),
+    ("cells", {}, "match: row 4 of t1.csv (ranks 4, sequence 512, how Ring) is 2 cells, such as "),
+    ("quantities", {"memory": {"field": "answer"}}, "quantities.memory: t1.csv has no column 'memory'"),
+    ("quantities", {"speed": {"field": "tokens"}}, "quantities.speed.field: unknown quantity 'tokens'"),
+    ("quantities", {"speed": {"field": "answer", "unit": 0}}, "speed.unit: must be greater than 0, not 0"),
+    ("quantities", {"how": {"field": "answer"}}, "row 1 of t1.csv has no number there"),
+    ("calibrated", {"speed": [{"ranks": 1}]}, "calibrated: unknown key (known: table, published, match"),
+    ("published", {"file": "t2.csv"}, "published: cannot read published file t2.csv: No such file"),
+    ("publishd", {}, "publishd: unknown key; did you mean 'published'?"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG)
+def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    path = written(tmp_path, changed(**{key: value}))
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        load_scenario(path)
+    assert str(caught.value).startswith(f"{path}: tables[")
+    assert message in str(caught.value)
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tables\[1\].table: 't1' is there already; leave one out"):
+        load_scenario(written(tmp_path, {**SCENARIO, "tables": [TABLE, TABLE]}))
+
+
+def test_two_rows_of_one_cell(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rows 4 and 5 both speak of bert-tiny/ring_self_attention/sp4/"):
+        load_scenario(written(tmp_path, published=PUBLISHED + "4,512,Ring,9,1,ok\n"))
+
+
+def test_short_rows_are_blank(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1\n2,3\n")
+    assert published_rows("t.csv", tmp_path)[1:] == (["a", "b"], [{"a": "1", "b": ""}, {"a": "2", "b": "3"}])
