@@ -32,7 +32,6 @@ NOT_MEASURING = frozenset(
             "json_values.py",
             "measured_tree.py",
             "measuring_code.py",
-            "provenance.py",
         ),
     }
 )

@@ -15,8 +15,7 @@ from contextlib import suppress
 #: packages of which each module is found by being there; these import all of this room
 _ROOMS = (
     *("impls.strategies", "impls.models", "impls.backends", "impls.training"),
-    *(f"bench.measure.{room}" for room in ("engines", "trace", "memory", "simulator", "clusters", "sweep")),
-    "bench.measure.processes",
+    *(f"bench.measure.{room}" for room in ("engines", "trace", "simulator", "clusters", "sweep")),
 )
 
 _collecting = gc.isenabled()
