@@ -5,10 +5,44 @@ Nothing here imports torch, pandas or rich.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, in all forms: people read ``name`` above values as ``shown`` writes them, programs
+    read the bare values by ``field``.
+
+    Attributes:
+        name: for people, with the unit if the values have none: "peak GiB".
+        field: the name of the value for programs, with its unit: "peak_memory_bytes".
+        shown: writes a value for people, such as :func:`units.gib`; None is a blank.
+        of: takes the value out of an item; None: its attribute, or its key, ``field``.
+    """
+
+    name: str
+    field: str
+    shown: Callable[[Any], Any] | None = None
+    of: Callable[[Any], Any] | None = None
+
+    def value(self, item: Any) -> Any:
+        """The bare value of an item."""
+        if self.of is not None:
+            return self.of(item)
+        return item.get(self.field) if isinstance(item, Mapping) else getattr(item, self.field)
+
+    def text(self, item: Any) -> Any:
+        """The value of an item for people."""
+        value = self.value(item)
+        return value if self.shown is None or value is None else self.shown(value)
+
+
+def records(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Any]]:
+    """The items for programs: the bare values of each by the columns' fields."""
+    return [{column.field: column.value(item) for column in columns} for item in items]
 
 
 @dataclass(frozen=True)
@@ -33,6 +67,13 @@ class Table:
     below: Sequence[str] = ()
     folded: Mapping[int, str] = field(default_factory=dict)
     most: int | None = None
+
+    @classmethod
+    def of(cls, title: str, columns: Sequence[Column], items: Iterable[Any], **further: Any) -> Table:
+        """A line for each item, with these columns; ``further`` as the attributes."""
+        return cls(
+            title, [{column.name: column.text(item) for column in columns} for item in items], **further
+        )
 
 
 class Verbatim(str):

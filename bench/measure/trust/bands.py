@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from spbench.bench.measure.trust.error_model import ErrorModel, grouped
-from spbench.bench.measure.trust.times_in_words import shown_time
+from spbench.bench.units import shown_time
 
 BANDS_FILE = "bands.json"
 #: the mark of a time that is a tie with the best

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spbench.bench.measure.trust.times_in_words import shown_price
 from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.layouts import Refused
 from spbench.bench.tools.advise.possible import possible, why_impossible
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.search_findings import Found, Seen, Untraced
+from spbench.bench.units import shown_price
 
 _GIB = 2**30
 

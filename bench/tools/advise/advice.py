@@ -10,7 +10,6 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.scenarios.setting_changes import written
 from spbench.bench.measure.trust.bands import packaged_model, with_band
 from spbench.bench.measure.trust.priced_by import priced_by_in_words
-from spbench.bench.measure.trust.times_in_words import shown_price
 from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
@@ -25,6 +24,7 @@ from spbench.bench.tools.advise.ranking import (
 )
 from spbench.bench.tools.advise.search_findings import Found, Seen
 from spbench.bench.tools.fit.card_memory import CardMemory, card_memory
+from spbench.bench.units import shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls.models.model import model_preset
 

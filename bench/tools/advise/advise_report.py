@@ -12,13 +12,13 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import TIE, shown_band
-from spbench.bench.measure.trust.times_in_words import shown_price
 from spbench.bench.tools.advise.absent import absence, spelled
 from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.search_findings import Seen
 from spbench.bench.tools.advise.switch_prices import Price
 from spbench.bench.tools.advise.turns import turns
 from spbench.bench.tools.jobs.flags import program_flags
+from spbench.bench.units import shown_price
 
 _GIB = 2**30
 #: lines for --why, and costs of simpler layouts, where no details are asked for

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from spbench.bench.measure.sweep.results import Row
-from spbench.bench.measure.trust.times_in_words import shown_bytes, shown_time
+from spbench.bench.units import shown_bytes, shown_time
 
 #: the parts of a simulated step that add up to it, by their names in ``parts`` and ``breakdown`` of a row
 STEP_PARTS = {

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.trust.bands import shown_band, with_band
-from spbench.bench.measure.trust.times_in_words import three_digits
 from spbench.bench.tools.changes.judgement import Difference
 from spbench.bench.tools.changes.metrics import Reading, has_exact_engine
 from spbench.bench.tools.changes.result_files import Results
 from spbench.bench.tools.changes.suite import origin_of
+from spbench.bench.units import three_digits
 
 
 class ShownDifference(NamedTuple):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spbench.bench.measure.trust.times_in_words import three_digits
 from spbench.bench.tools.changes.judgement import Difference
 from spbench.bench.tools.changes.metrics import METRICS
+from spbench.bench.units import three_digits
 
 #: a part of a number that is written as percents
 _PERCENT = "%"

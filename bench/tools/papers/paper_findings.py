@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, get_args
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.scenarios.scenario import Document
-from spbench.bench.measure.trust.times_in_words import three_digits
 from spbench.bench.tools.papers.answers.tables import UNSTATED
 from spbench.bench.tools.papers.comparison import NUMBERS, Comparison, Role, number_or_status
+from spbench.bench.units import three_digits
 from spbench.plots.series import grouped
 
 Line = dict[str, Any]

@@ -9,11 +9,11 @@ from typing import Any
 
 import altair as alt
 
-from spbench.bench.measure.trust.times_in_words import three_digits
 from spbench.bench.tools.report.charts import legend_of, method_scale, selected, spec_of
 from spbench.bench.tools.report.gathered import CellResult
 from spbench.bench.tools.report.page import Chart, DataTable, LegendEntry, Selector
 from spbench.bench.tools.report.published_tables import point_of
+from spbench.bench.units import three_digits
 from spbench.plots.axes import length_text
 from spbench.plots.style import contrast, looks, method_color, number, strategy_name
 

@@ -9,9 +9,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Table
 from spbench.bench.measure.sweep.results import Row, flat
 from spbench.bench.measure.trust.bands import TIE, shown_band, tied
-from spbench.bench.measure.trust.times_in_words import shown_share, three_digits
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.paper_findings import compared
+from spbench.bench.units import shown_share, three_digits
 from spbench.plots.series import differing
 
 _GIB, _MIB = 2**30, 2**20

@@ -121,7 +121,7 @@ def _report(cell: Cell, found: Measurement, output: Path) -> Output:
 
 def _spoken(seconds: Mapping[str, float]) -> str:
     """Parts of a step as words, such as "bubble 2.31 ms"."""
-    from spbench.bench.measure.trust.times_in_words import shown_time
+    from spbench.bench.units import shown_time
 
     named = {part.removesuffix("_s").replace("_", " "): value for part, value in seconds.items()}
     return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())

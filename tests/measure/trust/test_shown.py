@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.measure.trust.times_in_words import shown_share, shown_time, three_digits
+from spbench.bench.units import shown_share, shown_time, three_digits
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from spbench.bench.command_line.output import Output
 from spbench.bench.measure.sweep.results import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.trust.bands import TIE, packaged_model
-from spbench.bench.measure.trust.times_in_words import shown_time
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.run.result_table import result_table
 from spbench.bench.tools.run.run_verdict import verdict
+from spbench.bench.units import shown_time
 from tests.terminal import faults_of, screen_of
 
 PARTS = {"compute_s": 1.2, "exposed_communication_s": 0.6, "bubble_s": 0.0, "overhead_s": 0.1, "host_s": 0.1}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.measure.trust.times_in_words import shown_time
+from spbench.bench.units import shown_time
 from tests.tools.commands.conftest import Run
 
 #: one cell of each strategy on two ranks, a search, a step that fits no P100, and a cluster without rates

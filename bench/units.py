@@ -1,12 +1,18 @@
-"""Times, bytes, rates and shares of a step for people, with three significant digits: more would say more
-than is known."""
+"""Every unit, and every form in which numbers are written for people.
+
+Times, bytes, rates and shares have three significant digits: more would say more than is known. The functions
+return None for None, so that a column of a table (:class:`command_line.output.Column`) can have any of them.
+"""
 
 from __future__ import annotations
 
-#: larger units of seconds, and how many of the smaller one they are
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+MS, US = 1e-3, 1e-6
 
-_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+#: larger units of seconds, and how many of the smaller one they are
+_UNITS = ((1.0, "s"), (MS, "ms"), (US, "us"))
+
+_BYTES = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 #: below, a digit after the point tells prices apart
 _SMALL = 0.1
@@ -47,3 +53,31 @@ def shown_price(ratio: float) -> str:
     """How much longer a step takes than another one, by the ratio of the two: "+0.6%", "+30%"."""
     price = round(ratio - 1, 3) + 0.0  # no negative zero
     return f"{price:+.1%}" if abs(price) < _SMALL else f"{price:+.0%}"
+
+
+def scaled(value: float | None, unit: float, places: int = 2) -> str | None:
+    """A number in a unit, with that many digits after the point, or two significant ones where it is less
+    than a tenth of the unit: ``scaled(3 * GIB, GIB)`` is "3.00"."""
+    if value is None:
+        return None
+    return f"{value / unit:.{places}f}" if abs(value) >= unit / 10 or value == 0 else f"{value / unit:.2g}"
+
+
+def gib(nbytes: float | None) -> str | None:
+    """Bytes in GiB, with two digits after the point."""
+    return scaled(nbytes, GIB)
+
+
+def mib(nbytes: float | None) -> str | None:
+    """Bytes in MiB, with two digits after the point."""
+    return scaled(nbytes, MIB)
+
+
+def percent(part: float | None, places: int = 1) -> str | None:
+    """A part of a whole in percent: "8.3%"."""
+    return None if part is None else f"{part:.{places}%}"
+
+
+def difference(error: float | None, places: int = 1) -> str | None:
+    """A relative difference in percent, with its sign: "+8.3%"."""
+    return None if error is None else f"{error:+.{places}%}"
