@@ -12,11 +12,11 @@ from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.tools.calibrate.closed_loop import Compared, agreement, closed_loop
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
+from spbench.bench.tools.papers.answer import load_scenario
 
 
 def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Output:

@@ -88,10 +88,10 @@ def run_cells(
             checkout around the working folder, and another tree is measured.
         click.Abort: interrupted; it says how many cells are kept.
     """
-    from spbench.bench.measure.scenarios.scenario import compare
     from spbench.bench.measure.scenarios.select import declared_cells, narrowed_cells
     from spbench.bench.measure.sweep.digest import digests_of_a_run, is_current
     from spbench.bench.measure.sweep.results import ResultsFile
+    from spbench.bench.tools.papers.answer import compare
     from spbench.bench.tools.papers.comparison import write as write_comparisons
 
     _check_measured_tree(scenario.name)

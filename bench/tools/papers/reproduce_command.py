@@ -184,8 +184,8 @@ def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Mapping[str, A
 
 def _run_strategies(request: Reproduction, crew: Crew, executor: Executor | None) -> Output:
     """Run the scenarios of the strategies' pages, and keep their rows and traces."""
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import Narrowing
+    from spbench.bench.tools.papers.answer import load_scenario
     from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
 
     ran = {}

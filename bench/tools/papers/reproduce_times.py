@@ -33,8 +33,8 @@ def run_without_rates(name: str, request: Reproduction, crew: Crew, executor: Ex
     """
     from pandas import DataFrame
 
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import Narrowing
+    from spbench.bench.tools.papers.answer import load_scenario
     from spbench.bench.tools.papers.comparison import write_csv
     from spbench.bench.tools.papers.paper_findings import RECORDS, is_time, record_of
     from spbench.bench.tools.papers.step_errors import WITHOUT_RATES
@@ -120,8 +120,8 @@ def fit_bands(request: Reproduction) -> Output:
 
 def _cells() -> Mapping[str, Cell]:
     """The declared cells of the packaged scenarios by key, and those on clusters of :data:`CLUSTERS`."""
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
+    from spbench.bench.tools.papers.answer import load_scenario
     from spbench.bench.yaml_files import packaged
 
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.files import published_rows
 from spbench.bench.yaml_files import packaged
 

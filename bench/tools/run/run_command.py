@@ -94,7 +94,7 @@ def command(
     model, strategy, code or torch has changed since is run again.
     """
     from spbench.bench.measure.processes.answering import answers_of_server
-    from spbench.bench.measure.scenarios.scenario import load_scenario
+    from spbench.bench.tools.papers.answer import load_scenario
     from spbench.bench.tools.papers.sources import unknown_paper
 
     click.get_current_context().with_resource(answers_of_server())

@@ -38,8 +38,8 @@ def command(
     The cell is one of SCENARIO, chosen by the options; the trace has its step event by event. The command
     also says the memory of each class of ranks that run the same program.
     """
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import the_cell
+    from spbench.bench.tools.papers.answer import load_scenario
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
     return write_trace(the_cell("a trace", load_scenario(scenario), narrowing, shape), ranks, output)

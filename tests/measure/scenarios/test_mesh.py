@@ -9,8 +9,9 @@ import yaml
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.counts import MOST_RANKS
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import UNSET, Narrowing, differing_settings, narrowed_cells
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.selector import Selector
 
 RING: dict[str, Any] = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}

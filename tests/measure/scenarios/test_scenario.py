@@ -11,8 +11,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.scenarios import expand
 from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
 

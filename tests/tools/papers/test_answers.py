@@ -8,9 +8,15 @@ import pytest
 import yaml
 
 import spbench.bench.tools.papers.answers
-from spbench.bench.measure.scenarios.scenario import Scenario, compare, document_model, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.sweep.results import Row
-from spbench.bench.tools.papers.answer import KINDS_PACKAGE, answer_kinds
+from spbench.bench.tools.papers.answer import (
+    KINDS_PACKAGE,
+    answer_kinds,
+    compare,
+    document_model,
+    load_scenario,
+)
 from spbench.impls.discovery import _named_classes
 
 #: a plug-in's kind, which is as good a module of the package

@@ -8,10 +8,11 @@ import yaml
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.run_cell import measure
-from spbench.bench.measure.scenarios.scenario import Scenario, compare, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.tools.papers.answer import compare, load_scenario
 from tests.bench.fakes import SCENARIO, answer
 
 RATIO: dict[str, Any] = {

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
-from spbench.bench.measure.scenarios.scenario import Scenario, compare, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.yaml_files import packaged
@@ -193,7 +194,7 @@ def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
     for name in packaged("spbench.scenarios"):
         scenario = packaged_scenario(name)
         numbers |= {
-            table.table: table.numbers(scenario.path.parent) for table in scenario.answers(PublishedTable)
+            table.table: table.numbers(scenario.path.parent) for table in answers_of(scenario, PublishedTable)
         }
     for inference in inferences:
         for answer in inference.answers:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from spbench.bench.cell import Cell
 from spbench.bench.published_number import PublishedNumber
-from spbench.bench.tools.papers.answer import Answer, Mistake, unknown_quantity
+from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults, unknown_quantity
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.files import PublishedPlace
-from spbench.bench.tools.papers.published_results import ScenarioResults
 from spbench.bench.tools.papers.selector import Selector
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.papers.answer import Answer, Mistake, unknown_quantity
+from spbench.bench.tools.papers.answer import Answer, Mistake, OurNumber, ScenarioResults, unknown_quantity
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.published_results import OurNumber, ScenarioResults
 from spbench.bench.tools.papers.selector import Selector
 
 

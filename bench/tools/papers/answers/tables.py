@@ -39,10 +39,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.published_number import PublishedNumber, Scalar, stands_for
-from spbench.bench.tools.papers.answer import Answer, Mistake
+from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.tools.papers.published_results import ScenarioResults
 from spbench.bench.tools.papers.quantity_columns import WHOLE_RUN, PublishedRow, QuantityColumn, RankNumber
 from spbench.bench.tools.papers.selector import FIELDS, field_value, has_fields, is_one, is_option
 from spbench.bench.yaml_files import StrictModel
