@@ -7,9 +7,9 @@ from typing import Any
 
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.clusters.links import Link
-from spbench.bench.tools.calibrate.log_cluster import LogCluster, unknown, without_scalar
+from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, unknown, without_scalar
 from spbench.bench.tools.calibrate.log_findings import Findings
-from spbench.bench.tools.calibrate.log_fits import Rate, collective_rates
+from spbench.bench.tools.calibrate.rate_fits import Rate, collective_rates
 from spbench.bench.yaml_files import merge
 
 SEND = "send"
