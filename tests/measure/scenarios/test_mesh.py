@@ -111,9 +111,9 @@ def test_mistakes_are_one_line_with_file_and_key(tmp_path: Path, group: dict[str
 
 
 def test_a_selector_with_an_unknown_axis_is_refused(tmp_path: Path) -> None:
-    claim = {"claim": "c", "published": {"file": "c.csv"}, "numerator": {"mesh": ["spp"]}}
-    with pytest.raises(UserError, match=r"claims\[0\]\.numerator\.mesh: unknown axis 'spp'"):
-        scenario(tmp_path, [RING], claims=[claim])
+    claim = {"claim": "c", "published": {"file": "c.csv"}, "cells": {"cell": {"mesh": ["spp"]}}}
+    with pytest.raises(UserError, match=r"values\[0\]\.cells\.cell\.mesh: unknown axis 'spp'"):
+        scenario(tmp_path, [RING], values=[claim])
 
 
 def test_as_many_ranks_as_there_can_be() -> None:

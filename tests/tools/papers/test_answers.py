@@ -57,7 +57,7 @@ def scenario(folder: Path) -> Scenario:
 
 
 def test_the_kinds_are_the_modules_of_the_package() -> None:
-    assert list(answer_kinds()) == ["claims", "curves", "formulas", "ratios", "sums", "tables"]
+    assert list(answer_kinds()) == ["curves", "values", "formulas", "tables"]
 
 
 def test_a_new_kind_is_one_file(folder: Path) -> None:

@@ -131,9 +131,9 @@ def test_a_ratio_is_calibrated_if_one_of_its_cells_is(tmp_path: Path) -> None:
     key = loaded(tmp_path).cells[""][0].key
     (tmp_path / "c.csv").write_text("claim,published\nr,2\n")
     claim: dict[str, Any] = {"claim": "r", "published": {"file": "c.csv"}, "quantity": "tokens_per_s"}
-    claim |= {"numerator": {"world": 2}, "denominator": {"world": 1}}
+    claim |= {"cells": {"two": {"world": 2}, "one": {"world": 1}}, "ours": "two / one"}
     cluster = {"calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": [key]}}}
-    scenario = loaded(tmp_path, cluster, claims=[claim])
+    scenario = loaded(tmp_path, cluster, values=[claim])
     assert compare(scenario, scenario.cells[""], {})[0].role == "calibrated"
 
 
