@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
-from spbench.bench.measure.trust.bands import tied, with_band
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.measurement import Status
 from spbench.bench.user_files import read_file
 from spbench.impls.axes import MESH_AXES, in_order, spelled

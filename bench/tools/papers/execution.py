@@ -190,7 +190,7 @@ def _unpriced(rows: Sequence[Row]) -> str:
 
 def _substituted(rows: Sequence[Row]) -> str:
     """A line on the times of which work has no rate at all; "" if there are none."""
-    from spbench.bench.measure.trust.priced_by import priced_by_in_words
+    from spbench.bench.measure.trust.bands import priced_by_in_words
 
     missing = [row["measurement"] for row in rows if row["measurement"].get("rates") == "substituted"]
     if not missing:

@@ -1,5 +1,5 @@
 """How far predicted memory is from the measured, by data-parallel backend: what `spbench fit` says beside an
-answer (:mod:`measure.trust.errors_of_memory`)."""
+answer (:mod:`measure.trust.bands`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.errors_of_memory import PEAK, RESERVED
+from spbench.bench.measure.trust.bands import PEAK, RESERVED
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import distinct

@@ -66,9 +66,8 @@ def fit_bands(request: Reproduction) -> Output:
     those that the other sources give; and keep the errors of memory. With --write they become those of the
     package, and README.md's."""
     from spbench.bench.atomic_write import write_whole
-    from spbench.bench.measure.trust.bands import BANDS_FILE, packaged_model
+    from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
     from spbench.bench.measure.trust.error_model import ErrorModel
-    from spbench.bench.measure.trust.errors_of_memory import MEMORY_ERRORS_FILE
     from spbench.bench.tools.papers.document import write_part
     from spbench.bench.tools.papers.files import read_csv
     from spbench.bench.tools.papers.megatron_cases import CASES

@@ -15,13 +15,14 @@ from statistics import fmean, median
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.error_model import Covered, Observation, coverage, grouped, overall
+from spbench.bench.measure.trust.error_model import Covered, Observation, coverage, overall
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.files import published_rows
 from spbench.bench.tools.papers.order_of_splits import mean_tau, orders, run_name, shown_tau
 from spbench.bench.tools.papers.paper_findings import OF_TIMES, Line, Record, distinct, is_time
 from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE
 from spbench.bench.units import three_digits
+from spbench.plots.series import grouped
 
 #: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
 DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"

@@ -172,8 +172,7 @@ def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, mem
     that of each class of ranks too."""
     from spbench.bench.command_line.memory_table import memory_table
     from spbench.bench.measure.sweep.results import finite, flat_rows
-    from spbench.bench.measure.trust.bands import TIE_LEGEND, tied, with_band
-    from spbench.bench.measure.trust.priced_by import priced_by_in_words
+    from spbench.bench.measure.trust.bands import TIE_LEGEND, priced_by_in_words, tied, with_band
     from spbench.bench.tools.run.result_table import comparison_table, result_table
     from spbench.bench.tools.run.run_verdict import verdict
 

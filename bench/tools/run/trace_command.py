@@ -90,8 +90,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 
 def _report(cell: Cell, found: Measurement, output: Path) -> Output:
     from spbench.bench.command_line.memory_table import memory_table
-    from spbench.bench.measure.trust.bands import shown_band, with_band
-    from spbench.bench.measure.trust.priced_by import priced_by_in_words
+    from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 
     measured = with_band({"cell": cell.model_dump(), "measurement": found.as_dict()})["measurement"]
     parts, whole = _spoken(found.parts), _spoken(found.breakdown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.measure.trust.errors_of_memory import PEAK, RESERVED, packaged_errors, past_errors
+from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged_errors, past_errors
 
 ERRORS = {"ddp": {PEAK: [-0.02, 0.0, 0.001, -0.00005]}, "zero3": {PEAK: [0.1]}}
 

@@ -10,8 +10,7 @@ import pytest
 
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.trust.bands import packaged_model
-from spbench.bench.measure.trust.errors_of_memory import MEMORY_ERRORS_FILE, packaged_errors
+from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.document import FIRST_PAGE, check_documents, rendered_documents
