@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
     from spbench.bench.tools.papers.answer import Answer, load_scenario
     from spbench.bench.tools.papers.comparison import Comparison
-    from spbench.bench.tools.papers.files import PublishedPlace
     from spbench.bench.tools.papers.selector import Selector
+    from spbench.bench.tools.papers.sources import PublishedPlace
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
@@ -87,7 +87,7 @@ _HOMES = {
     "spbench.bench.command_line.options": ("printed",),
     "spbench.bench.command_line.output": ("Output", "Table"),
     "spbench.bench.tools.papers.comparison": ("Comparison",),
-    "spbench.bench.tools.papers.files": ("PublishedPlace",),
+    "spbench.bench.tools.papers.sources": ("PublishedPlace",),
     "spbench.bench.tools.papers.selector": ("Selector",),
     "spbench.bench.tools.papers.answer": ("Answer", "load_scenario"),
     "spbench.bench.published_number": ("PublishedNumber",),

@@ -24,7 +24,7 @@ from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read
 from spbench.bench.tools.jobs.megatron_container import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
-from spbench.bench.tools.papers.files import published_rows
+from spbench.bench.tools.papers.sources import published_file
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
 CASES = "megatron_cases"
@@ -113,9 +113,9 @@ def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
 
 def cases() -> list[Case]:
     """All cases, each for every golden value that it has."""
-    _, _, recorded = published_rows(_RECORDED_FILE, Path())
+    recorded = published_file(_RECORDED_FILE).rows
     of_golden = {(row["case"], row["golden"]): row for row in recorded}
-    _, _, rows = published_rows(_CASES_FILE, Path())
+    rows = published_file(_CASES_FILE).rows
     found = []
     for row in rows:
         for golden in row["goldens"].split():
@@ -181,7 +181,7 @@ def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
     by_golden = {(line["case"], line["golden"]): line for line in lines}
     for file in GOLDEN_FILES:
-        for row in published_rows(file, Path())[2]:
+        for row in published_file(file).rows:
             line = by_golden.get((row["case"], row["golden"]))
             for quantity in MEMORY:
                 ours = line and line.get(quantity)

@@ -68,8 +68,8 @@ def fit_bands(request: Reproduction) -> Output:
     from spbench.bench.atomic_write import write_whole
     from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
     from spbench.bench.measure.trust.error_model import ErrorModel
+    from spbench.bench.tools.papers.comparison import read_csv
     from spbench.bench.tools.papers.document import write_part
-    from spbench.bench.tools.papers.files import read_csv
     from spbench.bench.tools.papers.megatron_cases import CASES
     from spbench.bench.tools.papers.memory_errors import memory_errors
     from spbench.bench.tools.papers.paper_findings import markdown

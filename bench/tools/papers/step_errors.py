@@ -17,10 +17,9 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.error_model import Covered, Observation, coverage, overall
 from spbench.bench.tools.papers.comparison import read_records
-from spbench.bench.tools.papers.files import published_rows
 from spbench.bench.tools.papers.order_of_splits import mean_tau, orders, run_name, shown_tau
 from spbench.bench.tools.papers.paper_findings import OF_TIMES, Line, Record, distinct, is_time
-from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE
+from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
 from spbench.bench.units import three_digits
 from spbench.plots.series import grouped
 
@@ -61,7 +60,7 @@ def source_names() -> dict[str, str]:
     """Who measured, by file of published numbers."""
     names: dict[str, str] = {}
     for file in (FIELD_SOURCES_FILE, SOURCES_FILE):
-        _, _, rows = published_rows(file, Path())
+        rows = published_file(file).rows
         names |= {row["file"]: row["measured by"] for row in rows}
     return names
 
@@ -96,7 +95,7 @@ def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[O
 
 def told_observations() -> list[Observation]:
     """The errors of groups of times whose rows are not open: each row of a group has the group's median."""
-    _, _, groups = published_rows(TOLD_FILE, Path())
+    groups = published_file(TOLD_FILE).rows
     return [
         Observation(
             group["measured by"],

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median
 
-from spbench.bench.tools.papers.files import published_rows
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, Record, distinct
-from spbench.bench.tools.papers.sources import MeasuredSource, measured_sources
+from spbench.bench.tools.papers.sources import MeasuredSource, measured_sources, published_file
 
 PREDICTORS_FILE = "other_predictors.csv"
 
@@ -35,7 +33,7 @@ def records_by_source(records: Sequence[Record]) -> dict[MeasuredSource, list[Re
 def validation_lines(records: Sequence[Record]) -> list[Line]:
     """A line for each source of measurements and quantity, each followed by those of other predictors of the
     same runs; then predictors on other runs. ``records`` are of `spbench reproduce measured`."""
-    _, _, others = published_rows(PREDICTORS_FILE, Path())
+    others = published_file(PREDICTORS_FILE).rows
     lines = []
     for source, some in records_by_source(records).items():
         for quantity, name in QUANTITY_NAMES.items():
@@ -75,7 +73,7 @@ def _other_line(other: Mapping[str, str]) -> Line:
 def predictor_errors(other: Mapping[str, str]) -> list[float]:
     """|predicted / measured - 1| of a row of results/measured/other_predictors.csv: by the columns that it
     names of the file of measurements that it names."""
-    _, _, rows = published_rows(other["file"], Path())
+    rows = published_file(other["file"]).rows
     return [abs(float(row[other["predicted"]]) / float(row[other["measured"]]) - 1) for row in rows]
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers
+from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
 from spbench.bench.tools.papers.validation import PREDICTORS_FILE, predictor_errors, validation_lines
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +68,7 @@ def test_without_numbers_of_ours_a_line_says_so() -> None:
 
 
 def test_what_simumax_says_of_the_same_rows_is_computed() -> None:
-    _, _, others = published_rows(PREDICTORS_FILE, Path())
+    others = published_file(PREDICTORS_FILE).rows
     memory, time = (predictor_errors(other) for other in others if other["file"] == B200)
     assert len(time) == len(memory) == 12
     # 828.76 ms for 843.0, 66.44 GiB for 66.55
@@ -83,7 +82,7 @@ def test_every_file_of_measurements_has_its_source() -> None:
     readme = (ROOT / "results" / "measured" / "README.md").read_text()
     for source in measured_sources():
         assert source.commit in readme
-        _, columns, rows = published_rows(source.file, Path())
+        _, columns, rows = published_file(source.file)
         assert rows
         about = readme.partition(f"## {source.file}")[2].partition("\n## ")[0]
         assert [name for name in columns if name not in about] == []

@@ -33,8 +33,8 @@ from spbench.bench.tools.papers.answer import (
 )
 from spbench.bench.tools.papers.answers.formulas import evaluate
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.files import PublishedPlace
 from spbench.bench.tools.papers.selector import Selector
+from spbench.bench.tools.papers.sources import PublishedPlace
 
 #: the name of the cell, of several, whose value an expression is
 EACH = "each"

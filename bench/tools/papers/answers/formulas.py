@@ -15,8 +15,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.files import PublishedPlace
 from spbench.bench.tools.papers.selector import Selector
+from spbench.bench.tools.papers.sources import PublishedPlace
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
