@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.papers.order_of_splits import Order, mean_tau, order_lines, shown_tau
+from spbench.bench.tools.papers.past_errors import Order, mean_tau, order_lines, shown_tau
 
 
 @pytest.mark.parametrize(

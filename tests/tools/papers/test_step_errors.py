@@ -13,7 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.document import write_part
 from spbench.bench.tools.papers.paper_findings import RECORDS
-from spbench.bench.tools.papers.step_errors import counted_times, log_error, observations, time_lines
+from spbench.bench.tools.papers.past_errors import counted_times, log_error, observations, time_lines
 
 
 def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> dict[str, Any]:
