@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.tools.papers.comparison import read_records
-from spbench.bench.tools.papers.ladder import ladder_lines
+from spbench.bench.tools.papers.validation import ladder_lines
 
 FIELD = Path(__file__).parents[3] / "results" / "reproduction" / "field.csv"
 ALST = {"quantity": "tokens", "published": 1.1e6, "reproduced": 1179648.0}
