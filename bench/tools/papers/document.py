@@ -86,8 +86,11 @@ def write_part(path: Path, paper: str, name: str, content: str) -> Path:
 
 
 def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> str:
-    """A document with the parts of a paper written anew, each with what ``content`` returns for its name; a part
-    for which that is None is left as it is."""
+    """A document with the parts of a paper written anew.
+
+    Args:
+        content: returns the text of a part by its name; None: the part stays as it is.
+    """
 
     def part(match: re.Match[str]) -> str:
         new = content(match["name"]) if match["paper"] == paper else None
