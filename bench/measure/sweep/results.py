@@ -19,10 +19,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
 from spbench.bench.measure.trust.bands import tied, with_band
 from spbench.bench.measure.trust.priced_by import priced_by_in_words
-from spbench.bench.measurement import Status
+from spbench.bench.row import FAULTS as FAULTS
+from spbench.bench.row import FINAL as FINAL
+from spbench.bench.row import Row as Row
+from spbench.bench.row import WrongRow, parse_any_row, parse_row
+from spbench.bench.row import finite as finite
 from spbench.bench.user_files import read_file
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
@@ -31,16 +34,8 @@ if TYPE_CHECKING:
 
 RESULTS_FILE = "cells.jsonl"
 
-#: a cell with one of these is done, until its digest changes; others are run again by the next sweep
-FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
-
-#: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
-FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
-
 #: how a row begins as it is written, also one that was cut short
 _BEGINNING = b'{"key":"'
-
-Row = dict[str, Any]
 
 #: words of a measurement on its step time
 _WORDS = ("bound", "calibration", "rates", "band")

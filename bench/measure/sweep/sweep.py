@@ -18,7 +18,7 @@ from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
 from spbench.bench.measure.sweep.results import ResultsFile, Row
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measurement import Outcome
+from spbench.bench.measurement import Measured, Outcome
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting = digest) -> list[Cell]:
@@ -141,21 +141,22 @@ def as_row(
         made_by: the cell's digest when it began; None: as it is now.
         project: the commit of the project that it was run in (:func:`project_commit`).
     """
-    row: Row = {
-        "key": cell.key,
-        "cell": cell.model_dump(mode="json"),
-        "status": outcome.status,
-        "reason": outcome.reason,
-        "measurement": outcome.measurement,
-        "elapsed_s": outcome.elapsed_s,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "digest": digest(cell) if made_by is None else made_by,
-        "provenance": outcome.provenance or provenance(),
-    }
-    if project:
-        row["provenance"] = {**row["provenance"], "project_commit": project}
-    row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
-    return row if outcome.final else row | {"final": False}
+    of_project = {"project_commit": project} if project else {}
+    further = {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
+    if not outcome.final:
+        further["final"] = False
+    return Row(
+        key=cell.key,
+        cell=cell.model_dump(mode="json"),
+        status=outcome.status,
+        reason=outcome.reason,
+        measurement=Measured(**outcome.measurement),
+        elapsed_s=outcome.elapsed_s,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        digest=digest(cell) if made_by is None else made_by,
+        provenance={**(outcome.provenance or provenance()), **of_project},
+        **further,
+    )
 
 
 def _relative_cost(cell: Cell) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -72,7 +72,7 @@ def _written(files: list[Path]) -> Output:
     return Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
 
 
-def canonical(row: Row) -> Row:
+def canonical(row: Row) -> dict[str, Any]:
     """A row without what differs from run to run."""
     kept = {key: row[key] for key in ("key", "cell", "status", "reason")}
     return {**kept, "measurement": {k: v for k, v in row["measurement"].items() if "samples" not in k}}

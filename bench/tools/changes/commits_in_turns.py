@@ -156,7 +156,7 @@ def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]
 
 
 def _write(rows: Sequence[Row], scratch: Path, output: Path, side: str) -> Path:
-    lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+    lines = [json.dumps(row.as_written(), separators=(",", ":")) + "\n" for row in rows]
     write_whole(output / side / RESULTS_FILE, "".join(lines))
     comparison = scratch / f"{side}-0" / COMPARISON_FILE
     if comparison.exists():

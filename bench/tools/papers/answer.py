@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -27,7 +26,7 @@ QUANTITIES = (
     *("answer", "peak_memory_bytes", "reserved_memory_bytes"),
     *("step_time_s", "tokens_per_s", "samples_per_s"),
 )
-assert {f.name for f in fields(Measurement)} >= set(QUANTITIES)
+assert Measurement.model_fields.keys() >= set(QUANTITIES)
 
 KeyPath = Sequence[str | int]
 #: (key path, what is wrong there and how to mend it)

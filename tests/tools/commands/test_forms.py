@@ -170,7 +170,7 @@ def test_losses_have_columns_of_their_models() -> None:
         )
         losses = [{"step": n, **dict.fromkeys(model_preset(name, {}).losses, 1 / n)} for n in (1, 2)]
         rows.append(as_row(cell, Outcome("ok", "", Measurement(losses=losses).as_dict())))
-    rows[2]["measurement"]["losses"] = []
+    rows[2].measurement.losses = []
     first, second, third = result_table("Losses", rows).lines
     columns = [name for name in first if name.endswith(" loss")]
     assert columns == ["last mlm loss", "last order loss", "last language loss"]
