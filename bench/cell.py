@@ -29,7 +29,6 @@ from spbench.bench.counts import (
     Seconds,
     with_suffix,
 )
-from spbench.bench.declarations import declared
 from spbench.bench.document_files import with_documents
 from spbench.bench.environment_variables import VARIABLES, checked
 from spbench.bench.model_files import names_a_file, read_model_file
@@ -68,13 +67,11 @@ class Sizes(StrictModel):
         return spelled(self.by_axis)
 
 
-@declared
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
     return list(nesting(strategy).axes)
 
 
-@declared
 def requirements(strategy: str) -> list[str]:
     """The distributions that the strategies of a name require; none unless one of them is a peer."""
     return list(nesting(strategy).requires)
@@ -155,7 +152,6 @@ class TrainingOptions(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
-@declared
 def _backend_defaults(name: str) -> dict[str, Any]:
     """The options of a backend as they are by default, by name; none if there is no such backend."""
     return asdict(backends()[name].options_type()) if name in backends() else {}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.user_files import parse_json, read_file
 
@@ -47,19 +45,9 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
-    found = _read(content)
-    if problem := found["problem"]:
-        raise UserError(f"{path}: {problem}")
-    fields: dict[str, Any] = found["fields"]
-    return fields
-
-
-@declared
-def _read(content: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` that count of a config.json, or the ``problem`` with it."""
-    from spbench.impls.models.huggingface.config import counting_fields
+    from spbench.impls.models.huggingface.config import counting_fields  # imports torch, as few cells need
 
     try:
-        return {"fields": counting_fields(content), "problem": ""}
+        return counting_fields(content)
     except ValueError as error:
-        return {"fields": {}, "problem": str(error)}
+        raise UserError(f"{path}: {error}") from error

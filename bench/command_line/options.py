@@ -192,9 +192,9 @@ def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command
     """An option that only loads what Python files of the user's define."""
 
     def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
-        from spbench.bench.measure.scenarios.choices import cell_names
-
         for path in paths:
+            from spbench.bench.measure.scenarios.choices import cell_names  # imports torch
+
             if cell_names(kind, path) == [path]:
                 raise click.BadParameter(f"{path!r} is no path of a .py file", ctx, param)
 

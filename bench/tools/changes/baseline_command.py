@@ -46,7 +46,7 @@ def command(
 
     They run on virtual ranks; `spbench compare` holds later results against them.
     """
-    from spbench.bench.measure.processes.answering import answers_of_server
+    from spbench.bench.measure.processes.starting import begin_server
     from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import Narrowing
     from spbench.bench.measured_tree import refuse_unmeasured_checkout
@@ -54,7 +54,7 @@ def command(
     if not scenario:
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
-    click.get_current_context().with_resource(answers_of_server())
+    begin_server()
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)

@@ -87,8 +87,8 @@ class Answer(StrictModel, ABC):
 
 
 def answer_kinds() -> Mapping[str, type[Answer]]:
-    """The kinds of answers by the sections of a scenario file: the modules of the package, then plug-ins."""
-    return named_classes(KINDS_PACKAGE, Answer, "spbench.answers")
+    """The kinds of answers by the sections of a scenario file: those in the modules of the package."""
+    return named_classes(KINDS_PACKAGE, Answer)
 
 
 def unknown_quantity(key: str, name: str, known: Sequence[str] = QUANTITIES) -> Iterator[Mistake]:

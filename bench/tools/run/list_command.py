@@ -1,7 +1,7 @@
 """`spbench list`: what there is to run and to ask for.
 
-Scenarios and clusters are read from their files; the rest is declared by code, which is imported only if it
-has changed since it was listed last (:mod:`spbench.bench.declarations`).
+Scenarios, clusters, figures and other functions are read from their files; for classes and models the modules
+are imported, and torch with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import click
 from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.options import files_of, path_option, printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.tools.changes import EXPORTS
@@ -150,7 +149,6 @@ def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
         yield name, str(text)
 
 
-@declared
 def _from_code(kind: str) -> dict[str, str]:
     module, function = _OF_CLASSES[kind].split(":")
     known: Mapping[str, Any] = getattr(import_module(f"spbench.{module}"), function)()

@@ -93,11 +93,12 @@ def command(
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
     model, strategy, code or torch has changed since is run again.
     """
-    from spbench.bench.measure.processes.answering import answers_of_server
+    from spbench.bench.measure.processes.starting import begin_server
     from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.tools.papers.sources import unknown_paper
 
-    click.get_current_context().with_resource(answers_of_server())
+    if not dry_run:
+        begin_server()  # its imports take as long as those of this process
     loaded = load_scenario(scenario)
     if remark := unknown_paper(loaded.document.paper):
         message(f"spbench: warning: {loaded.path}: {remark}")

@@ -24,14 +24,6 @@ from spbench.bench.command_line.options import (
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.choices import (
-    cell_names,
-    check_known,
-    names,
-    option_mistakes,
-    strategy_problem,
-)
-from spbench.bench.measure.scenarios.setting_changes import option_values
 
 if TYPE_CHECKING:
     from spbench.bench.measure.verify.cases import VerifyRow
@@ -74,6 +66,13 @@ def command(
     Strategies run on real ranks. A strategy is a name, or names with plus signs, one around the next:
     tensor_parallel+ring_attention.
     """
+    from spbench.bench.measure.scenarios.choices import cell_names
+    from spbench.bench.measure.scenarios.placement import chosen_device
+    from spbench.bench.measure.sweep.results import finite
+    from spbench.bench.measure.verify import cases
+    from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts
+    from spbench.impls.strategies.nesting import pairs as all_pairs
+
     strategy += _installed_peers() if peers else ()
     strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
     model = tuple(name for text in model for name in cell_names("model", text))
@@ -82,12 +81,6 @@ def command(
         raise UserError("--strategy-option is of strategies that are named; add --strategy")
     options = _options("strategy_options", strategy, strategy_option, "--strategy-option")
     backend_options = _options("training", [backend], backend_option, "--backend-option")
-    from spbench.bench.measure.scenarios.placement import chosen_device
-    from spbench.bench.measure.sweep.results import finite
-    from spbench.bench.measure.verify import cases
-    from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts
-    from spbench.impls.strategies.nesting import pairs as all_pairs
-
     strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
     ranks_on = chosen_device(device or "available")
     made = {"backend": backend, "device": ranks_on, **_made_now()}
@@ -160,16 +153,16 @@ def _check_names(
     Raises:
         UserError: with the nearest name that there is.
     """
+    from spbench.bench.measure.scenarios.choices import check_known, names, strategy_problem
     from spbench.bench.model_files import names_a_file
+    from spbench.impls.models.model import models as all_models
+    from spbench.impls.training.step import PRECISIONS
 
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
     check_known("model", [name for name in models if not names_a_file(name)], names("model"))
     check_known("backend", [backend], names("backend"))
-    from spbench.impls.models.model import models as all_models  # torch, which mistakes need not wait for
-    from spbench.impls.training.step import PRECISIONS
-
     check_known("dtype", dtypes, list(PRECISIONS))
     check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
 
@@ -183,6 +176,9 @@ def _options(
     Raises:
         UserError: one of the owners has no such option, or not with that value.
     """
+    from spbench.bench.measure.scenarios.choices import option_mistakes
+    from spbench.bench.measure.scenarios.setting_changes import option_values
+
     found = option_values(flag, given)
     for owner in owners:
         for path, problem in option_mistakes(section, owner, found):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -67,19 +64,3 @@ def test_verification_on_gpus_without_one_is_unsupported(
         "unsupported",
         "needs 1 GPUs, and this machine has 0; start it with torchrun",
     )
-
-
-def test_placing_virtual_cells_needs_no_torch() -> None:
-    """So that listings of cells, which every run of a scenario has first, are quick."""
-    code = (
-        "import sys\n"
-        "import spbench.bench.measure.engines.engine as engine\n"
-        "engine.engine_property = lambda engine, name: False  # kept on disk\n"
-        "import spbench.bench.measure.scenarios.placement as placement\n"
-        "placement.engine_property = engine.engine_property\n"
-        "from spbench.bench.cell import Cell\n"
-        "cell = Cell(model='bert-tiny', strategy='single', batch=1, seq_len=8)\n"
-        "assert placement.on_device([cell], 'available') == [cell]\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

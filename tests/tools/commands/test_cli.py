@@ -141,8 +141,8 @@ def spawn(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def test_help_and_listings_do_not_import_torch() -> None:
     code = """
 import sys
-from spbench.bench.command_line.cli import exit_code
-for line in ("--help", "run --help", "list scenarios", "list clusters"):
+from spbench.bench.command_line.cli import COMMANDS, exit_code
+for line in ("--help", *(f"{name} --help" for name in COMMANDS.names()), "list scenarios", "list clusters", "list figures"):
     assert exit_code(line.split()) == 0
 print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
 """
@@ -150,7 +150,7 @@ print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
     assert out.splitlines()[-1] == "[]", err
 
 
-@pytest.mark.parametrize("module", ["spbench.bench.command_line.cli", "click", "spbench.bench.declarations"])
+@pytest.mark.parametrize("module", ["spbench.bench.command_line.cli", "click", "spbench.bench.errors"])
 def test_an_interrupt_of_the_first_imports_is_told_in_one_line(module: str) -> None:
     """At the import of the command line, in it, and as it begins."""
     code = f"""
@@ -219,18 +219,3 @@ def test_mistakes_name_what_was_meant_in_a_short_line(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert len(err) < 600
-
-
-def test_a_mistake_waits_for_no_torch(tmp_path: Path) -> None:
-    """In a process whose answers about the code are kept: what a user has after the first command."""
-    words = '["fit", "lama3-8b"], ["advise", "--model", "llama3-8b"], ["verify", "--model", "x"], ["runn"]'
-    code = (
-        "import sys\n"
-        "from spbench.bench.measure.scenarios import choices\n"
-        "from spbench.bench.command_line.cli import exit_code\n"
-        "known = {'model': ['llama3-8b'], 'strategy': [], 'peer': [], 'backend': ['legacy_ddp']}\n"
-        "choices.names = known.__getitem__\n"
-        f"assert [exit_code(words) for words in ({words})] == [2, 2, 2, 2]\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake
@@ -152,7 +151,6 @@ def letters(cell: Cell) -> dict[str, float]:
     return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
 
 
-@declared
 def _hidden_and_heads(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[int]:
     from spbench.impls.models.model import model_preset
 
