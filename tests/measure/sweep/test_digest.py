@@ -171,9 +171,7 @@ def test_each_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     denser = cluster.model_copy(update={"devices_per_node": 2})
     assert changed("load_cluster", lambda name: denser) == ["cluster"]
     preset = replace(models()["bert-tiny"], layers=7)  # type: ignore[type-var]
-    with monkeypatch.context() as patch:
-        patch.setattr("spbench.impls.models.model.model_preset", lambda *arguments: preset)
-        assert changed_parts(SINGLE, row) == ["model"]
+    assert changed("model_preset", lambda *arguments: preset) == ["model"]
     assert changed("asdict", lambda options: {"block": 3}) == ["strategy"]
     assert changed("code_digest", lambda: "other") == ["code"]
     assert changed("installed_version", lambda name: "99") == ["torch"]
