@@ -19,19 +19,19 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.counts import (
+from spbench.bench.cell_files import names_a_file, read_model_file, with_documents
+from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
     MOST_STEPS,
+    VARIABLES,
     Count,
     Ranks,
     Repeats,
     Seconds,
+    checked,
     with_suffix,
 )
-from spbench.bench.document_files import with_documents
-from spbench.bench.environment_variables import VARIABLES, checked
-from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.registries import DEFAULT_BACKEND, backends

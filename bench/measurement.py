@@ -9,14 +9,21 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetPydanticSchema,
+    StringConstraints,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 from typing_extensions import TypedDict
 
-from spbench.bench.json_values import Count, Number, Signed, Text
+#: what is measured or counted: far larger numbers are damage, and overflow where they are added
+Number = Annotated[float, Field(strict=True, ge=0, le=1e24, allow_inf_nan=False)]
+#: a difference, a loss: any number
+Signed = Annotated[float, Field(strict=True, ge=-1e300, le=1e300, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=0, le=10**24)]
+Text = Annotated[str, StringConstraints(strict=True)]
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result

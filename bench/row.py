@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt, StringConstraints, ValidationError
 from typing_extensions import TypedDict
 
-from spbench.bench.json_values import Count, Number, Text, problem
-from spbench.bench.measurement import Measured, Record, Status, described_by
+from spbench.bench.measurement import Count, Measured, Number, Record, Status, Text, described_by
 from spbench.bench.yaml_files import dotted
 
 #: a cell with one of these is done, until its digest changes; others are run again by the next sweep
@@ -92,6 +91,19 @@ class Row(Record):
     @classmethod
     def _nested(cls) -> tuple[str, ...]:
         return ("measurement", "rounds")
+
+
+#: characters of a wrong value that a message shows
+_SHOWN = 40
+
+
+def problem(error: ValidationError) -> str:
+    """The first field that a schema refuses, its value, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    value = first["input"]
+    text = repr(value) if isinstance(value, (str, int, float, type(None))) else ""
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return ": ".join(filter(None, [dotted(first["loc"]), shown, first["msg"]]))
 
 
 class WrongRow(ValueError):

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions, requirements
+from spbench.bench.cell_files import remote_name
 from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.files import resolved
 from spbench.bench.measure.engines.engine import engine_class, engines
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.quantities import Candidates, quantities
 from spbench.bench.measure.trace.meter import meters
-from spbench.bench.model_files import remote_name
-from spbench.bench.user_files import resolved
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import models, unchanged_model

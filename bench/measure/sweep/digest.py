@@ -5,7 +5,7 @@ The digest has five parts, which are kept apart so that a message can say which 
 - ``cluster``: the figures of the resolved cluster file (``extends`` followed), without sources and notes;
 - ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
   settings with their defaults, and ``strategy`` the versions of the packages that a peer calls;
-- ``code``: what the Python files mean that can change a measurement (:mod:`spbench.bench.measuring_code`);
+- ``code``: what the Python files mean that can change a measurement (:mod:`spbench.bench.measured_code`);
 - ``torch``: its version.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measuring_code import DIGEST_LENGTH, code_digest
+from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
 from spbench.bench.row import FINAL, Row
 from spbench.impls.discovery import installed_version
 from spbench.impls.models.model import model_preset

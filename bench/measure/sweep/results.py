@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import tied, with_band
 from spbench.bench.measure.trust.priced_by import priced_by_in_words
 from spbench.bench.row import FAULTS as FAULTS
@@ -26,7 +27,6 @@ from spbench.bench.row import FINAL as FINAL
 from spbench.bench.row import Row as Row
 from spbench.bench.row import WrongRow, parse_any_row, parse_row
 from spbench.bench.row import finite as finite
-from spbench.bench.user_files import read_file
 from spbench.impls.axes import MESH_AXES, in_order, spelled
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ def command(
     from spbench.bench.measure.processes.starting import begin_server
     from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import Narrowing
-    from spbench.bench.measured_tree import refuse_unmeasured_checkout
+    from spbench.bench.measured_code import refuse_unmeasured_checkout
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")
@@ -84,7 +84,7 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
-    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.files import write_whole
     from spbench.bench.measure.sweep.results import RESULTS_FILE, finite
     from spbench.bench.tools.papers.comparison import write as write_comparisons
 

@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checkout_around, own_checkout
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_rows
 from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
-from spbench.bench.user_files import resolved
 
 #: seconds that a run which is interrupted has to end its own processes
 GRACE_S = 20.0

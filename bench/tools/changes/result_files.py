@@ -14,14 +14,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import parse_json, read_file, resolved
 from spbench.bench.git import DIRTY, SHORT_HASH
-from spbench.bench.json_values import Number, problem
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
-from spbench.bench.measurement import Measured
+from spbench.bench.measurement import Measured, Number
+from spbench.bench.row import problem
 from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read_records
-from spbench.bench.user_files import parse_json, read_file, resolved
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
 

@@ -32,8 +32,8 @@ def command(
     It is the command or the configuration that `spbench import KIND` reads as that cell again. What the
     program has no argument for is refused by name; how it makes the same in its own way is said.
     """
-    from spbench.bench.atomic_write import write_whole
     from spbench.bench.errors import UserError
+    from spbench.bench.files import write_whole
     from spbench.bench.measure.scenarios.choices import refusal
     from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import the_cell

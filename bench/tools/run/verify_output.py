@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from spbench.bench.cell_files import names_a_file
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
@@ -28,7 +29,6 @@ from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases
 from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts, verified_code
-from spbench.bench.model_files import names_a_file
 from spbench.bench.row import finite
 from spbench.impls.models.model import models as all_models
 from spbench.impls.registries import absent, peers

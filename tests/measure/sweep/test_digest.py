@@ -11,7 +11,6 @@ import pytest
 
 import spbench
 import spbench.bench.measure.sweep.digest as digest_module
-from spbench.bench import measuring_code
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.disk_cache import CACHE_FOLDER
@@ -22,8 +21,8 @@ from spbench.bench.measure.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.measure.sweep.results import ResultsFile, Row
 from spbench.bench.measure.sweep.sweep import as_row, unfinished
 from spbench.bench.measure.sweep.sweep import sweep as sweep_in_workers
+from spbench.bench.measured_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.measurement import Outcome
-from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 
@@ -249,10 +248,10 @@ def test_digests_of_files_are_kept_until_the_file_changes(
 ) -> None:
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     first = digest_with(tmp_path, "impls/ring.py", "a = 1")
-    monkeypatch.setattr(measuring_code, "_SETTLED_NS", 0)
+    monkeypatch.setattr(measured_code, "_SETTLED_NS", 0)
     assert digest_with(tmp_path, "impls/ring.py", "a = 1") == first
     with monkeypatch.context() as patched:
-        patched.setattr(measuring_code.ast, "parse", None)  # is not needed
+        patched.setattr(measured_code.ast, "parse", None)  # is not needed
         assert digest_of_files(tmp_path, measuring_files(tmp_path)) == first
     assert digest_with(tmp_path, "impls/ring.py", "a = 11") != first
     for content in (b"", b"[]", b'{"a": 1}', b"\xff"):
@@ -262,7 +261,7 @@ def test_digests_of_files_are_kept_until_the_file_changes(
 
 def test_rooms_that_do_not_measure_are_there() -> None:
     """Under another name a room would count, and every edit of it would make all rows run again."""
-    bench = Path(measuring_code.__file__).resolve().parent
+    bench = Path(measured_code.__file__).resolve().parent
     assert not [each for each in NOT_MEASURING if not (bench / each).exists()]
 
 
