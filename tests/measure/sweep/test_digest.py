@@ -11,6 +11,7 @@ import pytest
 
 import spbench
 import spbench.bench.measure.sweep.digest as digest_module
+from spbench.bench import measured_code
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.disk_cache import CACHE_FOLDER

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spbench.bench import measured_code
 from spbench.bench.git import git
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
 from spbench.bench.measured_code import checkout_of, imported_tree, unmeasured_checkout
