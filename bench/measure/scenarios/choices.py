@@ -58,9 +58,13 @@ ELSEWHERE = {
 FILES = {"strategy": ".py file", "model": "config.json or .py file"}
 #: by kind of name, what spbench list calls it
 LISTED = {
-    **{kind: f"{kind}s" for kind in ("model", "backend", "engine", "meter", "figure", "cluster", "scenario")},
+    **{
+        kind: f"{kind}s"
+        for kind in ("model", "peer", "backend", "engine", "meter", "figure", "cluster", "scenario")
+    },
     "strategy": "strategies",
     "quantity": "quantities",
+    "as-published": "as-published",
 }
 
 

@@ -21,7 +21,7 @@ from spbench.bench.measure.scenarios.choices import (
     strategy_problem,
     unknown,
 )
-from spbench.bench.measure.scenarios.heeded import ignored
+from spbench.bench.measure.scenarios.engine_settings import ignored
 from spbench.bench.yaml_files import dotted, first_problem, merge
 from spbench.impls.axes import unused_axes
 

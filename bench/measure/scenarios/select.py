@@ -18,8 +18,7 @@ from spbench.bench.cell_files import names_a_file, read_model_file
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.choices import cell_names, check_known, names, strategy_problem
-from spbench.bench.measure.scenarios.heeded import ignored
-from spbench.bench.measure.scenarios.placement import Asked, on_device, playing_rank
+from spbench.bench.measure.scenarios.engine_settings import Asked, ignored, on_device, playing_rank
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.setting_changes import changed, given
 from spbench.bench.setting_values import size

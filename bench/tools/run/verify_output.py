@@ -23,7 +23,7 @@ from spbench.bench.measure.scenarios.choices import (
     option_mistakes,
     strategy_problem,
 )
-from spbench.bench.measure.scenarios.placement import Asked, chosen_device
+from spbench.bench.measure.scenarios.engine_settings import Asked, chosen_device
 from spbench.bench.measure.scenarios.setting_changes import option_values
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases

@@ -8,8 +8,7 @@ import torch
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.scenarios import placement
-from spbench.bench.measure.scenarios.placement import on_device, playing_rank
+from spbench.bench.measure.scenarios.engine_settings import on_device, playing_rank
 from spbench.bench.measure.verify.cases import verify
 
 VIRTUAL = Cell(model="bert-tiny", strategy="ulysses", sizes=Sizes(sp=4), batch=2, seq_len=24)
@@ -30,7 +29,6 @@ def test_real_tensors_are_on_the_device_that_is_there(
     monkeypatch: pytest.MonkeyPatch, asked: str, there: bool, expected: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(placement, "_may_have_gpu", lambda: there)
     found = on_device([VIRTUAL, REAL, EMULATED], asked)  # type: ignore[arg-type]
     assert [cell.device for cell in found] == expected
 
