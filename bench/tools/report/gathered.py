@@ -20,7 +20,8 @@ import spbench
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, flat, read_all_rows
+from spbench.bench.measure.sweep.frames import flat
+from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows
 from spbench.bench.measurement import Measured
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import read_records
