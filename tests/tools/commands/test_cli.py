@@ -10,70 +10,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.command_line.cli import main
-from spbench.bench.measure.sweep.results import RESULTS_FILE
-from tests.bench.fakes import SCENARIO
 from tests.tools.commands.conftest import Run
 
 RUN = ("run", "--scenario", "small.yaml")
-
-
-WRONG = [
-    (("run", "--scenario", "max_seqln"), "unknown scenario 'max_seqln'"),
-    (("run", "--scenario", "absent.yaml"), "no scenario file absent.yaml"),
-    (("run", "--scenario", "malformed.yaml"), "malformed.yaml:1:"),
-    (
-        ("run", "--scenario", "negative.yaml"),
-        "negative.yaml: groups[0].sizes.tp: must be greater than 0, not -2",
-    ),
-    (("run",), "name a scenario: spbench run SCENARIO"),
-    (("run", "small.yaml", *RUN[1:]), "name one scenario, once"),
-    (
-        (*RUN, "--strategy", "tensor_paralel"),
-        "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
-    ),
-    ((*RUN, "--model", "bert-base"), "has no cell with model bert-base"),
-    ((*RUN, "--cluster", "x"), "unknown cluster 'x'"),
-    ((*RUN, "--engine", "x"), "unknown engine 'x'"),
-    ((*RUN, "--world-size", "four"), "'four' is not a whole number of at least 1"),
-    ((*RUN, "--world-size", "-4"), "'-4' is not a whole number of at least 1"),
-    ((*RUN, "--jobs", "0"), "Invalid value for '--jobs'"),
-    ((*RUN, "--timeout", "0"), "Invalid value for '--timeout'"),
-    ((*RUN, "--format", "xml"), "Invalid value for '--format'"),
-    ((*RUN, "--output", "small.yaml"), "cannot write results to small.yaml/cells.jsonl"),
-    ((*RUN, "--output", "taken"), "cannot write results to taken/cells.jsonl: Is a directory"),
-    ((*RUN, "--scenrio"), "No such option '--scenrio'"),
-    (("rnu",), "unknown command 'rnu'; did you mean 'run'?"),
-    (("list", "scenario"), "Invalid value for"),
-    (("list", "clusters", "--figure", "x.png"), "--figure is of one cluster: spbench list cluster NAME"),
-    (("verify", "--strategy", "x"), "unknown strategy 'x'"),
-    (("verify", "--strategy", "megatron_sp+x"), "unknown strategy 'x'"),
-    (("verify", "--strategy", "usp"), "unknown strategy 'usp'; here that is ulysses+ring_attention"),
-    (("verify", "--strategy", "lasp+ulysses"), "around another strategy; write ulysses+lasp"),
-    (("verify", "--model", "bert-tny"), "unknown model 'bert-tny'; did you mean 'bert-tiny'?"),
-    (("verify", "--dtype", "fp8"), "unknown dtype 'fp8'"),
-    (("verify", "--part", "x"), "unknown part 'x'"),
-    (("verify", "--strategy", "yunchang_rng"), "did you mean 'yunchang_ring'?"),
-    (("verify", "--strategy-option", "placement=zigzag"), "add --strategy"),
-    (
-        ("verify", "--strategy", "ring_attention", "--strategy-option", "placement=zigzg"),
-        "placement is one of contiguous, striped, zigzag, zigzag_by_document, by_work, not 'zigzg'",
-    ),
-    (("verify", "--strategy", "ulysses", "--strategy-option", "pad_head=1"), "did you mean 'pad_heads'?"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), WRONG, ids=[" ".join(arguments[-2:]) for arguments, _ in WRONG]
-)
-def test_user_errors_are_one_line(spbench: Run, arguments: tuple[str, ...], message: str) -> None:
-    Path("malformed.yaml").write_text("groups: [")
-    Path("negative.yaml").write_text(SCENARIO.replace("tp: [1, 2]", "tp: [1, -2]"))
-    Path("taken", RESULTS_FILE).mkdir(parents=True)
-    code, out, err = spbench(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("spbench: ")
-    assert message in err
-    assert err.count("\n") == 1
 
 
 def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,27 +135,3 @@ def test_what_a_cluster_sets_for_all_processes_is_no_launcher(
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("spbench ")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("fit", "llama3-8b"), "llama3-8b is a model: give --cluster NAME and --seq-len N too"),
-        (("fit", "lama3-8b"), "did you mean 'llama3-8b'? (nearest of"),
-        (("fit", "meta-llama/Llama-3-8B"), "download its config.json and give the path of that"),
-        (("advise", "--model", "llama3-8b"), "give --cluster NAME, --gpus N and --seq-len N too"),
-        (("verify", "--model", "lama3-8b"), "unknown model 'lama3-8b'; did you mean 'llama3-8b'?"),
-        ((*RUN, "--set", "training.backend=fsdp2"), "unknown backend 'fsdp2'; here that is zero3"),
-        ((*RUN, "--set", "training.moments=2024-13-45"), "training.moments: must be 'kept' or 'later'"),
-        ((*RUN, "--set", "batch=!!int x"), "--set batch: '!!int x' is no value: the tag '!!int' is not read"),
-        ((*RUN, "--timeout", "nan"), "nan is no time to wait"),
-        ((*RUN, "--jobs", "x " * 2000), "(4000 characters)"),
-    ],
-)
-def test_mistakes_name_what_was_meant_in_a_short_line(
-    spbench: Run, words: tuple[str, ...], message: str
-) -> None:
-    code, out, err = spbench(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
-    assert len(err) < 600
