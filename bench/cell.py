@@ -19,20 +19,19 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.counts import (
+from spbench.bench.cell_files import names_a_file, read_model_file, with_documents
+from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
     MOST_STEPS,
+    VARIABLES,
     Count,
     Ranks,
     Repeats,
     Seconds,
+    checked,
     with_suffix,
 )
-from spbench.bench.declarations import declared
-from spbench.bench.document_files import with_documents
-from spbench.bench.environment_variables import VARIABLES, checked
-from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.registries import DEFAULT_BACKEND, backends
@@ -80,13 +79,11 @@ class Sizes(_UsualSizes):
         return spelled(self.by_axis)
 
 
-@declared
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
     return list(nesting(strategy).axes)
 
 
-@declared
 def requirements(strategy: str) -> list[str]:
     """The distributions that the strategies of a name require; none unless one of them is a peer."""
     return list(nesting(strategy).requires)
@@ -167,7 +164,6 @@ class TrainingOptions(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
-@declared
 def _backend_defaults(name: str) -> dict[str, Any]:
     """The options of a backend as they are by default, by name; none if there is no such backend."""
     return asdict(backends()[name].options_type()) if name in backends() else {}
