@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -24,6 +24,7 @@ from spbench.bench.measure.scenarios.scenario import Document, Scenario
 from spbench.bench.measure.scenarios.scenario import load_scenario as load_cells
 from spbench.bench.measurement import Measurement
 from spbench.bench.published_number import InferredSetting, PublishedNumber
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
 from spbench.bench.tools.papers.selector import Selector
 from spbench.bench.yaml_files import StrictModel
@@ -36,7 +37,7 @@ QUANTITIES = (
     *("answer", "peak_memory_bytes", "reserved_memory_bytes"),
     *("step_time_s", "tokens_per_s", "samples_per_s"),
 )
-assert {f.name for f in fields(Measurement)} >= set(QUANTITIES)
+assert Measurement.model_fields.keys() >= set(QUANTITIES)
 #: of these, what a cluster's scalars and rates change
 TIMED = QUANTITIES[3:]
 #: limits of a cluster that change nothing but what fits, and the field that says what does
@@ -73,7 +74,7 @@ class ScenarioResults:
     """
 
     cells: Sequence[Cell]
-    rows: Mapping[str, dict[str, Any]]
+    rows: Mapping[str, Row]
     folder: Path
     inferences: Sequence[InferredSetting] = ()
 
@@ -197,8 +198,8 @@ class Answer(StrictModel, ABC):
 
 
 def answer_kinds() -> Mapping[str, type[Answer]]:
-    """The kinds of answers by the sections of a scenario file: the modules of the package, then plug-ins."""
-    return named_classes(KINDS_PACKAGE, Answer, "spbench.answers")
+    """The kinds of answers by the sections of a scenario file: those in the modules of the package."""
+    return named_classes(KINDS_PACKAGE, Answer)
 
 
 @cache
@@ -225,9 +226,7 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
     return scenario
 
 
-def compare(
-    scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, dict[str, Any]]
-) -> list[Comparison]:
+def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
     """The published numbers of a scenario beside ours, in each variant, cluster and engine among the declared
     ``cells``; an answer without any of the ``rows``, by key, stays. UserError for an unreadable file."""
     results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)

@@ -9,11 +9,10 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import read_text, write_whole
 from spbench.bench.published_number import finite
-from spbench.bench.user_files import read_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -26,7 +26,7 @@ from spbench.bench.measure.sweep.executor import Executor, opened
 from spbench.bench.measure.sweep.results import FAULTS, FINAL, ResultsFile, Row
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import priced_by_in_words
-from spbench.bench.measured_tree import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
+from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.comparison import write as write_comparisons

@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.options import executor, fresh, jobs, path_option, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
+from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.scenarios.scenario import Scenario

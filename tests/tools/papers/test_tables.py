@@ -14,7 +14,7 @@ from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.sources import published_file
-from spbench.bench.tools.run.result_table import comparison_table
+from spbench.bench.tools.run.run_output import comparison_table
 
 GIB = 2**30
 
