@@ -132,16 +132,17 @@ class Value(Answer):
         cells = [our.cell for our in ours.values()]
         search = cells[0].search if cells[0] else None
         quantity = f"max_{search.quantity}" if search and self.quantity == "answer" else self.quantity
-        numbers = self.numbers(results.folder)
-        known = [cell for cell in cells if cell]
+        number = next(iter(self.numbers(results.folder)), None)
+        compared = [cell for cell in cells if cell]
+        role = results.role(self.claim, number, self.quantity, compared) if number else "predicted"
         return Comparison.of(
             label,
             cells if self.is_ratio else cells[:1],
-            numbers[0].value if numbers else None,
+            number.value if number else None,
             value,
-            role=results.role(self.claim, numbers[0], self.quantity, known) if numbers else "predicted",
+            role=role,
             notes=[self.note, *missing],
             variant=results.variant,
             quantity="ratio" if self.is_ratio else quantity,
-            source=numbers[0].source if numbers else "",
+            source=number.source if number else "",
         )
