@@ -38,14 +38,26 @@ from spbench.impls.registries import DEFAULT_BACKEND, backends
 from spbench.impls.strategies.nesting import nesting
 
 
-class Sizes(StrictModel):
-    """Ranks along each axis of the mesh; at most MOST_RANKS in all."""
-
+class _UsualSizes(StrictModel):
     dp: Ranks = 1
     pp: Ranks = 1
     cp: Ranks = 1
     tp: Ranks = 1
     sp: Ranks = 1
+
+
+class Sizes(_UsualSizes):
+    """Ranks along each axis of the mesh, also along axes that strategies bring; at most MOST_RANKS in all."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Ranks] = Field(init=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_axes(cls, content: Any) -> Any:
+        if isinstance(content, Mapping):
+            _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in MESH_AXES})
+        return content
 
     @model_validator(mode="after")
     def _check_world(self) -> Sizes:
@@ -56,7 +68,7 @@ class Sizes(StrictModel):
     @property
     def by_axis(self) -> dict[str, int]:
         """The ranks along every axis, in the default order; see :attr:`Cell.mesh_sizes` for a cell's own."""
-        return {axis: getattr(self, axis) for axis in MESH_AXES}
+        return {axis: getattr(self, axis, 1) for axis in MESH_AXES}
 
     @property
     def world(self) -> int:

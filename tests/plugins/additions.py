@@ -37,9 +37,11 @@ class Addition:
 
 ADDITIONS = (
     Addition("gathered_attention.py", "spbench.strategies", "impls/strategies"),
+    Addition("gathered_over_gp.py", "spbench.strategies", "impls/strategies"),
     Addition("one_layer_lm.py", "spbench.models", "impls/models"),
     Addition("two_step_lm.py", "spbench.models", "impls/models"),
     Addition("unbucketed.py", "spbench.backends", "impls/backends"),
+    Addition("two_level.py", "spbench.backends", "impls/backends"),
     Addition("closed_form.py", "spbench.engines", "bench/measure/engines"),
     Addition("flops.py", "", "bench/measure/trace"),
     Addition("vocabulary.py", "", "bench/measure/engines"),

@@ -28,7 +28,9 @@ groups:
     engine: [virtual, distributed]
   - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_attention, sizes: {tp: 2, sp: 2}}
   - {model: two-step-lm-tiny, strategy: megatron_sp, sizes: {tp: 2}}
+  - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_over_gp, sizes: {tp: 2, gp: 2}}
   - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
+  - {model: bert-tiny, strategy: ulysses, sizes: {dp: 2, sp: 2}, training: {backend: two_level}}
   - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
   - model: one-layer-lm-tiny
     strategy: tensor_parallel
@@ -48,9 +50,11 @@ BOUNDS = "claim,published\ntwo megabytes,2097152\n"
 #: the kind under which spbench list shows each addition, and its name
 NAMES = (
     ("strategies", "gathered_attention"),
+    ("strategies", "gathered_over_gp"),
     ("models", "one-layer-lm-tiny"),
     ("models", "two-step-lm-tiny"),
     ("backends", "unbucketed"),
+    ("backends", "two_level"),
     ("engines", "closed_form"),
     ("meters", "flops"),
     ("quantities", "vocabulary"),
@@ -122,6 +126,19 @@ def test_a_strategy_within_another(rows: Rows) -> None:
 
 def test_a_kind_of_feed_forward_block(rows: Rows) -> None:
     row = rows["two-step-lm-tiny", "megatron_sp", "virtual"]
+    assert row["status"] == "ok"
+    assert row["measurement"]["formula_difference"] == []
+
+
+def test_an_axis_of_the_mesh(rows: Rows) -> None:
+    row = rows["one-layer-lm-tiny", "tensor_parallel+gathered_over_gp", "virtual"]
+    assert row["status"] == "ok"
+    assert {e["axis"] for e in row["measurement"]["communication"]} >= {"gp", "tp"}
+    assert row["measurement"]["formula_difference"] == []
+
+
+def test_a_backend_over_a_part_of_the_replicas(rows: Rows) -> None:
+    row = rows["bert-tiny", "ulysses", "virtual"]
     assert row["status"] == "ok"
     assert row["measurement"]["formula_difference"] == []
 

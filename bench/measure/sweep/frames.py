@@ -10,7 +10,7 @@ from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.trust.bands import tied, with_band
 from spbench.bench.measure.trust.priced_by import priced_by_in_words
 from spbench.bench.row import Row
-from spbench.impls.axes import MESH_AXES, in_order, spelled
+from spbench.impls.axes import MESH_AXES, spelled, union
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -30,7 +30,7 @@ def flat(row: Row) -> dict[str, Any]:
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(sizes.values()),
-        "mesh": spelled(in_order(sizes, cell.get("mesh") or MESH_AXES)),
+        "mesh": spelled({axis: sizes.get(axis, 1) for axis in union(cell.get("mesh") or MESH_AXES, sizes)}),
         **{
             name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
         },
