@@ -20,7 +20,7 @@ from spbench.impls.layout import Unsupported
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: two strategies at a few sizes, one claim of each kind
+#: two strategies at a few sizes, two values beside published ones
 SCENARIO = """
 title: A small scenario
 paper: rsa
@@ -39,15 +39,17 @@ groups:
 variants:
   first: {training: {moments: later}}
   steady: {training: {moments: kept}}
-claims:
+values:
   - claim: rsa-max-seqlen-base
     published: {file: rsa_claims.csv}
-    numerator: {strategy: ring_self_attention, world: 8}
-    denominator: {strategy: tensor_parallel, world: 2}
+    cells:
+      numerator: {strategy: ring_self_attention, world: 8}
+      denominator: {strategy: tensor_parallel, world: 2}
+    ours: numerator / denominator
     note: a ratio
   - claim: rsa-linformer-upper-bound
     published: {file: rsa_claims.csv}
-    numerator: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}
+    cells: {cell: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}}
 inferred_from:
   - setting: "model_options.layers: 3"
     answers: [rsa-linformer-upper-bound]

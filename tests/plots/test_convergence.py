@@ -7,8 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.scenarios.scenario import compare, load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import as_frame
 from spbench.plots.convergence import draw
 from tests.plots.drawn import artists, assert_nothing_overlaps, legend, points

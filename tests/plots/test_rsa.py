@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from spbench.bench.measure.scenarios.scenario import compare, load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import as_frame
 from spbench.plots.rsa import draw_rsa_pipeline, draw_rsa_table4
 from tests.plots.drawn import artists, assert_below_zero, drawn, legend, points

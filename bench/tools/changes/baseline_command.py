@@ -47,9 +47,9 @@ def command(
     They run on virtual ranks; `spbench compare` holds later results against them.
     """
     from spbench.bench.measure.processes.starting import begin_server
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import Narrowing
     from spbench.bench.measured_code import refuse_unmeasured_checkout
+    from spbench.bench.tools.papers.answer import load_scenario
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")
