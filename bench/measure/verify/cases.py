@@ -32,8 +32,15 @@ from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.processes.torchrun import ranks_for, shared_backend
 from spbench.bench.measure.verify.explanation import explain_failure, explain_values
-from spbench.bench.measure.verify.judged import how_departs, how_wrong, judged, unequal_bytes, worst_of
-from spbench.bench.measure.verify.oracle import Finding, check_rank
+from spbench.bench.measure.verify.judged import (
+    Finding,
+    how_departs,
+    how_wrong,
+    judged,
+    unequal_bytes,
+    worst_of,
+)
+from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.impls.axes import Place
@@ -292,7 +299,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
     )
     if not wrong:
         departing = [each for each in every if each.finding.apart is not None and each.excess > 1]
-        said = how_departs(case, departing) if departing else ""
+        said = how_departs(case.strategy, departing) if departing else ""
         return replace(row, status="as published", verdict=said) if said else row
     return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
 

@@ -18,9 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.verify.beside_values import check_bytes, check_elements, check_positions
-from spbench.bench.measure.verify.discrepancy import Discrepancy, discrepancies, relative_errors
-from spbench.bench.measure.verify.documents import check_documents, masked_attention
+from spbench.bench.measure.verify.beside_values import (
+    check_bytes,
+    check_documents,
+    check_elements,
+    check_positions,
+    masked_attention,
+)
+from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import Case, VerifiedRun, share_of
 from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
@@ -34,27 +39,6 @@ from spbench.impls.strategies.base import SequenceDim, Strategy
 KEPT_RUNS = 128
 #: share of the largest element below which two elements count as the same
 _SAME = 1e-10
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One tensor on one rank.
-
-    Attributes:
-        tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
-        found: of the strategy against the oracle.
-        noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
-        tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
-            over sp", 1 of values, 2 of documents that see each other.
-        apart: of a published baseline's own function against the model, which is no fault: at how many of how
-            many positions they differ; None of all other findings.
-    """
-
-    tensor: str
-    found: Discrepancy
-    noise: float
-    tells: int = 1
-    apart: tuple[int, int] | None = None
 
 
 class _OneDevice(Strategy):

@@ -8,7 +8,7 @@ import torch
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
-from spbench.bench.measure.verify.discrepancy import discrepancies, relative_errors
+from spbench.bench.measure.verify.judged import discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from tests.measure.verify import faults

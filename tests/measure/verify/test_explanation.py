@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify, verify_case
-from spbench.bench.measure.verify.collective_calls import unequal_calls
+from spbench.bench.measure.verify.explanation import unequal_calls
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from tests.measure.verify import collective_faults, faults, sequence_faults

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.documents import seen_pairs
+from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
