@@ -71,8 +71,8 @@ class Command:
         until(lambda: not self.processes())
 
     def processes(self) -> list[int]:
-        """The processes that have this command's environment, and those that run its cells elsewhere, which are
-        forked from a server that has another; zombies are none."""
+        """The processes that have this command's environment, and those that run its cells elsewhere, forked
+        from a server that has another; zombies are none."""
         mark, cells = f"{LOG}={self.log}".encode(), {pid for pid, _ in self.begun()}
         return [pid for pid, variables in environments() if pid in cells or mark in variables.split(b"\0")]
 
