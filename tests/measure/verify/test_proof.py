@@ -16,7 +16,7 @@ from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.measure.verify.proof import reasons_against
 from spbench.impls.strategies.nesting import Nesting
 from tests.bench import fakes
-from tests.measure.verify import faults
+from tests.measure.verify import attention_faults
 
 
 def cell(strategy: str = "torch_context_parallel", **settings: Any) -> Cell:
@@ -24,7 +24,7 @@ def cell(strategy: str = "torch_context_parallel", **settings: Any) -> Cell:
     return Cell.model_validate({**defaults, "strategy": strategy, "precision": "fp32", **settings})
 
 
-class PlantedPeer(faults.OneNthGradients):
+class PlantedPeer(attention_faults.OneNthGradients):
     """Gradients scaled by 1/N, as if another package had made them."""
 
     requires = ("torch",)
