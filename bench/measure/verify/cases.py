@@ -23,9 +23,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from spbench.bench.measure.processes.rank_job import NO_END, RankError
 from spbench.bench.measure.processes.rank_pool import Ranks
@@ -41,6 +41,7 @@ from spbench.bench.measure.verify.judged import (
     worst_of,
 )
 from spbench.bench.measure.verify.oracle import check_rank
+from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.impls.axes import Place
@@ -55,59 +56,6 @@ from spbench.impls.training.step import PRECISIONS
 
 #: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
 HUNG_S = 15.0
-
-#: of :attr:`VerifyRow.bytes`
-EQUAL = "equal"
-
-
-@dataclass(frozen=True)
-class VerifyRow:
-    """The verdict on one case.
-
-    Attributes:
-        variant: the model options that differ from the preset, as "name=value", and the strategy's and the
-            backend's.
-        size: ranks.
-        mesh: ranks along each axis, as "tp2xsp3".
-        dtype: a key of :data:`PRECISIONS`.
-        batch, seq_len: whole sizes, in samples and positions.
-        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
-            none either: a published baseline computes what its authors' code does, which is not what the
-            model asks for.
-        error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
-            the one with the largest error for its limit.
-        tensor, rank: which tensor that is, and where.
-        factor: the number that this tensor is the reference times, where a RED one is that
-            (:class:`Discrepancy`).
-        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
-            of a baseline as published, in which way it departs from the model.
-        reason: why it is unsupported, or what a rank raised, in a line.
-        bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
-            there is none to compare with, as of a part of a model.
-        explanation: of a RED row, where asked for: lines on where its step goes wrong first.
-        traceback: of what a rank raised.
-    """
-
-    strategy: str
-    model: str
-    variant: str
-    part: str
-    size: int
-    mesh: str
-    dtype: str
-    batch: int
-    seq_len: int
-    status: Literal["green", "RED", "unsupported", "as published"]
-    error: float | None = None
-    limit: float | None = None
-    tensor: str = ""
-    rank: int | None = None
-    factor: float | None = None
-    verdict: str = ""
-    reason: str = ""
-    bytes: str = ""
-    explanation: str = ""
-    traceback: str = ""
 
 
 def verify(

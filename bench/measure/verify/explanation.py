@@ -31,6 +31,7 @@ from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
 from spbench.bench.measure.verify.judged import Discrepancy, limits, relative_errors
 from spbench.bench.measure.verify.oracle import BothRuns, both_runs
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case
+from spbench.impls.models.model import ModelPart
 from spbench.impls.training.step import PRECISIONS
 
 #: columns of a map of errors: the sequence is cut into so many blocks
@@ -104,48 +105,22 @@ def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: s
 def observed(mesh: DeviceMesh, case: Case) -> list[Observed]:
     """What is compared on this rank of the mesh, and what goes through its sites of attention."""
     runs = both_runs(mesh, case, watch=True)
-    checked = runs.checked
+    at_sites, tensors = runs.sites(), runs.tensors()
+    expected, got = {**at_sites.expected, **tensors.expected}, {**at_sites.got, **tensors.got}
     found = []
-    for name, (each, noise) in {**_of_sites(runs), **runs.tensors()}.items():
-        expected, got, dim = _sides(runs, name)
-        blocks = () if dim is None else _blocks(runs, expected, got, dim, case.seq_len)
-        found.append(Observed(name, _place(name, checked.sites.order), each, noise, blocks))
+    for name, (each, noise) in {**at_sites.discrepancies(), **tensors.discrepancies()}.items():
+        dim = SITE_DIM if name in at_sites.got else _sequence_dim(runs.checked.part, name)
+        blocks = () if dim is None else _blocks(runs, expected.get(name), got.get(name), dim, case.seq_len)
+        found.append(Observed(name, _place(name, runs.checked.sites.order), each, noise, blocks))
     return found
 
 
-def _of_sites(runs: BothRuns) -> dict[str, tuple[Discrepancy, float]]:
-    """Of each tensor of a site whose part on this rank is a range of positions of what one device has."""
-    expected, noisy, got = {}, {}, {}
-    for kind in ("values", "gradients"):
-        prefix = "gradient of " if kind == "gradients" else ""
-        mine, theirs = getattr(runs.checked.sites, kind), getattr(runs.truth.sites, kind)
-        also = theirs if runs.noisy is None else getattr(runs.noisy.sites, kind)
-        for name in [name for name in mine if name in theirs and name in also]:
-            part = runs.checked.strategy.shard(theirs[name], SITE_DIM)
-            if part.shape == mine[name].shape:
-                expected[prefix + name], got[prefix + name] = part, mine[name]
-                noisy[prefix + name] = runs.checked.strategy.shard(also[name], SITE_DIM)
-    return runs.compared(expected, None if runs.noisy is None else noisy, got)
-
-
-def _sides(runs: BothRuns, name: str) -> tuple[Tensor | None, Tensor | None, int | None]:
-    """What a tensor should be on this rank and what it is, with its sequence dim; None of one without."""
-    checked, truth, part = runs.checked, runs.truth, runs.checked.part
+def _sequence_dim(part: ModelPart, name: str) -> int | None:
+    """The sequence dim of an output, an input's gradient; None of all else, and of grids."""
     kind, _, key = name.rpartition(" ")
-    dim: object = None
-    theirs: Tensor | None = None
-    mine: Tensor | None = None
-    if " of attention " in name:
-        which = "gradients" if name.startswith("gradient of ") else "values"
-        key, dim = name.removeprefix("gradient of "), SITE_DIM
-        mine, theirs = getattr(checked.sites, which)[key], getattr(truth.sites, which)[key]
-    elif kind == "output":
-        mine, theirs, dim = checked.outputs[key], truth.outputs[key], part.output_dims[key]
-    elif kind == "gradient of input":
-        mine, theirs, dim = checked.inputs[key].grad, truth.inputs[key].grad, part.sequence_dims[key]
-    if not isinstance(dim, int) or theirs is None or mine is None:
-        return None, None, None
-    return checked.strategy.shard(theirs, dim).detach(), mine.detach(), dim
+    dims = {"output": part.output_dims, "gradient of input": part.sequence_dims}.get(kind, {})
+    dim = dims.get(key)
+    return dim if isinstance(dim, int) else None
 
 
 def _blocks(

@@ -26,7 +26,7 @@ from spbench.bench.measure.verify.beside_values import (
     masked_attention,
 )
 from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepancies, relative_errors
-from spbench.bench.measure.verify.verified_run import Case, VerifiedRun, share_of
+from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, VerifiedRun, share_of
 from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
@@ -81,18 +81,46 @@ class BothRuns:
     recorder: Recorder
     departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
 
-    def compared(
-        self, expected: dict[str, Tensor], noisy: dict[str, Tensor] | None, got: Mapping[str, Tensor | None]
-    ) -> dict[str, tuple[Discrepancy, float]]:
-        """By name of what is compared: the discrepancy, and the error of the single device in the dtype."""
-        found = discrepancies(expected, got)
-        noise = {} if noisy is None else relative_errors(expected, noisy)
-        return {name: (each, noise.get(name, 0.0)) for name, each in found.items()}
+    def tensors(self) -> Compared:
+        """All that :meth:`VerifiedRun.tensors` names."""
+        noisy = {} if self.noisy is None else share_of(self.noisy, self.checked)
+        return Compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
 
-    def tensors(self) -> dict[str, tuple[Discrepancy, float]]:
-        """:meth:`compared` of all that :meth:`VerifiedRun.tensors` names."""
-        noisy = None if self.noisy is None else share_of(self.noisy, self.checked)
-        return self.compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
+    def sites(self) -> Compared:
+        """Each tensor of a site of attention, and its gradient, whose part on this rank is a range of
+        positions of what one device has."""
+        compared = Compared({}, {}, {})
+        for prefix, kind in (("", "values"), ("gradient of ", "gradients")):
+            mine, theirs = getattr(self.checked.sites, kind), getattr(self.truth.sites, kind)
+            also = theirs if self.noisy is None else getattr(self.noisy.sites, kind)
+            for name in [name for name in mine if name in theirs and name in also]:
+                part = self.checked.strategy.shard(theirs[name], SITE_DIM)
+                if part.shape == mine[name].shape:
+                    compared.expected[prefix + name], compared.got[prefix + name] = part, mine[name]
+                    if self.noisy is not None:
+                        compared.noisy[prefix + name] = self.checked.strategy.shard(also[name], SITE_DIM)
+        return compared
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Tensors of this rank by name.
+
+    Attributes:
+        expected: as one device computes them in float64.
+        noisy: as one device computes them in the case's dtype; empty where that is float64.
+        got: as the strategy computes them.
+    """
+
+    expected: dict[str, Tensor]
+    noisy: dict[str, Tensor]
+    got: dict[str, Tensor | None]
+
+    def discrepancies(self) -> dict[str, tuple[Discrepancy, float]]:
+        """Of each the discrepancy, and the relative error of the single device in the dtype."""
+        noise = relative_errors(self.expected, self.noisy) if self.noisy else {}
+        found = discrepancies(self.expected, self.got)
+        return {name: (each, noise.get(name, 0.0)) for name, each in found.items()}
 
 
 def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
@@ -160,7 +188,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     model, truth, checked, recorder = runs.model, runs.truth, runs.checked, runs.recorder
     return [
         *(Finding(name, each, 0.0, apart=at) for name, (each, at) in runs.departures.items()),
-        *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().items()),
+        *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().discrepancies().items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
         Finding(*check_elements(checked), 0.0),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
@@ -21,7 +21,7 @@ from spbench.bench.command_line.options import (
     path_option,
     printed,
 )
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import (
@@ -32,9 +32,14 @@ from spbench.bench.measure.scenarios.choices import (
     strategy_problem,
 )
 from spbench.bench.measure.scenarios.setting_changes import option_values
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.verify.cases import VerifyRow
+from spbench.bench.measure.verify.verdicts import (
+    EQUAL,
+    VERDICTS_FILE,
+    Verdict,
+    VerifyRow,
+    kept_verdicts,
+    verified_code,
+)
 
 
 @click.command("verify")
@@ -85,7 +90,6 @@ def command(
     from spbench.bench.measure.scenarios.placement import chosen_device
     from spbench.bench.measure.sweep.results import finite
     from spbench.bench.measure.verify import cases
-    from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts
     from spbench.impls.strategies.nesting import pairs as all_pairs
 
     strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
@@ -142,7 +146,6 @@ def _spelled(row: VerifyRow) -> str:
 def _made_now() -> dict[str, Any]:
     """What made a verdict: the commit, a digest of its code, torch's version and the time."""
     from spbench.bench.measure.sweep.provenance import provenance
-    from spbench.bench.measure.verify.verdicts import verified_code
 
     made = {name: provenance()[name] for name in ("commit", "torch")}
     return made | {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -193,14 +196,13 @@ def _options(
 #: what no case is wrong for
 _NO_FAULTS = {"green", "unsupported", "as published"}
 
-#: as :attr:`VerifyRow.bytes` has it, and what is said where no case has anything to compare
-EQUAL = "equal"
+#: what is said of bytes where no case has anything to compare
 NOT_COMPARED = "not compared, as closed forms are of whole models"
 #: characters of a variant in the table; JSON and CSV have all
 _VARIANT = 36
 
 
-def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
+def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     """The verdicts by strategy, and each of those that are not green or unsupported."""
     if not rows:
         return []
@@ -209,7 +211,7 @@ def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
     return [_by_strategy(rows), *_each(told), *_explanations(red)]
 
 
-def _explanations(wrong: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
     """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
     the bytes of all its cases beside the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
@@ -224,22 +226,22 @@ def _explanations(wrong: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in said)])
 
 
-def _by_strategy(rows: Sequence[Mapping[str, Any]]) -> Table:
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+def _by_strategy(rows: Sequence[Verdict]) -> Table:
+    groups: dict[tuple[str, str], list[Verdict]] = {}
     for row in rows:
         groups.setdefault((row["strategy"], row["dtype"]), []).append(row)
     lines = []
     for (strategy, dtype), mine in groups.items():
         counts = Counter(row["status"] for row in mine)
         worst = max((row["error"] for row in mine if row["status"] == "green"), default=None)
-        limits = [row["limit"] for row in mine if row["limit"] is not None]
+        limit = min((row["limit"] for row in mine if row["limit"] is not None), default=None)
         lines.append(
             {
                 "strategy": strategy,
                 "dtype": dtype,
                 **{status: counts[status] or None for status in dict.fromkeys(("green", *counts))},
-                "worst green error": None if worst is None else f"{worst:.1e}",
-                "limit": f"{min(limits):.1e}" if limits else None,
+                "worst green error": _error(worst),
+                "limit": _error(limit),
                 "bytes sent": _bytes_of(mine),
             }
         )
@@ -247,7 +249,11 @@ def _by_strategy(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Verdicts by strategy", [{name: line.get(name) for name in names} for line in lines])
 
 
-def _bytes_of(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def _error(number: float | None) -> str | None:
+    return None if number is None else f"{number:.1e}"
+
+
+def _bytes_of(rows: Sequence[Verdict]) -> str | None:
     """In how many cases bytes are those of the closed forms; None: no case was compared."""
     compared = [row["bytes"] for row in rows if row["bytes"]]
     unequal = sum(each != EQUAL for each in compared)
@@ -256,30 +262,29 @@ def _bytes_of(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
-def _each(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
+_COLUMNS = [
+    *(Column(name, name) for name in ("strategy", "model")),
+    Column("variant", "variant", lambda text: shorten(text, _VARIANT, placeholder=" ...")),
+    *(Column(name, name) for name in ("part", "mesh", "dtype", "status")),
+    *(Column(name, name, _error) for name in ("error", "limit")),
+    *(Column(name, name) for name in ("tensor", "rank")),
+    Column("factor", "factor", lambda factor: f"{factor:.4g}"),
+]
+
+
+def _each(rows: Sequence[Verdict]) -> list[Table | str]:
     """The table of verdicts, and below it what is said of those that are not green, each text once."""
     if not rows:
         return []
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
-    lines = [
-        {
-            **{name: row[name] for name in ("strategy", "model")},
-            "variant": shorten(row["variant"], _VARIANT, placeholder=" ..."),
-            **{name: row[name] for name in ("part", "mesh", "dtype", "status")},
-            **{name: None if row[name] is None else f"{row[name]:.1e}" for name in ("error", "limit")},
-            **{name: row[name] for name in ("tensor", "rank")},
-            "factor": None if row["factor"] is None else f"{row['factor']:.4g}",
-            "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None,
-        }
-        for row in rows
-    ]
+    why = Column("why", "why", of=lambda row: f"({texts.index(_why(row)) + 1})" if _why(row) else None)
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
     important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
+    table = Table.of(title, [*_COLUMNS, why], rows, important=important, below=("variant",))
     reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
-    table = Table(title, lines, important, ("variant",))
     return [table, "\n".join(["Why, by the numbers of the table:", *reasons])] if reasons else [table]
 
 
-def _why(row: Mapping[str, Any]) -> str:
+def _why(row: Verdict) -> str:
     """What is wrong, by the verdict or by what was raised."""
     return row["verdict"] or row["reason"]

@@ -57,7 +57,15 @@ def test_fewer_ranks_are_tried_where_more_cannot_run_a_tiny_model(
     def verified(pool: object, of: Cell, sizes: Any, name: str, preset: object) -> VerifyRow:
         asked.append(sizes["sp"])
         status: Any = "green" if sizes["sp"] == least else "unsupported"
-        return VerifyRow("", name, "", "", sizes["sp"], "", "fp32", 3, 24, status, reason="3 heads; use 3")
+        return VerifyRow(
+            strategy="",
+            model=name,
+            part="",
+            size=sizes["sp"],
+            dtype="fp32",
+            status=status,
+            reason="3 heads; use 3",
+        )
 
     monkeypatch.setattr(proof, "_verified", verified)
     found = reasons_against([cell(sizes={"sp": 4})], object())  # type: ignore[arg-type]
