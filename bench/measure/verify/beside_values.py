@@ -29,14 +29,14 @@ from spbench.impls.models.model import Model
 from spbench.impls.strategies.base import Strategy
 
 
-def check_positions(whole: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+def check_positions(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
 
     A strategy that gave all ranks the same chunk would be compared with that chunk alone.
     """
     strategy, part = checked.strategy, checked.part
-    tensors = [(x, part.sequence_dims[name]) for name, x in whole.inputs.items()]
-    tensors += [(x, part.output_dims[name]) for name, x in whole.outputs.items()]
+    tensors = [(x, part.sequence_dims[name]) for name, x in truth.inputs.items()]
+    tensors += [(x, part.output_dims[name]) for name, x in truth.outputs.items()]
     several = [(x, dim if isinstance(dim, tuple) else (dim,)) for x, dim in tensors if dim is not None]
     grids = {tuple(x.shape[d] for d in dims) for x, dims in several}
     for sizes in sorted(grids):
@@ -150,7 +150,7 @@ def masked_attention(
     return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
 
 
-def check_documents(whole: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+def check_documents(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """Where the outputs of a document change with the inputs of its neighbours, in two more forwards; nothing
     for a model whose sequences are not packed."""
     strategy, part = checked.strategy, checked.part
@@ -160,7 +160,7 @@ def check_documents(whole: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[
     of_positions = document_of_positions(attended, sum(attended.documents)) % 2
     for changed in range(2):
         inputs = {}
-        for name, x in whole.inputs.items():
+        for name, x in truth.inputs.items():
             dim, values = part.sequence_dims[name], x.detach()
             if isinstance(dim, int):
                 other = values + 1 if x.is_floating_point() else (values + 1) % (values.max() + 1)

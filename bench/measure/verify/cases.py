@@ -115,7 +115,7 @@ def verify(
         "backend": backend,
         "backend_options": of_backend,
     }
-    found: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
+    failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -130,7 +130,7 @@ def verify(
         for strategy, name, mesh, dtype, part, varying in cases:
             varied = set_options(presets[name], varying, f"model {name}")
             case = Case(strategy, varied, part, dtype, **everywhere)
-            reds = found[strategy.name]
+            reds = failures[strategy.name]
             row = verify_case(
                 *(ranks, case, mesh),
                 device=device,
@@ -239,7 +239,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
     worst = worst_of(own, wrong)
     row = replace(
         row,
-        error=worst.finding.found.error,
+        error=worst.finding.discrepancy.error,
         limit=worst.limit,
         tensor=worst.finding.tensor,
         rank=worst.rank,

@@ -59,7 +59,7 @@ class Observed:
 
     tensor: str
     place: tuple[int, float]
-    found: Discrepancy
+    discrepancy: Discrepancy
     noise: float
     blocks: tuple[float | None, ...] = ()
 
@@ -70,18 +70,21 @@ def explain_values(pool: Ranks, case: Case, sizes: Mapping[str, int], device: st
         by_rank = pool.run(sizes, observed, case, device=device, backend=backend)
     except RankError as error:  # a fault that comes and goes
         return f"run once more, it failed: {error.reason}"
-    limit = limits(PRECISIONS[case.dtype].parameters, [each.noise for found in by_rank for each in found])
-    found = [(rank, each) for rank, of_rank in enumerate(by_rank) for each in of_rank]
-    found.sort(key=lambda at: at[1].place)
-    wrong = [(rank, each) for rank, each in found if each.found.error > limit(each.noise)]
+    limit = limits(PRECISIONS[case.dtype].parameters, [each.noise for of_rank in by_rank for each in of_rank])
+    every = [(rank, each) for rank, of_rank in enumerate(by_rank) for each in of_rank]
+    every.sort(key=lambda at: at[1].place)
+    wrong = [(rank, each) for rank, each in every if each.discrepancy.error > limit(each.noise)]
     names = list(dict.fromkeys(each.tensor for _, each in wrong))
     if not names:
         return ""
-    first = [(rank, each) for rank, each in found if each.tensor == names[0]]
-    worst = max((each for _, each in wrong if each.tensor == names[0]), key=lambda each: each.found.error)
-    right = [each.tensor for _, each in found if each.place < worst.place and each.tensor not in names]
+    first = [(rank, each) for rank, each in every if each.tensor == names[0]]
+    worst = max(
+        (each for _, each in wrong if each.tensor == names[0]), key=lambda each: each.discrepancy.error
+    )
+    right = [each.tensor for _, each in every if each.place < worst.place and each.tensor not in names]
+    how = worst.discrepancy.described(limit(worst.noise))
     lines = [
-        f"first wrong in the order of execution: {names[0]} {worst.found.described(limit(worst.noise))}",
+        f"first wrong in the order of execution: {names[0]} {how}",
         *([f"right before it: {right[-1]}"] if right else ["nothing that is compared comes before it"]),
         *_map([(rank, each) for rank, each in first], limit(worst.noise), case.seq_len),
     ]
@@ -107,12 +110,12 @@ def observed(mesh: DeviceMesh, case: Case) -> list[Observed]:
     runs = both_runs(mesh, case, watch=True)
     at_sites, tensors = runs.sites(), runs.tensors()
     expected, got = {**at_sites.expected, **tensors.expected}, {**at_sites.got, **tensors.got}
-    found = []
+    observations = []
     for name, (each, noise) in {**at_sites.discrepancies(), **tensors.discrepancies()}.items():
         dim = SITE_DIM if name in at_sites.got else _sequence_dim(runs.checked.part, name)
         blocks = () if dim is None else _blocks(runs, expected.get(name), got.get(name), dim, case.seq_len)
-        found.append(Observed(name, _place(name, runs.checked.sites.order), each, noise, blocks))
-    return found
+        observations.append(Observed(name, _place(name, runs.checked.sites.order), each, noise, blocks))
+    return observations
 
 
 def _sequence_dim(part: ModelPart, name: str) -> int | None:
@@ -154,7 +157,7 @@ def _place(name: str, order: Mapping[str, int]) -> tuple[int, float]:
 def _map(first: Sequence[tuple[int, Observed]], limit: float, length: int) -> list[str]:
     """The errors of one tensor by rank, and by block of positions where it has these."""
     if not any(each.blocks for _, each in first):
-        said = [f"rank {rank} {_error(each.found.error, limit)}" for rank, each in first]
+        said = [f"rank {rank} {_error(each.discrepancy.error, limit)}" for rank, each in first]
         return [f"its error by rank (. is right): {', '.join(said)}"]
     edges = [-(-block * length // BLOCKS) for block in range(min(BLOCKS, length) + 1)]
     heads = [f"{low}-{high - 1}" for low, high in pairwise(edges)]

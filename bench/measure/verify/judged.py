@@ -64,8 +64,8 @@ class Discrepancy:
         if self.scale == 0.0 and self.error == 1.0:
             return "is zero"
         if self.factor(limit) is not None:
-            known = min(10, max(3, math.ceil(-math.log10(self.residual or 1e-16))))
-            return f"is {self.scale:.{known}g} times the reference (residual {self.residual:.0e})"
+            digits = min(10, max(3, math.ceil(-math.log10(self.residual or 1e-16))))
+            return f"is {self.scale:.{digits}g} times the reference (residual {self.residual:.0e})"
         return f"is off by {self.error:.1e}, not a scale"
 
 
@@ -120,7 +120,7 @@ class Finding:
     """
 
     tensor: str
-    found: Discrepancy
+    discrepancy: Discrepancy
     noise: float
     tells: int = 1
     apart: tuple[int, int] | None = None
@@ -136,14 +136,14 @@ class Judged:
 
     @property
     def excess(self) -> float:
-        return self.finding.found.error / self.limit
+        return self.finding.discrepancy.error / self.limit
 
     @property
     def factor(self) -> float | None:
-        return self.finding.found.factor(self.limit)
+        return self.finding.discrepancy.factor(self.limit)
 
     def __str__(self) -> str:
-        return f"{self.finding.tensor} {self.finding.found.described(self.limit)}"
+        return f"{self.finding.tensor} {self.finding.discrepancy.described(self.limit)}"
 
 
 def limits(dtype: torch.dtype, noises: Sequence[float]) -> Callable[[float], float]:
@@ -190,7 +190,7 @@ def how_departs(strategy: type[Strategy] | Nesting, departing: Sequence[Judged])
     (cls,) = (cls for cls in classes if issubclass(cls, AsPublished))
     first = departing[0].finding.tensor
     ranks = [each for each in departing if each.finding.tensor == first]
-    error = max(each.finding.found.error for each in ranks)
+    error = max(each.finding.discrepancy.error for each in ranks)
     at = [each.finding.apart or (0, 0) for each in ranks]
     apart, places = sum(differ for differ, _ in at), sum(every for _, every in at)
     tensors = len({each.finding.tensor for each in departing})

@@ -117,10 +117,12 @@ class Compared:
     got: dict[str, Tensor | None]
 
     def discrepancies(self) -> dict[str, tuple[Discrepancy, float]]:
-        """Of each the discrepancy, and the relative error of the single device in the dtype."""
+        """By name: the discrepancy, and the relative error of the single device in the dtype."""
         noise = relative_errors(self.expected, self.noisy) if self.noisy else {}
-        found = discrepancies(self.expected, self.got)
-        return {name: (each, noise.get(name, 0.0)) for name, each in found.items()}
+        return {
+            name: (each, noise.get(name, 0.0))
+            for name, each in discrepancies(self.expected, self.got).items()
+        }
 
 
 def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:

@@ -127,48 +127,48 @@ def read_verdicts(folder: Path) -> list[Verdict]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    found: list[Verdict] = []
+    verdicts: list[Verdict] = []
     head: Verdict = {}
     for number, line in enumerate(lines, start=1):
         content = _read(path, number, line)
         if "status" in content:
-            found.append({**_FIELDS, **head, **content})
+            verdicts.append({**_FIELDS, **head, **content})
         else:
             head = content
-    return found
+    return verdicts
 
 
 def _read(path: Path, number: int, line: str) -> Verdict:
     """A head, or a case."""
     try:
-        found: Verdict = json.loads(line)
-        (_CASE if isinstance(found, dict) and "status" in found else _HEAD).validate_python(found)
+        content: Verdict = json.loads(line)
+        (_CASE if isinstance(content, dict) and "status" in content else _HEAD).validate_python(content)
     except (ValueError, RecursionError) as error:
         what = problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
             f"{path}:{number}: not a verdict ({what}); delete the file, and verify again"
         ) from error
-    return found
+    return content
 
 
 @contextmanager
-def kept_verdicts(folder: Path | None, made: Mapping[str, Any]) -> Iterator[list[Verdict]]:
+def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[Verdict]]:
     """A list for the verdicts of a run, which are written to a folder beside earlier ones when it ends, also
     by an error; None: nothing is written.
 
     Args:
-        made: further fields of each of them.
+        run: further fields of each of them.
 
     Raises:
         UserError: the file cannot be read or written; an earlier one is as it was.
     """
-    found: list[Verdict] = []
+    verdicts: list[Verdict] = []
     earlier = [] if folder is None else read_verdicts(folder)
     try:
-        yield found
+        yield verdicts
     finally:
         if folder is not None:
-            write_whole(folder / VERDICTS_FILE, _text([*earlier, *({**row, **made} for row in found)]))
+            write_whole(folder / VERDICTS_FILE, _text([*earlier, *({**row, **run} for row in verdicts)]))
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:

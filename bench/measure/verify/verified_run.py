@@ -139,19 +139,19 @@ class VerifiedRun:
     def tensors(self) -> dict[str, Tensor | None]:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
         what the backend keeps of it."""
-        found: dict[str, Tensor | None] = {}
+        tensors: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
             shared = self.part.output_dims[name] is None
-            found[f"output {name}"] = self._summed(x) if shared else x
+            tensors[f"output {name}"] = self._summed(x) if shared else x
         for name, x in self.inputs.items():
             if x.requires_grad:
                 # of an input that every rank holds whole, each has the gradient of its share of the loss
                 shared = self.part.sequence_dims[name] is None
-                found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
+                tensors[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
         gradients = self.backend.gradient_parts()
         for name in self.backend.gradient_places():
-            found[f"gradient of {name}"] = gradients[name].values if name in gradients else None
-        return found
+            tensors[f"gradient of {name}"] = gradients[name].values if name in gradients else None
+        return tensors
 
     def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
         if whole.is_floating_point():
@@ -184,12 +184,12 @@ def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
             values.copy_(values.to(case.torch_dtype))
 
 
-def share_of(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
+def share_of(truth: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
     """This rank's share of what one device computed."""
     strategy, part = checked.strategy, checked.part
     kept = checked.backend.gradient_places()
     share = {}
-    for name, x in whole.tensors().items():
+    for name, x in truth.tensors().items():
         assert x is not None, f"the oracle has no {name}"
         kind, _, key = name.rpartition(" ")
         if kind == "output":
@@ -198,7 +198,7 @@ def share_of(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
             share[name] = strategy.shard(x, part.sequence_dims[key])
         elif key in kept or key not in checked.shards:
             shard = checked.shards.get(key)
-            x = x.view(whole.shapes[key])
+            x = x.view(truth.shapes[key])
             mine = shard.of(x) if shard else x
             share[name] = kept[key].of(mine) if key in kept else mine
     return share

@@ -94,8 +94,8 @@ def command(
 
     strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
     ranks_on = chosen_device(device or "available")
-    made = {"backend": backend, "device": ranks_on, **_made_now()}
-    with kept_verdicts(output, made) as lines, Progress() as progress:
+    run = {"backend": backend, "device": ranks_on, **_made_now()}
+    with kept_verdicts(output, run) as lines, Progress() as progress:
         for row in cases.verify(
             strategies or None,
             list(model) or None,
@@ -147,8 +147,8 @@ def _made_now() -> dict[str, Any]:
     """What made a verdict: the commit, a digest of its code, torch's version and the time."""
     from spbench.bench.measure.sweep.provenance import provenance
 
-    made = {name: provenance()[name] for name in ("commit", "torch")}
-    return made | {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    origin = {name: provenance()[name] for name in ("commit", "torch")}
+    return origin | {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def _check_names(
@@ -186,11 +186,11 @@ def _options(
     Raises:
         UserError: one of the owners has no such option, or not with that value.
     """
-    found = option_values(flag, given)
+    options = option_values(flag, given)
     for owner in owners:
-        for path, problem in option_mistakes(section, owner, found):
+        for path, problem in option_mistakes(section, owner, options):
             raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
-    return found
+    return options
 
 
 #: what no case is wrong for
@@ -206,14 +206,14 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     """The verdicts by strategy, and each of those that are not green or unsupported."""
     if not rows:
         return []
-    told = [row for row in rows if row["status"] not in ("green", "unsupported")]
-    red = [row for row in told if row["status"] == "RED"]
-    return [_by_strategy(rows), *_each(told), *_explanations(red)]
+    named = [row for row in rows if row["status"] not in ("green", "unsupported")]
+    red = [row for row in named if row["status"] == "RED"]
+    return [_by_strategy(rows), *_each(named), *_explanations(red)]
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
-    """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
-    the bytes of all its cases beside the closed forms."""
+    """Says of each RED strategy where its step goes wrong first, in the case that was run once more, and the
+    bytes of all its cases beside the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
         mine = [row for row in wrong if row["strategy"] == strategy]
         row = next((row for row in mine if row["explanation"]), mine[0])
