@@ -17,8 +17,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.starting import stop_server
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.sweep.worker import Worker
+from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Outcome
-from spbench.bench.measuring_code import code_digest
 from spbench.impls import loose_files
 from spbench.impls.discovery import installed_version, plugin_entries
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.atomic_write import write_whole
+from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_job import GRACE_S, Answer, collect
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
