@@ -16,6 +16,7 @@ from typing import Any
 
 from spbench.bench.measure.processes.starting import (
     Surroundings,
+    allow_children,
     fate,
     interrupts_blocked,
     main_module_hidden,
@@ -57,7 +58,6 @@ class Child:
         context = starting_context()
         self.connection, theirs = context.Pipe()
         surroundings = Surroundings() if environment is None else Surroundings({**environment})
-        _allow_children()
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_begin, args=(surroundings, leads_group, theirs, main, args), daemon=True
         )
@@ -134,14 +134,8 @@ def _begin(
     surroundings.take_on()
     if leads_group:
         os.setpgid(0, 0)
-    _allow_children()
+    allow_children()
     main(connection, *args)
-
-
-def _allow_children() -> None:
-    """Let this process start others. multiprocessing ends daemons at the exit of the one that has started
-    them, as is wanted, but refuses them children: a worker's ranks, or a worker below a Dask worker."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def when_parent_is_gone(act: Callable[[], object] = lambda: os._exit(1)) -> threading.Thread:

@@ -79,6 +79,7 @@ def starting_context() -> BaseContext:
     Raises:
         UserError: the server cannot start, mostly for want of memory or of room for its socket.
     """
+    allow_children()
     context = multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
         try:
@@ -93,6 +94,12 @@ def starting_context() -> BaseContext:
             raise UserError(no_process(error, pid)) from error
         first.join()
     return context
+
+
+def allow_children() -> None:
+    """Let this process start others. multiprocessing ends daemons at the exit of the one that has started
+    them, as is wanted, but refuses them children: a worker's ranks, or a worker below a Dask worker."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def stop_server() -> None:
