@@ -49,7 +49,7 @@ _OPERATORS = {
 
 
 class _Board:
-    """What the ranks of a job leave for each other.
+    """Messages and collectives under way among the ranks of a job.
 
     Attributes:
         lock: of the rank whose turn it is.
@@ -241,7 +241,7 @@ def _worlds() -> Iterator[None]:
 
 
 class LockstepRanks(Ranks):
-    """Any number of ranks that take turns in this process; A job of theirs has no limit of time."""
+    """Any number of ranks that take turns in this process; their jobs have no time limit."""
 
     size = 2**16
 

@@ -72,8 +72,8 @@ def _last_collectives() -> str:
 
 
 def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
-    """The stacks and last collectives that processes write into a folder on signals, each file under its
-    name; then, if py-spy is installed, what it sees, which names the lines of Python below C code.
+    """Have processes write their stacks and last collectives into a folder; return each file under its name,
+    then, if py-spy is installed, what it sees, which names the lines of Python below C code.
 
     Takes up to twice :data:`STACKS_S` seconds.
     """
