@@ -61,6 +61,8 @@ class Meter:
 
     #: how scenarios name it, and the key of what it found in a row
     name: ClassVar[str]
+    #: whether every recorder has it, so that no scenario asks for it
+    always: ClassVar[bool] = False
 
     def __init__(self, mesh: DeviceMesh | None):
         self.mesh = mesh
@@ -79,14 +81,9 @@ class Meter:
 
 def meters() -> Mapping[str, type[Meter]]:
     """The meters that a scenario can ask for, by name: those of this package, then the entry points
-    ``spbench.meters``; without those of memory, communication and events, which every recorder has."""
-    from spbench.bench.measure.trace.communication import CommunicationMeter
-    from spbench.bench.measure.trace.event_log import EventLog
-    from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter
-
+    ``spbench.meters``."""
     found = named_classes("spbench.bench.measure.trace", Meter, "spbench.meters")
-    always = (MemoryMeter, HostMemoryMeter, CommunicationMeter, EventLog)
-    return {name: cls for name, cls in found.items() if cls not in always}
+    return {name: cls for name, cls in found.items() if not cls.always}
 
 
 def meter_classes(names: Sequence[str]) -> list[type[Meter]]:

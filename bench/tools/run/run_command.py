@@ -113,7 +113,7 @@ def command(
 
 
 def _plain_traces() -> AbstractContextManager[None]:
-    from spbench.bench.measure.engines.virtual import only_plain_traces  # imports torch
+    from spbench.bench.measure.engines.tracing import only_plain_traces  # imports torch
 
     return only_plain_traces()
 

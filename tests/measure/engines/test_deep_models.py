@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import deep_models, trace_cache, virtual
+from spbench.bench.measure.engines import deep_models, trace_cache, tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.model import model_preset, models
@@ -27,7 +27,7 @@ TINY = [name for name in models() if "-tiny" in name and name != "attention-call
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_models, "LEAST", LAYERS)
+    monkeypatch.setitem(deep_models.LEAST, "proved", LAYERS)
 
 
 class Traced:
@@ -38,14 +38,14 @@ class Traced:
 
     @contextmanager
     def counted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        traced = virtual._traced
+        traced = tracing._traced
 
         def counting(asked: Cell, rank: int, events: bool) -> Trace:
             self.layers.append(asked.model_options["layers"])
             return traced(asked, rank, events)
 
         with monkeypatch.context() as patched:
-            patched.setattr(virtual, "_traced", counting)
+            patched.setattr(tracing, "_traced", counting)
             yield
 
 
@@ -53,10 +53,8 @@ def check(asked: Cell, monkeypatch: pytest.MonkeyPatch, rank: int = 0, *, events
     """Compare a trace with that of all layers; returns how many layers the traced models had."""
     traced = Traced()
     with traced.counted(monkeypatch):
-        ours = virtual.trace(asked, rank, events=events)
-    with monkeypatch.context() as patched:
-        patched.setattr(virtual, "deep_trace", lambda one, rank, trace: trace(one))
-        theirs = virtual.trace(asked, rank, events=events)
+        ours = tracing.trace(asked, rank, events=events)
+    theirs = tracing.trace(asked, rank, events=events, effort="whole")
     assert differences(ours, theirs) == []
     assert (ours.cell, ours.rank, ours.found) == (theirs.cell, theirs.rank, theirs.found)
     assert vars(ours.communication) == vars(theirs.communication)
@@ -190,8 +188,8 @@ def test_a_layer_unlike_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_plain_path_traces_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = Traced()
-    with traced.counted(monkeypatch), virtual.only_plain_traces():
-        virtual.trace(deep("single"))
+    with traced.counted(monkeypatch), tracing.only_plain_traces():
+        tracing.trace(deep("single"))
     assert traced.layers == [LAYERS]
 
 
@@ -201,6 +199,6 @@ def test_a_trace_on_disk_is_of_few_layers(monkeypatch: pytest.MonkeyPatch, tmp_p
     traced = Traced()
     with traced.counted(monkeypatch), trace_cache.used():
         for layers in (LAYERS, LAYERS + 1):
-            ours = virtual.trace(deep("single", model_options={"layers": layers}))
+            ours = tracing.trace(deep("single", model_options={"layers": layers}))
             assert ours.cell.model_options["layers"] == layers
     assert traced.layers == FEW

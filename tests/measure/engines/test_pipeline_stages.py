@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import pipeline_stages, tracing, virtual
 from spbench.bench.measure.engines.pipeline_stages import NotAlike, Turns, put_together
-from spbench.bench.measure.engines.traces import ClassTraces, Trace
+from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.impls.models.blocks.decoder import DecoderBlock
 from spbench.impls.training.pipeline import StageRun
 from tests.measure.trace.same_traces import differences
@@ -41,12 +42,13 @@ def cell_of(micro_batches: int = 17, **changes: Any) -> Cell:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks that are traced."""
     ranks: list[int] = []
-    trace = virtual.trace
+    trace = tracing.trace
 
     def counted(cell: Cell, rank: int = 0, *, events: bool = False) -> Any:
         ranks.append(rank)
         return trace(cell, rank, events=events)
 
+    monkeypatch.setattr(pipeline_stages, "trace", counted)
     monkeypatch.setattr(virtual, "trace", counted)
     return ranks
 
@@ -56,7 +58,7 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
     quick = virtual.trace_classes(cell, events=True)
     by_trace = {*traced}
     plain = [
-        made if made.rank in by_trace else virtual.trace(cell, made.rank, events=True)
+        made if made.rank in by_trace else tracing.trace(cell, made.rank, events=True)
         for made in quick.traces
     ]
     for ours, theirs in zip(quick.traces, plain, strict=True):
@@ -110,7 +112,7 @@ def test_without_events(traced: list[int]) -> None:
     quick = virtual.trace_classes(cell)
     assert [trace.program for trace in quick.traces] == [None] * PP
     assert len(traced) == 3
-    assert differences(quick.traces[3], virtual.trace(cell, 2 * 3)) == []
+    assert differences(quick.traces[3], tracing.trace(cell, 2 * 3)) == []
 
 
 def at_the_eighth_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +170,21 @@ def test_a_fault_is_seen(
     traced: list[int],
 ) -> None:
     """By the proof, so that each stage is traced; without it, by these tests."""
-    monkeypatch.setattr(virtual, "put_together", lambda *args: fault(put_together(*args)))
+    monkeypatch.setattr(pipeline_stages, "put_together", lambda *args: fault(put_together(*args)))
     if proof:
         assert check(cell_of(), traced) == set()
         return
-    monkeypatch.setattr(virtual, "same", lambda ours, theirs: True)
+    monkeypatch.setattr(Trace, "same", lambda ours, theirs: True)
     with pytest.raises(AssertionError, match=field):
         check(cell_of(), traced)
 
 
 def test_what_is_not_made_of_turns_is_refused() -> None:
-    trace = virtual.trace(cell_of(), 2 * (PP - 1 - 4))
+    trace = tracing.trace(cell_of(), 2 * (PP - 1 - 4))
     held = Turns(17, 4)
     assert put_together(trace, held, Turns(17, 5)).memory.events != trace.memory.events
     with pytest.raises(NotAlike, match="turn 0 is"):
         put_together(trace, Turns(17, 0), Turns(17, 5))
-    trace.memory.marks.append(("forward", 1))
+    trace.memory.marks.append(("forward", len(trace.memory.events)))
     with pytest.raises(NotAlike, match="forward comes after the last step"):
         put_together(trace, held, Turns(17, 5))

@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
 from spbench.bench.measure.simulator.folding import smallest_shift
@@ -257,7 +257,7 @@ def test_groups_of_chosen_members_are_kept() -> None:
 def test_a_plain_trace_simulates_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ranks = CELLS["rsa within a node"]
     assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == ranks
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
     assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == asked.sizes.world
 
 

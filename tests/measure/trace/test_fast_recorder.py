@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.trace import fast_recorder
@@ -95,8 +95,8 @@ def in_every_run(names: Iterable[str]) -> list[Any]:
 
 def plain(asked: Cell, rank: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
     with monkeypatch.context() as patched:
-        patched.setenv(virtual.PLAIN_TRACE, "1")
-        return virtual.trace(asked, rank, events=True)
+        patched.setenv(tracing.PLAIN_TRACE, "1")
+        return tracing.trace(asked, rank, events=True)
 
 
 @pytest.mark.parametrize("name", in_every_run(CELLS))
@@ -105,7 +105,7 @@ def test_traces_are_those_of_the_plain_path(name: str, monkeypatch: pytest.Monke
     for each in rank_classes(asked):
         expected = plain(asked, each.first, monkeypatch)
         assert len(expected.memory.events) > 100
-        first, again = (virtual.trace(asked, each.first, events=True) for _ in range(2))
+        first, again = (tracing.trace(asked, each.first, events=True) for _ in range(2))
         assert differences(first, expected) == []
         assert differences(again, expected) == []
 
@@ -113,7 +113,7 @@ def test_traces_are_those_of_the_plain_path(name: str, monkeypatch: pytest.Monke
 def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = cell("tensor_parallel")
     expected = plain(asked, 0, monkeypatch)
-    virtual.trace(asked, events=True)
+    tracing.trace(asked, events=True)
     wrong = dict(fast_recorder.MEMORY)
     for key, remembered in wrong.items():
         if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
@@ -123,7 +123,7 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
     monkeypatch.setattr(fast_recorder, "MEMORY", wrong)
-    assert "sizes" in differences(virtual.trace(asked, events=True), expected)
+    assert "sizes" in differences(tracing.trace(asked, events=True), expected)
 
 
 def test_an_assignment_to_data_is_another_call() -> None:

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.trace import step_records
 from spbench.bench.measure.trace.recorded_streams import RecordedEvent, Streams
 from spbench.impls.backends.ddp import DistributedDataParallel
@@ -61,10 +61,10 @@ def micro_batches(monkeypatch: pytest.MonkeyPatch) -> MicroBatches:
 def differences_of_steps(asked: Cell, rank: int, micro_batches: MicroBatches) -> list[str]:
     """How a shortened trace differs from a whole one; the count is that of the former."""
     micro_batches.run, micro_batches.whole = 0, False
-    shortened = virtual.trace(asked, rank, events=True)
+    shortened = tracing.trace(asked, rank, events=True)
     run = micro_batches.run
     micro_batches.whole = True
-    whole = virtual.trace(asked, rank, events=True)
+    whole = tracing.trace(asked, rank, events=True)
     micro_batches.run = run
     return list(differences(shortened, whole))
 
@@ -98,7 +98,7 @@ def test_checkpoints_on_the_host_too(stage: int, run: int, micro_batches: MicroB
     asked = cell(recompute="full", checkpoints="host")
     assert differences_of_steps(asked, 2 * stage, micro_batches) == []
     assert micro_batches.run == run
-    assert len(virtual.trace(asked, 2 * stage).host_memory.sizes) == MICRO_BATCHES
+    assert len(tracing.trace(asked, 2 * stage).host_memory.sizes) == MICRO_BATCHES
 
 
 def test_phases_that_are_left_out_are_seen(
@@ -135,7 +135,7 @@ def test_all_are_run_where_points_of_streams_are_held(
         held.append(event)
 
     monkeypatch.setattr(Streams, "watch", hold)
-    virtual.trace(cell("zero3", 1), 0, events=True)
+    tracing.trace(cell("zero3", 1), 0, events=True)
     assert micro_batches.run == MICRO_BATCHES
 
 
@@ -165,6 +165,6 @@ def test_a_backend_that_counts_backwards_fails(
     asked = cell("ddp", 1)
     monkeypatch.setattr(training_step, "backend_class", lambda name: Counting)
     with pytest.raises(AssertionError, match="backward made no gradient"):
-        virtual.trace(asked, 0)
+        tracing.trace(asked, 0)
     micro_batches.whole = True
-    virtual.trace(asked, 0)
+    tracing.trace(asked, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.trace import step_records
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.models.model import model_preset, models
@@ -32,7 +32,7 @@ def check_ranks(asked: Cell, steps: Steps, ranks: Sequence[int] = RANKS, *, shor
     """Compare the loops of these ranks of the first replica and stage: the first, a middle and the last.
     ``shortened``: loops are so long that some of their steps are not run."""
     for rank in ranks if asked.sizes.world > 1 else RANKS[:1]:
-        assert differences_of_loops(partial(virtual.trace, asked, rank, events=True), steps) == [], rank
+        assert differences_of_loops(partial(tracing.trace, asked, rank, events=True), steps) == [], rank
         if not steps.asked:
             return
         assert steps.run < steps.asked if shortened else steps.run <= steps.asked
@@ -225,7 +225,7 @@ def test_a_fault_in_what_is_written_is_seen(
 ) -> None:
     fault(monkeypatch)
     asked = RINGS["contiguous"]
-    assert field in differences_of_loops(partial(virtual.trace, asked, N - 1, events=True), steps)
+    assert field in differences_of_loops(partial(tracing.trace, asked, N - 1, events=True), steps)
 
 
 @pytest.mark.one_in(2)
@@ -233,19 +233,19 @@ def test_a_fault_in_what_is_written_is_seen(
 def test_a_shortened_trace_is_that_of_the_plain_path(
     name: str, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shortened = virtual.trace(RINGS[name], N // 2, events=True)
+    shortened = tracing.trace(RINGS[name], N // 2, events=True)
     assert steps.run < steps.asked
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
-    assert differences(shortened, virtual.trace(RINGS[name], N // 2, events=True)) == []
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
+    assert differences(shortened, tracing.trace(RINGS[name], N // 2, events=True)) == []
 
 
 def test_real_ranks_and_plain_traces_run_every_step(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(keyed_steps(N, lambda step: 0)) == list(range(N))
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
-    virtual.trace(RINGS["contiguous"], events=True)
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
+    tracing.trace(RINGS["contiguous"], events=True)
     assert steps.run == steps.asked > 0
 
 
 def test_after_a_trace_loops_are_whole_again() -> None:
-    virtual.trace(RINGS["contiguous"])
+    tracing.trace(RINGS["contiguous"])
     assert list(keyed_steps(N, lambda step: 0)) == list(range(N))

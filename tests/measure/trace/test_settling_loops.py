@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.impls import rings
@@ -23,7 +23,7 @@ Body = Callable[[dist.ProcessGroup, Tensor], object]
 
 def trace_of(body: Body, grad: bool = False, events: bool = True) -> Trace:
     """The trace of a function of a group of N ranks and a tensor [4, 4], run by rank N/2 in a phase."""
-    with virtual.fake_mesh({"sp": N}, N // 2) as mesh:
+    with tracing.fake_mesh({"sp": N}, N // 2) as mesh:
         mode = FakeTensorMode()
         recorder = FastRecorder(mode, mesh, events=events)
         with mode, recorder, recorder.phase("forward"), torch.set_grad_enabled(grad):
@@ -261,7 +261,7 @@ def test_a_loop_under_autograd_is_run_in_full(body: Body, steps: Steps) -> None:
 
 def test_a_phase_that_begins_in_each_step_is_written_down_for_all(steps: Steps) -> None:
     def loop() -> list[tuple[str, int]]:
-        with virtual.fake_mesh({"sp": N}, 0) as mesh:
+        with tracing.fake_mesh({"sp": N}, 0) as mesh:
             mode = FakeTensorMode()
             recorder = FastRecorder(mode, mesh, events=True)
             with mode, recorder, torch.no_grad():

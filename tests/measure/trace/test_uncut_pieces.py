@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.trace import uncut_pieces
 from spbench.bench.measure.trace.torch_internals import FakeTensor, FakeTensorMode, fsdp_collectives
 from tests.measure.trace.same_traces import differences
@@ -36,9 +36,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
 
     with monkeypatch.context() as patched:
         patched.setattr(uncut_pieces._Uncut, "side_by_side", noted)
-        ours = virtual.trace(WIDE, 3, events=True)
-    with virtual.only_plain_traces():
-        return [*differences(virtual.trace(WIDE, 3, events=True), ours)], dims
+        ours = tracing.trace(WIDE, 3, events=True)
+    with tracing.only_plain_traces():
+        return [*differences(tracing.trace(WIDE, 3, events=True), ours)], dims
 
 
 def test_a_trace_without_pieces_is_that_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
