@@ -12,6 +12,7 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import deep_models, trace_cache, tracing
+from spbench.bench.measure.engines.deep_models import Effort
 from spbench.bench.measure.engines.traces import Trace
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.model import model_preset, models
@@ -27,7 +28,8 @@ TINY = [name for name in models() if "-tiny" in name and name != "attention-call
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(deep_models.LEAST, "proved", LAYERS)
+    for effort in deep_models.LEAST:
+        monkeypatch.setitem(deep_models.LEAST, effort, LAYERS)
 
 
 class Traced:
@@ -49,11 +51,18 @@ class Traced:
             yield
 
 
-def check(asked: Cell, monkeypatch: pytest.MonkeyPatch, rank: int = 0, *, events: bool = True) -> list[int]:
+def check(
+    asked: Cell,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int = 0,
+    *,
+    events: bool = True,
+    effort: Effort = "proved",
+) -> list[int]:
     """Compare a trace with that of all layers; returns how many layers the traced models had."""
     traced = Traced()
     with traced.counted(monkeypatch):
-        ours = tracing.trace(asked, rank, events=events)
+        ours = tracing.trace(asked, rank, events=events, effort=effort)
     theirs = tracing.trace(asked, rank, events=events, effort="whole")
     assert differences(ours, theirs) == []
     assert (ours.cell, ours.rank, ours.found) == (theirs.cell, theirs.rank, theirs.found)
@@ -171,6 +180,11 @@ def test_shards_of_all_weights(vocabulary: int, layers: list[int], monkeypatch: 
     options = {"hidden": 4096, "vocabulary": vocabulary}
     asked = deep("ulysses", model_options=options, training={"backend": "zero1"})
     assert check(asked, monkeypatch) == layers
+
+
+def test_a_guess_is_put_together_without_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = deep("ulysses", model_options=FULL)
+    assert check(asked, monkeypatch, effort="guess") == FEW[:2]
 
 
 def test_a_layer_unlike_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
