@@ -18,7 +18,8 @@ from spbench.bench.measure.engines import trace_cache, tracing
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.trace_cache import DamagedTrace, from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.traces import Trace
-from tests.measure.trace.test_fast_recorder import CELLS, cell, differences
+from tests.measure.engines.short_cut_cells import SMALL, cell
+from tests.measure.trace.same_traces import differences
 
 RSA = cell("ring_self_attention")
 
@@ -60,14 +61,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     ],
 )
 def test_a_trace_comes_back_as_it_was(name: str) -> None:
-    trace = tracing.trace(CELLS[name], 1, events=True)
-    again = from_bytes(to_bytes(trace), CELLS[name])
+    trace = tracing.trace(SMALL[name], 1, events=True)
+    again = from_bytes(to_bytes(trace), SMALL[name])
     assert differences(again, trace) == []
     assert (again.cell, again.rank, again.found) == (trace.cell, trace.rank, trace.found)
     assert again.communication.axes == trace.communication.axes
     assert again.measurement(10**9) == trace.measurement(10**9)
-    without = tracing.trace(CELLS[name], 1)
-    assert from_bytes(to_bytes(without), CELLS[name]).program is None
+    without = tracing.trace(SMALL[name], 1)
+    assert from_bytes(to_bytes(without), SMALL[name]).program is None
 
 
 def test_the_comparison_sees_a_fault_in_a_file() -> None:

@@ -17,8 +17,8 @@ from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode, check_internals
 from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.ranged_attention import Size
+from tests.measure.engines.short_cut_cells import cell
 from tests.measure.trace.same_traces import differences
-from tests.measure.trace.test_fast_recorder import cell
 
 
 @torch.library.custom_op("price_test::mix", mutates_args=())
