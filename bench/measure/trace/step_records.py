@@ -179,7 +179,9 @@ class StorageRecord:
         #: of each storage
         self._sizes, self._streams, self._places = map(_Column[int], (log.sizes, log.streams, log.places))
         self._changes, self._marks = _Column(log.events, _later_changes), _Column(log.marks, _later_marks)
-        self._columns = (self._sizes, self._streams, self._places, self._changes, self._marks)
+        self._columns: list[_Column[Any]] = [
+            *(self._sizes, self._streams, self._places, self._changes, self._marks)
+        ]
         self._tagged = [len(log.tags)]
         self._kept, self._living = KeptTensors(kept, meter), _Unfinished()
 
@@ -246,11 +248,12 @@ class EventRecord:
         self._rows = _Column(builder.rows, _later_rows)
         noted: tuple[list[tuple[Any, int]], ...] = (builder.marks, builder.switches, builder.works)
         self._noted = [_Column(each, _later_marks) for each in noted]
+        self._columns: list[_Column[Any]] = [self._rows, *self._noted]
         self._posted = _Unfinished()
 
     def end_step(self) -> None:
         self._posted.end_step(self._posts_and_waits(self._rows.ends[-1]))
-        for column in (self._rows, *self._noted):
+        for column in self._columns:
             column.end_step()
 
     def _posts_and_waits(self, start: int) -> Iterator[tuple[int, bool]]:
@@ -274,7 +277,7 @@ class EventRecord:
 
     def repeat(self, times: int) -> None:
         length = self._rows.grown
-        for column in (self._rows, *self._noted):
+        for column in self._columns:
             column.repeat(times, length)
         self.log.renumber_posts(self._rows.ends[0], times * length)
 

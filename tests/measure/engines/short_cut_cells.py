@@ -375,7 +375,7 @@ CELLS: dict[str, tuple[Cell, set[str]]] = {
         {"ranks", "pieces"},
     ),
     # meshes of several axes, across nodes and within one
-    "a node": (wide("ring_self_attention", _BERT, sizes={"sp": 4}), {"steps", "ranks"}),
+    "a node": (wide("ring_self_attention", _BERT, sizes={"sp": 4}), {"ranks"}),
     "replicas across nodes": (
         wide("ring_self_attention", _BERT, sizes={"dp": 2, "sp": N}),
         {"steps", "ranks"},
@@ -393,6 +393,6 @@ CELLS: dict[str, tuple[Cell, set[str]]] = {
     ),
     "stages across nodes": (
         wide("ring_self_attention", _BERT, {"layers": 2}, sizes={"pp": 2, "sp": 8}),
-        set(),
+        {"steps"},
     ),
 }
