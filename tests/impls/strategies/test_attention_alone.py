@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.verified_run import Case

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.verify.beside_values import document_of_positions, seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.axes import Place
