@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs import FLAGS
+from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.bridge import key_of
 from spbench.bench.tools.jobs.flags import Flag, program_flags
-from spbench.bench.tools.jobs.megatron_arguments import known_arguments
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _of_bridge(changes: FlagChanges) -> FlagChanges:
         (key, plain), given = key_of(name), argument in changes.given
         if key is None:
             missing.append(f"{name} among the keys of Megatron-Bridge")
-        elif not known_arguments()[name].takes:
+        elif not argument_table("megatron").arguments[name].takes:
             keys.append(f"{key}={str(given == plain).lower()}")
         else:
             keys.append(f"{key}={value if given else 'null'}")

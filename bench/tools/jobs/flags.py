@@ -16,8 +16,8 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.tools.jobs import FLAGS
+from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
-from spbench.bench.tools.jobs.keys import shown
 from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.model import model_preset

@@ -20,7 +20,7 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabul
 
 def flags(cell: Cell) -> Flags:
     """The file, to be read back; of a model that has not the sizes of a flavor there is none."""
-    program, _ = next(iter(versions().values()))
+    program = next(iter(versions().values())).program
     model = model_preset(*cell.model_arguments)
     name, flavor = next((which for which, other in _models() if _alike(model, other)), ("", ""))
     if not isinstance(model, CausalTransformerModel) or not flavor:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS
+from spbench.bench.tools.jobs.account import key_account
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.tools.jobs.torchtitan_files import content_of
 from spbench.bench.tools.jobs.torchtitan_models import set_model
 from spbench.bench.tools.jobs.variables import ALLOCATOR
@@ -27,10 +28,10 @@ _MESH = ["pp", "dp", "sp", "tp"]
 
 
 @cache
-def versions() -> Mapping[str, tuple[str, Mapping[str, Key]]]:
-    """Of each version, the newest first, the program and its keys."""
-    content = read_yaml(Path(__file__).with_name("torchtitan_keys.yaml"))
-    return {v: (str(name), known_keys(content, v)) for v, name in content["versions"].items()}
+def versions() -> Mapping[str, ArgumentTable]:
+    """The keys of each version, the newest first."""
+    content = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {version: argument_table("torchtitan", version) for version in content["versions"]}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -52,12 +53,13 @@ class TorchtitanJob:
 
     def __init__(self, content: Mapping[str, Any], files: JobFiles):
         self.files = files
-        unknown = {}
-        for version, (_, known) in versions().items():
-            unknown[version] = sum(name not in known for name, _ in flat(content, known))
+        unknown = {
+            version: sum(name not in table.arguments for name, _ in flat(content, table.arguments))
+            for version, table in versions().items()
+        }
         self.version = min(unknown, key=lambda version: unknown[version])  # of equals the newest
-        program, known = versions()[self.version]
-        self.keys = Keys(program, known, dict(flat(content, known)))
+        table = versions()[self.version]
+        self.keys = key_account(table, flat(content, table.arguments))
 
     def named(self, key: str) -> str:
         """The whole name of a key, whose section has changed."""
@@ -72,7 +74,7 @@ class TorchtitanJob:
         self._recomputation()
         self._optimizer()
         self._compile()
-        return k.job("torchtitan", k.program, self.files, k.arguments())
+        return k.job("torchtitan", self.files, k.arguments())
 
     def _parallelism(self) -> int | None:
         """Set strategy, sizes and backend; returns how many replicas there are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.tools.jobs.keys import Keys
+from spbench.bench.tools.jobs.account import Account
 
 #: by model.flavor of llama3
 PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
@@ -29,7 +29,7 @@ def qwen3_options(flavor: str) -> dict[str, Any]:
     return options | {"vocabulary": 151936, "norm_epsilon": 1e-6, "rotary_base": 1e6, "qk_norm": True}
 
 
-def set_model(k: Keys, version: str) -> None:
+def set_model(k: Account, version: str) -> None:
     """Set the model, its sizes and how torchtitan makes its layers, in a version of torchtitan."""
     name, flavor = k.value("model.name"), k.value("model.flavor")
     flavors: Mapping[str, Any] = QWEN3 if name == "qwen3" else PRESETS
@@ -54,7 +54,7 @@ def set_model(k: Keys, version: str) -> None:
     k.set("model_options.rms_norm", way, *names, note="" if names else "operator by operator")
 
 
-def _set_sizes(k: Keys, name: str, flavor: str) -> None:
+def _set_sizes(k: Account, name: str, flavor: str) -> None:
     names = ("model.name", "model.flavor")
     if name != "qwen3":
         k.set("model", PRESETS.get(flavor, "llama3-8b"), *names)

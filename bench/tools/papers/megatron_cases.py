@@ -22,7 +22,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario, document_model
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read
-from spbench.bench.tools.jobs.megatron_container import CONTAINER
+from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
 from spbench.bench.tools.papers.files import published_rows
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
