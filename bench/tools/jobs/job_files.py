@@ -16,9 +16,9 @@ from typing import Any
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.errors import shown as quoted
+from spbench.bench.files import decoded, parse_json, read_file
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.user_files import decoded, parse_json, read_file
 from spbench.bench.yaml_files import parse_yaml, read_yaml
 
 #: bytes of a file that is read: job files are written by hand

@@ -7,65 +7,30 @@ mark in the words that have it; :func:`unknown_in` says what it stands for.
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
+from spbench.bench.tools.jobs.shell_arithmetic import NotKnown, holds, number
 from spbench.bench.tools.jobs.shell_syntax import (
+    EXPANDED,
     ShellError,
     below,
     mark,
     source_of,
     syntax_tree,
     unescaped,
-    unknown_in,
 )
 
-#: characters that a word may become, and digits of a number
-_MOST_CHARACTERS, _MOST_DIGITS = 10**6, 30
+#: characters that a word may become
+_MOST_CHARACTERS = 10**6
 #: ${NAME}, ${NAME[@]}, ${NAME:-TEXT} and such
 _PARAMETER = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
-#: nodes within a text that are not as they are written
-_EXPANDED = {
-    *(
-        "simple_expansion",
-        "expansion",
-        "arithmetic_expansion",
-        "command_substitution",
-        "process_substitution",
-    ),
-    *("string", "raw_string", "ansi_c_string", "translated_string"),
-}
 #: commands whose here-document is a script
 _SHELLS = {"bash", "sh", "sbatch", "srun", "zsh"}
-_ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-    "%": operator.mod,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-#: of numbers in a condition, as in arithmetic
-_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-#: nodes that are a word
-_WORDS = {*_EXPANDED, "word", "number", "concatenation", "extglob_pattern"} - {
-    "ansi_c_string",
-    "translated_string",
-}
-
-
-class _NotKnown(Exception):
-    """Only a run could tell a value: what of it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +76,8 @@ class Shell:
     def expand_text(self, text: str) -> str:
         """What a text becomes in which only variables are expanded."""
         plain = text.replace('"', "").replace("'", "")
-        return " ".join(self.expand(syntax_tree(f'echo "{plain}"').named_children[0].named_children[1]))
+        words = syntax_tree(f'echo "{plain}"').named_children[0].named_children
+        return " ".join(self.expand(words[1]))
 
     def _run_all(self, nodes: Sequence[Node], branch: bool = False) -> bool | None:
         """Run statements, or those that may run (``branch``). Returns whether the last succeeds, if known."""
@@ -150,9 +116,10 @@ class Shell:
                 status = self._run(children[-1])
                 return None if status is None else not status
             case "test_command" | "compound_statement" if (sign := node.children[0].type) != "{":
+                evaluated = number if sign == "((" else holds
                 try:
-                    return self._holds(children[0]) if sign != "((" else bool(self._number(children[0]))
-                except (_NotKnown, ValueError, ArithmeticError, IndexError):
+                    return bool(evaluated(children[0], self._joined))
+                except (NotKnown, ValueError, ArithmeticError, IndexError):
                     return None
             case "variable_assignments" | "compound_statement" | "pipeline":
                 return self._run_all(children)
@@ -292,6 +259,8 @@ class Shell:
                 return [mark(text)]
             case "arithmetic_expansion":
                 return [self._arithmetic(node)]
+            case "variable_name":
+                return self._parameter(node, text)
             case "simple_expansion":
                 return self._parameter(node, text[1:])
             case "expansion":
@@ -325,7 +294,7 @@ class Shell:
         ``skipped`` bytes at its start and, if there are any, one at its end."""
         text, start, at = node.text or b"", node.start_byte, skipped
         joined = ""
-        for child in below(node, _EXPANDED):
+        for child in below(node, EXPANDED):
             if child.start_byte - start >= at and child != node:
                 joined += unescaped(text[at : child.start_byte - start]) + " ".join(self._values(child))
                 at = child.end_byte - start
@@ -340,60 +309,8 @@ class Shell:
     def _arithmetic(self, node: Node) -> str:
         inner = source_of(node).removeprefix("$((").removesuffix("))").strip()
         try:
-            return str(self._number(node.named_children[0]))
-        except _NotKnown as unknown:
+            return str(number(node.named_children[0], self._joined))
+        except NotKnown as unknown:
             return mark(f"$(({inner})), where {unknown} is not known")
         except (ValueError, ArithmeticError, IndexError):
             return mark(f"$(({inner}))")
-
-    def _holds(self, node: Node) -> bool:
-        """Whether a condition of ``[ ]`` or ``[[ ]]`` holds. ValueError or _NotKnown: that is not known."""
-        children = node.children
-        match node.type, [source_of(child) for child in children]:
-            case "parenthesized_expression", _:
-                return self._holds(node.named_children[0])
-            case "unary_expression", ["!", _]:
-                return not self._holds(children[1])
-            case "unary_expression", ["-z" | "-n" as sign, _]:
-                return (self._certain(children[1]) == "") == (sign == "-z")
-            case "binary_expression", [_, "&&", _]:
-                return self._holds(children[0]) and self._holds(children[2])
-            case "binary_expression", [_, "||", _]:
-                return self._holds(children[0]) or self._holds(children[2])
-            case "binary_expression", [_, "=" | "==" | "!=" as sign, _]:
-                return (self._certain(children[0]) == self._certain(children[2])) == (sign != "!=")
-            case "binary_expression", [_, sign, _] if sign in _COMPARED:
-                compared = _ARITHMETIC[_COMPARED[sign]]
-                return bool(compared(self._number(children[0]), self._number(children[2])))
-        raise ValueError("another condition")
-
-    def _number(self, node: Node) -> int:
-        """The value of arithmetic on whole numbers. ValueError for anything else, _NotKnown where only a run
-        could tell."""
-        children = node.children
-        match node.type, [source_of(child) for child in children]:
-            case "parenthesized_expression", _:
-                return self._number(node.named_children[0])
-            case "unary_expression", ["-", _]:
-                return -self._number(children[1])
-            case "binary_expression", [_, sign, _] if sign in _ARITHMETIC:
-                value = int(_ARITHMETIC[sign](self._number(children[0]), self._number(children[2])))
-            case "variable_name", _:
-                value = int(_known(" ".join(self._parameter(node, source_of(node)))) or "0")
-            case _:
-                value = int(self._certain(node) or "0")
-        if abs(value) >= 10**_MOST_DIGITS:
-            raise ValueError("too many digits")
-        return value
-
-    def _certain(self, node: Node) -> str:
-        """A word without a pattern. ValueError for anything else, _NotKnown where only a run could tell."""
-        if node.type not in _WORDS or ("string" not in node.type and re.search(r"[*?[]", source_of(node))):
-            raise ValueError("no plain word")
-        return _known(self._joined(node))
-
-
-def _known(text: str) -> str:
-    if unknown := unknown_in(text):
-        raise _NotKnown(unknown[0])
-    return text

@@ -13,6 +13,18 @@ _PARSER = Parser(Language(tree_sitter_bash.language()))
 _MARK, _PLANE = "\U00100000", 0xF0000
 _MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
 
+#: nodes within a text that are not as they are written
+EXPANDED = {
+    *(
+        "simple_expansion",
+        "expansion",
+        "arithmetic_expansion",
+        "command_substitution",
+        "process_substitution",
+    ),
+    *("string", "raw_string", "ansi_c_string", "translated_string"),
+}
+
 
 class ShellError(ValueError):
     """Text that is no shell script, or not one that is read: its line, and what is wrong."""

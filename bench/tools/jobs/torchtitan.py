@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS
+from spbench.bench.setting_values import EXPANDABLE_SEGMENTS
 from spbench.bench.tools.jobs.account import key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, checked
+from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, checked
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import outcome_groups
 from spbench.bench.tools.jobs.job import Argument, Outcome
