@@ -159,6 +159,11 @@ class Account:
         """Make the settings that the table says of arguments that are given."""
         self.map(*filter(self.has, names))
 
+    def first_steps(self, *, one: bool = False) -> None:
+        """Set that a job begins without Adam's moments, and runs two steps or one."""
+        self.set("training.moments", "later", note="a first step, before Adam has made its moments,")
+        self.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
+
     def _default_of(self, names: Sequence[str]) -> str:
         if self.by_default:
             return self.by_default

@@ -337,5 +337,4 @@ class DeepSpeedJob:
             if k.value(name) is not None and k.value(name).lower() not in _ADAM:
                 k.refuse("another optimizer than Adam", name)
             k.took("Adam, the optimizer that there is", name)
-        k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-        k.set("training.steps", 2, note="and one after it")
+        k.first_steps()

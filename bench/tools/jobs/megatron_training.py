@@ -238,6 +238,4 @@ def _set_moments(a: Account, cluster: str | None) -> None:
     if a.has("--deterministic-mode"):
         a.remarks.append("kernels of --deterministic-mode are slower, which is not modelled")
         a.took("see what is approximate", "--deterministic-mode")
-    a.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-    one = a.value("--train-iters") == 1
-    a.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
+    a.first_steps(one=a.value("--train-iters") == 1)
