@@ -30,6 +30,12 @@ def three_digits(value: float) -> str:
     return f"{float(digits):.{places}f}"
 
 
+def six_digits(value: float, separator: str = "") -> str:
+    """A number with six significant digits; a whole one with all of them, and ``separator`` between
+    thousands: "1.30135", "6,383,206,414"."""
+    return f"{value:{separator}.0f}" if float(value).is_integer() else f"{value:.6g}"
+
+
 def shown_time(seconds: float) -> str:
     """A time in the largest unit of which it has one: "44.0 s", "2.31 ms"; below a picosecond it is 0."""
     unit, name = next((each for each in _UNITS if float(f"{seconds:.2e}") >= each[0]), _UNITS[-1])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.verify.verdicts import read_verdicts
-from spbench.bench.tools.changes.run_record import as_lines
+from spbench.bench.tools.changes.records import content_of
 from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, commit_all, folder, made_up
 
@@ -204,11 +204,8 @@ def write_history(place: Path) -> dict[str, str]:
     place.mkdir(exist_ok=True)
     cells = [cell("a", sent_bytes=7), cell("b", exact=False, step_time_s=[0.1, 0.3, 0.2])]
     texts = {
-        **{
-            f"{number}.jsonl": "".join(f"{x}\n" for x in as_lines(record(number, *cells)))
-            for number in (1, 2)
-        },
-        "record.jsonl": "".join(f"{line}\n" for line in as_lines(record(3, *cells))),
+        **{f"{number}.jsonl": content_of(record(number, *cells)) for number in (1, 2)},
+        "record.jsonl": content_of(record(3, *cells)),
         "targets.yaml": "targets:\n  - {suite: nightly, cell: a, metric: sent_bytes, value: 12}\n",
         "meant.yaml": f"meant:\n  - {{commit: '{commit(2).short}', metric: sent_bytes, reason: more}}\n",
     }

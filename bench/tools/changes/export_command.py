@@ -61,8 +61,8 @@ def command(
     0. The exit code is 0 once everything is written, also where results are worse than their base: spbench
     compare is the gate.
     """
-    from spbench.bench.tools.changes.expectations import read_targets
     from spbench.bench.tools.changes.exported import ExportRequest
+    from spbench.bench.tools.changes.history import read_targets
     from spbench.bench.tools.changes.suite import not_run, read_suites
 
     suites = read_suites(results, base, previous_base, commit)

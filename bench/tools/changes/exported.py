@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
-from spbench.bench.tools.changes.expectations import Target
+from spbench.bench.tools.changes.history import Target
 from spbench.bench.tools.changes.metrics import Reading
 from spbench.bench.tools.changes.suite import Suite
 
