@@ -16,10 +16,9 @@ from spbench.plots import dsp, lasp, measured, rsa, splits
 from spbench.plots.communication import draw as draw_communication
 from spbench.plots.convergence import draw as draw_convergence
 from spbench.plots.grid import Drawing
-from spbench.plots.largest import draw_max_batch, draw_max_seqlen
+from spbench.plots.largest import draw_max_batch, draw_max_seqlen, draw_max_seqlen_today
 from spbench.plots.methods import draw as draw_methods
 from spbench.plots.style import TIMES
-from spbench.plots.today import draw_max_seqlen_today
 from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
 from tests.plots.rows import compared, published, ran, searched, table
 

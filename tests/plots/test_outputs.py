@@ -13,13 +13,12 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from spbench.plots import NothingToDraw
-from spbench.plots.advice import advice_map, draw_advice
-from spbench.plots.cluster_rates import cluster_rates
+from spbench.plots.fit_and_advise import advice_map, draw_advice
 from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_seqlen
-from spbench.plots.machine_rates import draw_machine_rates, machine_rates
 from spbench.plots.methods import draw as draw_methods
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
+from spbench.plots.rates import cluster_rates, draw_machine_rates, machine_rates
 from spbench.plots.series import differing_settings
 from spbench.plots.splits import split_names
 from spbench.plots.style import TIMES
@@ -156,8 +155,7 @@ def test_a_split_is_named_by_its_mesh_and_by_what_tells_it_apart() -> None:
         split(rsa, both, training={"backend": "zero3"}, model_options={"checkpointing": True}),
     ]
     assert split_names(rows) == [
-        f"dp 2 {TIMES} sp 4, RSA, {text}"
-        for text in ("ZeRO-1", "4 micro-batches", "ZeRO-3, recomputed")
+        f"dp 2 {TIMES} sp 4, RSA, {text}" for text in ("ZeRO-1", "4 micro-batches", "ZeRO-3, recomputed")
     ]
 
 
