@@ -7,66 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from spbench.bench.errors import UserError
-from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
-from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row
 from spbench.bench.tools.changes.history import Target
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Reading, has_exact_engine, readings
-from spbench.bench.tools.changes.result_files import Results, read_results, suite_of
+from spbench.bench.tools.changes.result_files import Origin, Results, origin_of, read_results, suite_of
 
 #: of cells whose numbers say something: as in the gate
 WITH_VALUES = ("ok", "oom")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a row comes from; "" stands for what is not known.
-
-    Attributes:
-        commit: that the row stands for, in full where git knows it.
-        dirty: files had changes that were not committed.
-        host: the name of the machine.
-        machine: its facts, as :func:`machine_facts` has them; older rows and pytest-benchmark have few.
-        versions: of ``python``, ``torch`` and ``spbench``, as far as they are known.
-        time: when the cell ended, ISO 8601.
-    """
-
-    commit: str = ""
-    dirty: bool = False
-    host: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    time: str = ""
-
-    @property
-    def shown_commit(self) -> str:
-        """The commit for people."""
-        return f"{self.commit[:SHORT_HASH]}{DIRTY if self.dirty else ''}" if self.commit else "unknown"
-
-
-def origin_of(row: Row, results: Path, commit: str = "") -> Origin:
-    """Where a row comes from. Rows of baselines do not say: their commit is the one in which their file last
-    changed.
-
-    Args:
-        results: the file or folder that it was read from.
-        commit: in place of the one in the row.
-    """
-    provenance = row.get("provenance") or {}
-    name = commit or commit_of(row)
-    digits = name.removesuffix(DIRTY)
-    return Origin(
-        commit=full_commit(digits, results) if digits else "" if provenance else last_change(results),
-        dirty=name.endswith(DIRTY),
-        host=provenance.get("host") or "",
-        machine=provenance.get("machine") or {"cpu": provenance.get("cpu")},
-        versions={name: provenance[name] for name in ("python", "torch", "spbench") if provenance.get(name)},
-        time=row.get("time") or "",
-    )
 
 
 def shown_origin(results: Results, commit: str = "") -> str:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
-from spbench.bench.tools.changes.result_files import machine_of, same_machine
+from spbench.bench.tools.changes.result_files import origin_of
 
 #: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
 ALPHA = 0.01
@@ -109,8 +109,9 @@ def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
 
 def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
     """Why a metric cannot be judged; "" if it can."""
-    if not same_machine(base_row, new_row):
-        was, is_now = (machine_of(row) or "an unknown machine" for row in (base_row, new_row))
+    origins = origin_of(base_row), origin_of(new_row)
+    if not origins[0].is_same_machine(origins[1]):
+        was, is_now = (origin.machine_name or "an unknown machine" for origin in origins)
         return f"base is of {was}, new of {is_now}; spbench compare --run measures both on one machine"
     if base.metric.unit == "bytes":
         return ""

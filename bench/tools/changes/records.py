@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -24,19 +24,16 @@ from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, asked, own_checkout
 from spbench.bench.json_values import problem
-from spbench.bench.measure.sweep.provenance import COMMITS, check_same_code, commit_of
+from spbench.bench.measure.sweep.provenance import check_same_code, commit_of
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.sweep.row_schema import finite, parse_row
 from spbench.bench.tools.changes.metrics import has_exact_engine
-from spbench.bench.tools.changes.result_files import read_results, suite_of
+from spbench.bench.tools.changes.result_files import Origin, origin_of, read_results, suite_of
 from spbench.bench.units import GIB
 from spbench.bench.user_files import read_file
 
 FORMAT = 2
 SUFFIX = ".jsonl"
-
-#: keys of a row's provenance that are no versions of libraries
-_NO_VERSIONS = (*COMMITS, "tree", "host", "cpu", "machine")
 
 
 @dataclass(frozen=True)
@@ -76,32 +73,28 @@ class RunRecord:
     host: str = ""
 
     @cached_property
-    def machine(self) -> Mapping[str, Any]:
-        """``host`` and, where known, :func:`machine_facts` of the machine that timed the rows; where none was
-        timed, of the first row's."""
-        facts = _machine_facts((_timed(self.rows) or self.rows)[0])
-        return {**facts, "host": self.host} if self.host else facts
+    def origin(self) -> Origin:
+        """Of the first row that was timed; where none was, of the first."""
+        return origin_of((_timed(self.rows) or self.rows)[0])
 
-    @cached_property
+    @property
     def machine_name(self) -> str:
         """The host and a digest of its hardware (processor, cores, GiB of memory, GPUs): timings of two runs
         are comparable only if it is the same."""
-        facts = self.machine
+        host, facts = self.host or self.origin.host or "unknown", self.origin.machine
         hardware = [facts.get(name) for name in ("cpu", "cores", "gpus")]
         if hardware == [None, None, None]:
-            return str(facts.get("host") or "unknown")
+            return host
         gib = round((facts.get("memory_bytes") or 0) / GIB)  # kernels keep a few MiB more or less
-        digest = hashlib.sha256(json.dumps([*hardware, gib]).encode()).hexdigest()[:6]
-        return f"{facts.get('host') or 'unknown'}-{digest}"
+        return f"{host}-{hashlib.sha256(json.dumps([*hardware, gib]).encode()).hexdigest()[:6]}"
 
-    @cached_property
+    @property
     def software(self) -> dict[str, str]:
         """Versions of libraries, of the system and of the GPU's driver: what may change a number beside the
         commit."""
-        provenance = self.rows[0].get("provenance") or {}
-        versions = {name: version for name, version in provenance.items() if name not in _NO_VERSIONS}
-        versions |= {name: self.machine.get(name) for name in ("os", "gpu_driver")}
-        return {name: str(version) for name, version in versions.items() if version is not None}
+        facts = self.origin.machine
+        system = {name: str(facts[name]) for name in ("os", "gpu_driver") if facts.get(name) is not None}
+        return {**origin_of(self.rows[0]).versions, **system}
 
     @property
     def file_name(self) -> str:
@@ -124,16 +117,6 @@ def utc(date: str) -> str:
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if not has_exact_engine(row)]
-
-
-def _machine_facts(row: Row) -> dict[str, Any]:
-    provenance = row.get("provenance") or {}
-    names = {name: provenance[name] for name in ("host", "cpu") if provenance.get(name)}
-    facts = {**names, **(provenance.get("machine") or {})}
-    devices = [rank.get("device") for rank in row["measurement"].get("ranks") or ()]
-    gpus = [device for device in devices if device not in (None, "cpu")]
-    # without NVIDIA's management library, what torch calls the GPUs of the ranks
-    return facts if facts.get("gpus") or not gpus else {**facts, "gpus": gpus}
 
 
 # -- a record of results ---------------------------------------------------------------------------------
@@ -177,10 +160,10 @@ def record_of(
 
 
 def _check_one_machine(suite: str, rows: Sequence[Row]) -> None:
-    machines = [_machine_facts(row) for row in _timed(rows)]
+    machines = [(origin.host or None, origin.machine) for origin in map(origin_of, _timed(rows))]
     if other := next((machine for machine in machines if machine != machines[0]), None):
         raise UserError(
-            f"{suite}: cells were timed on {machines[0].get('host')} and on {other.get('host')}, or one of "
+            f"{suite}: cells were timed on {machines[0][0]} and on {other[0]}, or one of "
             "them has changed meanwhile; run again with --fresh"
         )
 

@@ -23,11 +23,11 @@ from spbench.bench.tools.changes.exported import (
     WITH_VALUES,
     Exported,
     ExportRequest,
-    Origin,
     Suite,
     integral,
 )
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
+from spbench.bench.tools.changes.result_files import Origin
 
 #: of results and benchmarks.json (asv.results.Results.api_version), and of machine.json
 RESULTS_VERSION, MACHINE_VERSION = 2, 1

@@ -13,8 +13,9 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
-from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, Origin, integral
+from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, integral
 from spbench.bench.tools.changes.metrics import readings
+from spbench.bench.tools.changes.result_files import Origin
 
 #: the metrics that are times, of which a row has one
 TIMES = ("step_time_s", "time_s")

@@ -67,7 +67,7 @@ def test_a_record_has_the_commit_the_machine_and_the_metrics(
         record = record_of(name, repository=checkout)
         assert (record.suite, record.date) == ("gate", "2026-02-03T04:05:06+00:00")
     assert (record.commit.hash, record.commit.branch) == (head, "trunk")
-    assert record.machine == MACHINE
+    assert (record.origin.host, record.origin.machine) == ("one", FACTS)
     assert record.software == {"torch": "2.13.0", "python": "3.12", "os": "Linux 6"}
     timed = [readings(row)["step_time_s"] for row in record.rows]
     assert [(reading.value, reading.exact, reading.samples) for reading in timed] == [
@@ -81,15 +81,15 @@ def test_what_the_user_names_goes_first(tmp_path: Path, checkout: Path, head: st
     record = record_of(
         path, suite="nightly", machine="runners", repository=checkout, branch="main", commit=head[:9]
     )
-    assert (record.suite, record.commit.branch, record.machine["host"]) == ("nightly", "main", "runners")
-    assert (record.commit.hash, record.machine["cpu"]) == (head, "AMD EPYC")
+    assert (record.suite, record.commit.branch, record.host) == ("nightly", "main", "runners")
+    assert (record.commit.hash, record.origin.machine["cpu"]) == (head, "AMD EPYC")
 
 
 def test_gpus_are_those_of_the_ranks_where_the_driver_does_not_say(tmp_path: Path, checkout: Path) -> None:
     ranks = [{"rank": number, "host": "one", "device": "NVIDIA H100"} for number in range(2)]
     path = results(tmp_path / "a", row("a", "distributed", ranks=ranks))
     record = record_of(path, repository=checkout, commit="HEAD")
-    assert record.machine["gpus"] == ["NVIDIA H100", "NVIDIA H100"]
+    assert record.origin.machine["gpus"] == ["NVIDIA H100", "NVIDIA H100"]
 
 
 @pytest.mark.parametrize("where", ["repository", "cwd", "results"])
@@ -139,7 +139,7 @@ def test_results_that_nobody_could_get_again_are_refused(
 
 def test_exact_cells_may_come_from_many_machines(tmp_path: Path, checkout: Path) -> None:
     path = results(tmp_path / "a", row("a", host="two"), row("b", "distributed"), row("c", host="three"))
-    assert record_of(path, repository=checkout, commit="HEAD").machine["host"] == "one"
+    assert record_of(path, repository=checkout, commit="HEAD").origin.host == "one"
 
 
 def test_a_branch_is_named_where_none_is_checked_out(tmp_path: Path, checkout: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_file_of_pytest_benchmark_is_recorded(tmp_path: Path, checkout: Path, 
     path.write_text(json.dumps(content))
     record = record_of(path, repository=checkout)
     assert (record.suite, record.commit.hash, record.date) == ("kernels", head, "2026-02-03T04:05:06+00:00")
-    assert record.machine == {"host": "one", "cpu": "AMD EPYC"}
+    assert (record.origin.host, record.origin.machine) == ("one", {"cpu": "AMD EPYC"})
     (benchmark,) = record.rows
     reading = readings(benchmark)["time_s"]
     assert (benchmark["key"], reading.value, reading.samples) == (
