@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from spbench.bench.atomic_write import write_together
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import write_together
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.changes.exported import ExportRequest, not_run, read_suites
 from spbench.bench.tools.changes.history import read_targets

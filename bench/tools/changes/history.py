@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import Field, create_model, field_validator
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.json_values import Number
+from spbench.bench.measurement import Number
 from spbench.bench.tools.changes.records import SUFFIX, RunRecord, read_record
 from spbench.bench.tools.changes.series import Series, Step, series_of, standing_regressions, steps
 from spbench.bench.yaml_files import StrictModel, read_yaml, validate

@@ -19,8 +19,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
-from spbench.bench.measured_tree import is_baseline, refuse_unmeasured_checkout
-from spbench.bench.measuring_code import code_digest
+from spbench.bench.measured_code import code_digest, is_baseline, refuse_unmeasured_checkout
 from spbench.bench.tools.changes.change_explanation import why
 from spbench.bench.tools.changes.measured_change import measured_changes
 from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Difference, Verdict, readings
@@ -149,7 +148,8 @@ def _verdict(change: float) -> Verdict:
 
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
     """With the strategy of its cell, and why it is one."""
-    strategy = str((new or base or {"cell": {}})["cell"].get("strategy", ""))
+    either = new or base
+    strategy = str(either["cell"].get("strategy", "")) if either else ""
     if base is None or new is None:
         return replace(difference, strategy=strategy)
     moved, text = why(difference.quantity, base, new)

@@ -20,17 +20,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files import read_file, write_whole
 from spbench.bench.git import SHORT_HASH, asked, own_checkout
-from spbench.bench.json_values import problem
 from spbench.bench.measure.sweep.provenance import check_same_code, commit_of
-from spbench.bench.measure.sweep.results import Row
-from spbench.bench.measure.sweep.row_schema import finite, parse_row
+from spbench.bench.row import Row, finite, parse_row, problem
 from spbench.bench.tools.changes.metrics import has_exact_engine
 from spbench.bench.tools.changes.result_files import Origin, origin_of, read_results, suite_of
 from spbench.bench.units import GIB
-from spbench.bench.user_files import read_file
 
 FORMAT = 2
 SUFFIX = ".jsonl"

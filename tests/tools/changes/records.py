@@ -10,8 +10,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.measure.sweep.results import Row
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
+
+Cell = dict[str, Any]
 
 MACHINE = {"host": "one", "cpu": "AMD EPYC", "cores": 2, "memory_bytes": 2**34, "gpus": [], "os": "Linux 6"}
 VERSIONS = {"torch": "2.13.0", "spbench": "0.1.0"}
@@ -25,7 +27,7 @@ def commit(number: int, branch: str = "main") -> Commit:
     return Commit(name, date.isoformat(timespec="seconds"), branch)
 
 
-def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Sequence[float]) -> Row:
+def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Sequence[float]) -> Cell:
     """The row of a cell with the values of metrics: exact ones, or the samples of measured ones."""
     measured: dict[str, Any] = {}
     for name, value in values.items():
@@ -41,7 +43,7 @@ def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Seq
 
 def record(
     number: int,
-    *cells: Row,
+    *cells: Cell,
     machine: Mapping[str, object] = MACHINE,
     branch: str = "main",
     versions: Mapping[str, str] = VERSIONS,
@@ -51,13 +53,14 @@ def record(
     date = (datetime.fromisoformat(of.date) + timedelta(hours=1)).isoformat(timespec="seconds")
     facts = {name: fact for name, fact in machine.items() if name != "host"}
     provenance = {**versions, "host": machine["host"], "machine": facts}
-    return RunRecord("nightly", date, of, [{**row, "provenance": provenance} for row in cells])
+    rows = [Row.read({**row, "provenance": provenance}) for row in cells]
+    return RunRecord("nightly", date, of, rows)
 
 
 def nightly(
     folder: Path,
     commits: int,
-    cells: Callable[[int, random.Random], Sequence[Row]],
+    cells: Callable[[int, random.Random], Sequence[Cell]],
     machines: Sequence[Mapping[str, object]] = (MACHINE,),
     seed: int = 0,
 ) -> Path:

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.changes.history import Assessment, History, read_history, read_targets
 from spbench.bench.tools.changes.records import add_record
-from tests.tools.changes.records import MACHINE, OTHER, cell, commit, nightly, noisy, record
+from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly, noisy, record
 
 COMMITS, SLOWER, LARGER = 60, 41, 23
 NOISES = (0.01, 0.02, 0.03)
 
 
-def planted(number: int, generator: random.Random) -> Sequence[Row]:
+def planted(number: int, generator: random.Random) -> Sequence[Cell]:
     """Timed cells with noise of 1 to 3%, one of which becomes 5% slower, and exact ones, of which one sends a
     byte more."""
     found = []

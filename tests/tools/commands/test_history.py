@@ -11,17 +11,16 @@ import pytest
 
 from spbench.bench.command_line.output import Output
 from spbench.bench.git import git
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.history_command import changes_table
 from tests.terminal import faults_of
-from tests.tools.changes.records import cell, commit, nightly, record
+from tests.tools.changes.records import Cell, cell, commit, nightly, record
 from tests.tools.changes.test_records import checkout as checkout
 from tests.tools.changes.test_records import results, row
 from tests.tools.commands.conftest import Run
 
 
-def cells(number: int, generator: random.Random) -> list[Row]:
+def cells(number: int, generator: random.Random) -> list[Cell]:
     larger = number >= 4
     return [
         cell("lasp/sp4", sent_bytes=2**30 + larger, peak_memory_bytes=1000),
@@ -67,7 +66,7 @@ def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
 def test_what_changed_is_told_by_strategy(tmp_path: Path) -> None:
     """One change of five cells is a line for each strategy and metric, whichever cells they are."""
 
-    def grown(number: int, generator: random.Random) -> list[Row]:
+    def grown(number: int, generator: random.Random) -> list[Cell]:
         return [
             cell(
                 f"bert-tiny/{strategy}/sp{ranks}/b2/L24/fp32/local/virtual/0",
@@ -142,25 +141,3 @@ def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
     out = command_line("history", str(history))[1]
     assert "note: branch main; 1 record of topic left out\n" in out
     assert "warning: no record of commit 1234567, which was meant: soon\n" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("history", "absent"), "absent: no such folder; spbench record RESULTS --history absent makes it"),
-        (("history", "HISTORY", "--suite", "nightli"), "did you mean 'nightly'?"),
-        (("history", "HISTORY", "--metric", "sent_byte"), "did you mean 'sent_bytes'?"),
-        (
-            ("history", "HISTORY", "--cell", "zzz"),
-            "no cell with 'zzz' in its key was recorded on branch main",
-        ),
-        (("record", "absent", "--history", "h"), "cannot read absent"),
-        (("record", "absent"), "Missing option '--history'"),
-    ],
-)
-def test_errors_are_one_line(
-    command_line: Run, history: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    code, out, err = command_line(*(str(history) if word == "HISTORY" else word for word in arguments))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err

@@ -11,6 +11,8 @@ from typing import Any
 import altair as alt
 import pytest
 
+from spbench.bench.measurement import Measured
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
@@ -152,13 +154,13 @@ def recorded(folder: Path, values: Callable[[int], dict[str, float]]) -> Path:
         )
         provenance = {"host": "here", "torch": "2", "machine": {"os": "Linux"}}
         cells = [
-            {
-                "key": key,
-                "cell": {"engine": "virtual"},
-                "status": "ok",
-                "provenance": provenance,
-                "measurement": {"peak_memory_bytes": value},
-            }
+            Row(
+                key=key,
+                cell={"engine": "virtual"},
+                status="ok",
+                provenance=provenance,
+                measurement=Measured(peak_memory_bytes=value),
+            )
             for key, value in values(number).items()
         ]
         add_record(RunRecord("gate", commit.date, commit, cells), folder)
