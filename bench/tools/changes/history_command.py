@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import click
 from spbench.bench.command_line.options import printed
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
-from spbench.bench.tools.changes.series import STATUS, Series, Step
+from spbench.bench.tools.changes.series import Series, Step
 
 #: series at most that are shown commit by commit, and of which an overview has the quiet ones too
 _IN_FULL, _AT_A_GLANCE = 3, 20
@@ -74,14 +75,14 @@ def _asides(history: History, branch: str) -> Iterator[str]:
 
 def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
     """How to say that the first regression was meant."""
-    for assessment in failing:
-        for step in assessment.regressions:
-            commit, metric = step.first_after.commit.short, assessment.series.metric.name
-            return [
-                f"if the change was meant, add to meant: in {folder / 'meant.yaml'}: "
-                f"- {{commit: '{commit}', metric: {metric}, reason: ...}}"
-            ]
-    return []
+    regressions = (
+        (step.first_after.commit.short, a.series.metric) for a in failing for step in a.regressions
+    )
+    return [
+        f"if the change was meant, add to meant: in {folder / 'meant.yaml'}: "
+        f"- {{commit: '{commit}', metric: {metric.name}, reason: ...}}"
+        for commit, metric in islice(regressions, 1)
+    ]
 
 
 def _summary(assessments: Sequence[Assessment]) -> str:
@@ -165,7 +166,7 @@ def _steps(assessments: Sequence[Assessment]) -> Iterator[_Alike]:
         yield replace(
             alike,
             keys=frozenset(series.cell for series, _ in steps),
-            changes=tuple(_difference(series, step.before, step.after) for series, step in worst_first[::-1]),
+            changes=tuple(series.difference(step.before, step.after) for series, step in worst_first[::-1]),
             step=worst_first[0][1],
         )
 
@@ -193,18 +194,6 @@ def _target_text(target: Target, series: Series) -> str:
 
 def _targets_text(assessment: Assessment) -> str:
     return "; ".join(_target_text(target, assessment.series) for target in assessment.targets)
-
-
-def _difference(series: Series, before: float, after: float) -> str:
-    """A change as people read it: in percent; in units where that would be next to nothing; both statuses."""
-    if before == after:
-        return ""
-    if series.metric is STATUS:
-        return f"{series.spelled(before)} to {series.spelled(after)}"
-    change = (after - before) / abs(before) if before else math.inf
-    if 1e-4 <= abs(change) < math.inf:
-        return f"{change:+.2%}"
-    return f"{after - before:+.6g} {series.unit}".strip()
 
 
 # -- a series commit by commit, many series at a glance, and their steps ---------------------------------
@@ -252,7 +241,7 @@ def _over_commits(assessment: Assessment) -> Table:
                 "commit": point.commit.short,
                 "date": point.commit.date[:16].replace("T", " "),
                 "value": series.spelled(point.value),
-                "change": None if before is None else _difference(series, before, point.value),
+                "change": None if before is None else series.difference(before, point.value),
                 "": "; ".join(_remark(step) for step in assessment.steps if step.first_after is point),
             }
         )
@@ -278,7 +267,7 @@ _STEPS = (
     _of_step("metric", lambda series, _: series.metric.name),
     _of_step("before", lambda series, step: series.spelled(step.before)),
     _of_step("after", lambda series, step: series.spelled(step.after)),
-    _of_step("change", lambda series, step: _difference(series, step.before, step.after)),
+    _of_step("change", lambda series, step: series.difference(step.before, step.after)),
     _of_step("commits", lambda _, step: step.commit_range),
     _of_step("kind", lambda _, step: "drift" if step.drift else "step"),
     _of_step("meant", lambda _, step: step.meant),
@@ -315,11 +304,11 @@ def _points(series: Series) -> list[dict[str, Any]]:
 
 def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
     """A line for each point, with the step that it is the first after."""
-    series = assessment.series
-    for point, line in zip(series.points, _points(series), strict=True):
-        step = next((step for step in assessment.steps if step.first_after is point), None)
+    by_point = {id(step.first_after): step for step in assessment.steps}
+    for point, line in zip(assessment.series.points, _points(assessment.series), strict=True):
+        step = by_point.get(id(point))
         verdict, commits, meant = (step.verdict, step.commit_range, step.meant) if step else [None] * 3
-        yield {**_names(series), **line, "step": verdict, "commits": commits, "meant": meant}
+        yield {**_names(assessment.series), **line, "step": verdict, "commits": commits, "meant": meant}
 
 
 def _content(assessment: Assessment) -> dict[str, Any]:

@@ -29,6 +29,9 @@ SHOWN_STATUSES = (*STATUSES, "missing")
 #: the present value of a measured metric is the median of so many of the newest
 _NEWEST = 3
 
+#: smaller changes would be written as +0.00%
+_LEAST_PERCENT = 1e-4
+
 _PLACES = {metric.name: place for place, metric in enumerate((STATUS, *METRICS))}
 
 
@@ -77,6 +80,18 @@ class Series:
     def spelled(self, value: float) -> str:
         """A value of the series as people read it, without its unit."""
         return SHOWN_STATUSES[int(value)] if self.metric is STATUS else six_digits(value)
+
+    def difference(self, before: float, after: float) -> str:
+        """A change as people read it: in percent; in units where that would be next to nothing; both
+        statuses; "" where there is none."""
+        if before == after:
+            return ""
+        if self.metric is STATUS:
+            return f"{self.spelled(before)} to {self.spelled(after)}"
+        change = (after - before) / abs(before) if before else math.inf
+        if _LEAST_PERCENT <= abs(change) < math.inf:
+            return f"{change:+.2%}"
+        return f"{after - before:+.6g} {self.unit}".strip()
 
 
 class _Key(NamedTuple):

@@ -84,12 +84,12 @@ def _metric(reading: Reading, target: float | None, measured: Mapping[str, Any])
 
 
 def _dependencies(origin: Origin) -> dict[str, Any]:
-    known = {
+    sources = {
         "spbench": {"sha": origin.commit, "version": origin.versions.get("spbench", "")},
         "torch": {"repo": "pytorch/pytorch", "version": origin.versions.get("torch", "")},
     }
     blank = {"repo": "", "branch": "", "sha": "", "version": "", "extra_info": {}}
-    return {name: blank | facts for name, facts in known.items()}
+    return {name: blank | facts for name, facts in sources.items()}
 
 
 def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
