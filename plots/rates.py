@@ -1,4 +1,4 @@
-"""Measured rates of a machine: matrix products and attention by size, memory, and collectives' bandwidth."""
+"""Rates by size: those that were measured on a machine, and those that a cluster is simulated with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from spbench.plots.axes import set_ticks
 from spbench.plots.grid import Drawn, Panel, PanelGrid, save_widths
 from spbench.plots.series import grouped
 from spbench.plots.style import MARKERS, category_colors
+
+# -- measured on a machine -------------------------------------------------------------------------------
 
 #: a measured rate: its operation, size, extent, precision, ranks, rates of the median sample, and the seconds
 #: of the median, least and longest sample
@@ -61,7 +63,7 @@ def _panel(
     Args:
         line: the name of the line that a rate is on.
     """
-    draw = partial(_draw, title=title, lines=grouped(rates, line), field=field, unit=unit)
+    draw = partial(_draw_rates, title=title, lines=grouped(rates, line), field=field, unit=unit)
     return Panel(draw, title, x_label, y_label, axis="linear", inches=2.0) if rates else None
 
 
@@ -78,7 +80,7 @@ def _attention_line(rate: Rate) -> str:
     return f"{rate['precision']}, {_operation(rate).removeprefix('attention ')}"
 
 
-def _draw(ax: Axes, title: str, lines: Mapping[str, Sequence[Rate]], field: str, unit: float) -> Drawn:
+def _draw_rates(ax: Axes, title: str, lines: Mapping[str, Sequence[Rate]], field: str, unit: float) -> Drawn:
     extents = sorted({rate["extent"] for some in lines.values() for rate in some})
     text = str if field == "flops_per_s" else bytes_text
     ax.set_xscale("log", base=2)
@@ -114,3 +116,60 @@ def bytes_text(extent: int) -> str:
     """A number of bytes, as "64 KiB"."""
     power = min(3, (extent.bit_length() - 1) // 10)
     return f"{extent / 2 ** (10 * power):.4g} {_POWERS[power]}B"
+
+
+# -- of a cluster ----------------------------------------------------------------------------------------
+
+#: of a line: its panel, what is along that ("size", "length" or "message"), its name, sizes, rates at these
+#: in FLOPs or bytes a second, and by size what was measured
+Curve = Mapping[str, Any]
+
+_ALONG = {
+    "size": ("n of [n, n] x [n, n]", "TFLOP/s", 1e12),
+    "length": ("tokens", "TFLOP/s", 1e12),
+    "message": ("message", "bus bandwidth, GB/s", 1e9),
+}
+#: of each eight lines of a panel, which have one colour each
+_DASHES = ("-", "--", ":")
+
+
+def draw_cluster_rates(curves: Sequence[Curve], title: str, output: Path) -> list[Path]:
+    """Write the files of :func:`cluster_rates` beside ``output``, with its name; returns their paths."""
+    return save_widths(cluster_rates(curves, title), output.parent, output.stem)
+
+
+def cluster_rates(curves: Sequence[Curve], title: str) -> PanelGrid:
+    """A panel for each of the curves' panels: lines as they are computed with, and hollow markers, those of
+    the source, where it has several."""
+    panels = []
+    for name, lines in grouped(curves, lambda curve: str(curve["panel"])).items():
+        x_label, y_label, unit = _ALONG[lines[0]["along"]]
+        draw = partial(_draw_curves, lines=lines, unit=unit)
+        panels.append(Panel(draw, name.replace("_", " "), x_label, y_label, axis="linear", inches=2.2))
+    notes = [
+        "Lines: what a simulation computes with. Markers: points of the sources, where these have several."
+    ]
+    return PanelGrid(title, notes).add([[panel] for panel in panels], abreast=2)
+
+
+def _draw_curves(ax: Axes, lines: Sequence[Curve], unit: float) -> Drawn:
+    sizes, values = lines[0]["sizes"], []
+    text = bytes_text if lines[0]["along"] == "message" else str
+    # those that reach the same are one line
+    alike = grouped(lines, lambda line: (tuple(line["rates"]), tuple(line["measured"].items())))
+    names = [", ".join(str(line["name"]).replace("_", "-") for line in some) for some in alike.values()]
+    colors = category_colors(names)
+    ax.set_xscale("log", base=2)
+    for place, (name, (rates, measured)) in enumerate(zip(names, alike, strict=True)):
+        gid = f"{lines[0]['panel']} {name}"
+        style: dict[str, Any] = {"color": colors[name], "linestyle": _DASHES[place // 8 % len(_DASHES)]}
+        ax.plot(sizes, [rate / unit for rate in rates], label=name, gid=gid, **style)
+        points = {size: rate / unit for size, rate in measured}
+        style |= {"linestyle": "none", "marker": "o", "markersize": 3.6, "markerfacecolor": "white"}
+        ax.plot([*points], [*points.values()], gid=f"measured {gid}", **style)
+        values += [*(rate / unit for rate in rates), *points.values()]
+    shown = sizes[:: -(-len(sizes) // 5)]
+    set_ticks(ax.xaxis, shown, [text(size) for size in shown])
+    ax.minorticks_off()
+    ax.legend()
+    return Drawn(values=values)
