@@ -204,7 +204,7 @@ def killing_its_host(cell: Cell) -> Measurement:
     """As :func:`answer`; two ranks kill the program above the one whose worker process this is."""
     if cell.sizes.world == 2:
         process = os.getpid()
-        for _ in ("the server it was forked from", "the runner", "the host"):
+        for _ in ("the server it was forked from", "the host"):
             process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(process, signal.SIGKILL)
         time.sleep(60.0)
@@ -214,7 +214,9 @@ def killing_its_host(cell: Cell) -> Measurement:
 def cluster_of(cell: Cell) -> Measurement:
     """The figures of the cell's cluster, and a reason with its name."""
     figures = load_cluster(cell.cluster).model_dump(mode="json")
-    return Measurement(reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures})
+    return Measurement(
+        reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures, "file": cell.cluster}
+    )
 
 
 def _log(line: str) -> None:

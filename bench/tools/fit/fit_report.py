@@ -21,7 +21,7 @@ from spbench.bench.measure.trust.bands import (
 )
 from spbench.bench.tools.fit.fit_verdict import Verdict, gib, moment_text
 from spbench.bench.tools.fit.proofs import Proof, Proofs
-from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
 from spbench.bench.units import shown_price
 
 #: a part of the peak below which a kind is not worth a word
