@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.report.gates import gates
 from spbench.bench.tools.report.gathered import Gathered, gather
+from spbench.bench.tools.report.what_changed import gates
 from tests.tools.report.conftest import ROOT
 
 
