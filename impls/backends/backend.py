@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.host_layout import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Strategy, shard_of
@@ -216,8 +215,13 @@ class Backend(ABC):
 
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """The parameters by the group that their gradients are summed over (None: a rank alone)."""
-        for axes, parameters in by_partial_axes(self.names, self.strategy).items():
+        for axes, parameters in self.by_axes():
             yield self.around.gradient_group(axes), parameters
+
+    def by_axes(self) -> Iterable[tuple[tuple[str, ...], list[nn.Parameter]]]:
+        """The parameters by the axes of the strategy over which their gradients are summed, beside the
+        replicas; for a backend whose groups are parts of these ranks (:meth:`Place.subgroup`)."""
+        return by_partial_axes(self.names, self.strategy).items()
 
     @abstractmethod
     def zero(self) -> None:

@@ -53,7 +53,7 @@ def trace_stage(one: OneStage) -> Measurement:
     """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the whole cell."""
     first = next(each.first for each in rank_classes(one.cell) if each.stage.index == one.stage)
     virtual.trace(one.cell, first, events=can_time(one.cell))
-    return Measurement("ok")
+    return Measurement()
 
 
 def attempt(cell: Cell) -> Measurement:
@@ -65,7 +65,9 @@ def attempt(cell: Cell) -> Measurement:
     estimate = shallow_peak(cell)
     if usable is not None and estimate is not None and estimate > _PLAINLY_TOO_MUCH * usable:
         reason = f"about {estimate / 2**30:.0f} GiB by traces of few layers"
-        return Measurement("oom", reason, peak_memory_bytes=estimate, usable_memory_bytes=usable)
+        return Measurement(
+            status="oom", reason=reason, peak_memory_bytes=estimate, usable_memory_bytes=usable
+        )
     return examine(cell)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
-from spbench.bench.declarations import declared
 from spbench.bench.measure.clusters.cluster import load_cluster
 
 
@@ -58,7 +57,6 @@ def savings_of(cell: Cell) -> list[Change]:
     return [Change(each["settings"], each["words"]) for each in savings]
 
 
-@declared
 def _savings(
     model: Mapping[str, Any],
     strategy: str,
@@ -125,7 +123,6 @@ def _of_strategies(cell: Cell) -> Iterator[Change]:
             yield Change({"strategy": each["name"], **_divided(cell, new)}, words)
 
 
-@declared
 def usual_strategies() -> list[dict[str, str]]:
     """``name``, ``axis`` and ``summary`` of the usual strategies of one axis."""
     from spbench.impls.registries import strategies

@@ -13,10 +13,10 @@ from importlib.resources import files as package_files
 from pathlib import Path
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import resolved
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import navigation
 from spbench.bench.tools.report.pages import all_pages
-from spbench.bench.user_files import resolved
 
 STATIC = Path(__file__).with_name("static")
 #: a file of every site, by which a folder is known to be one

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from spbench.bench.csv_text import csv_text
+from spbench.bench.files import csv_text
 from spbench.bench.tools.report.report_markdown import html_of, shown
 from spbench.bench.units import percent
 

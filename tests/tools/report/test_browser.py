@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from spbench.bench.tools.report.build import Site
-from tests.plugins.additions import as_plugins
+from tests.plugins.additions import with_additions
 from tests.tools.report.chromium import DESKTOP, Visit, visit
 
 pytestmark = pytest.mark.slow
@@ -237,7 +237,7 @@ def test_cells_of_a_strategy_are_behind_its_link(tab: Visit, site: Site) -> None
 
 
 def test_a_strategy_that_comes_by_plug_in_has_a_page(tab: Visit, small_results: Path, tmp_path: Path) -> None:
-    installation = as_plugins(tmp_path)
+    installation = with_additions(tmp_path)
     shutil.copytree(small_results, installation.folder / "results")
     done = installation.spbench("report", "--output", "site", "--format", "json")
     assert done.returncode == 0, done.stderr

@@ -125,7 +125,7 @@ are targets. Point at a mark to see its commit. That a step was meant is said in
 {code(f"{history.folder}/meant.yaml")}."""
     if others:
         yield f"Records of {plain(', '.join(others))} are left out."
-    drawings = [*history_drawings(assessments)]
+    drawings: list[Part] = [*history_drawings(assessments)]
     yield from drawings or [marked("good", "No series has a step or a target.")]
     if table := quiet_table(assessments):
         yield "### Series without a step or a target {#unchanged}"
