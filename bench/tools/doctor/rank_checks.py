@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from spbench.bench.tools.doctor.check import Check, Observation
+from spbench.bench.tools.doctor.diagnosis import Observation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,9 +122,3 @@ def _interfaces() -> dict[str, str]:
                 continue
             found[name] = socket.inet_ntoa(answer[_ADDRESS])
     return found
-
-
-CHECKS = {
-    "virtual": Check(virtual_ranks, is_needed=True, limit_s=120),
-    "distributed": Check(real_ranks, is_needed=True, limit_s=120),
-}

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from spbench.bench.measure.devices.nvml import NvmlProblem, nvml, reading
-from spbench.bench.tools.doctor.check import Check, Observation
+from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
+from spbench.bench.tools.doctor.diagnosis import Observation
+from spbench.bench.units import GIB
 
-_GIB = 2**30
 #: links of a GPU at most
 _LINKS = 36
 #: what lies between two GPUs, by NVML's level
@@ -29,49 +29,40 @@ _NO_PEERS = (
 def driver() -> Iterator[Observation]:
     """The driver, its GPUs, and what joins these, from the management library."""
     try:
-        with nvml() as library:
-            yield from _driver(library)
+        with Nvml() as library:
+            version, cuda = map(
+                library.read, ("nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion")
+            )
+            newest = f", CUDA up to {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
+            yield Observation("NVIDIA driver", "ok", f"{version or 'of unknown version'}{newest}")
+            gpus = library.gpus()
+            if not gpus:
+                yield Observation("GPUs", "missing", "the driver sees none", "needed for GPUs alone")
+            for index, gpu in enumerate(gpus):
+                yield _gpu(library, index, gpu)
+            for index in range(len(gpus)):
+                yield from _peers(library, index, gpus)
     except NvmlProblem as problem:
         yield Observation("NVIDIA driver", "missing", problem.what, f"for GPUs: {problem.remedy}")
 
 
-def _driver(library: Any) -> Iterator[Observation]:
-    version, cuda = (
-        reading(library, f)
-        for f in (library.nvmlSystemGetDriverVersion, library.nvmlSystemGetCudaDriverVersion)
-    )
-    newest = f", CUDA up to {cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
-    yield Observation("NVIDIA driver", "ok", f"{version or 'of unknown version'}{newest}")
-    count = reading(library, library.nvmlDeviceGetCount) or 0
-    gpus = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    if not gpus:
-        yield Observation("GPUs", "missing", "the driver sees none", "needed for GPUs alone")
-    for index, gpu in enumerate(gpus):
-        yield _gpu(library, index, gpu)
-    for index in range(len(gpus)):
-        yield from _peers(library, index, gpus)
-
-
-def _gpu(library: Any, index: int, gpu: Any) -> Observation:
+def _gpu(library: Nvml, index: int, gpu: Any) -> Observation:
+    names = ("Name", "UUID", "MemoryInfo", "CudaComputeCapability")
     try:
-        name, uuid = (
-            reading(library, f, gpu) for f in (library.nvmlDeviceGetName, library.nvmlDeviceGetUUID)
-        )
-        memory = reading(library, library.nvmlDeviceGetMemoryInfo, gpu)
-        capability = reading(library, library.nvmlDeviceGetCudaComputeCapability, gpu)
+        name, uuid, memory, capability = (library.read(f"nvmlDeviceGet{each}", gpu) for each in names)
+        links = sum(bool(library.read("nvmlDeviceGetNvLinkState", gpu, link)) for link in range(_LINKS))
     except NvmlProblem as problem:
         return Observation(f"GPU {index}", "missing", problem.what, problem.remedy)
     parts = [name or "of unknown name", uuid]
     if memory is not None:
-        parts.append(f"{memory.total / _GIB:.1f} GiB, {memory.used / _GIB:.1f} GiB in use")
+        parts.append(f"{memory.total / GIB:.1f} GiB, {memory.used / GIB:.1f} GiB in use")
     if capability is not None:
         parts.append(f"compute capability {capability[0]}.{capability[1]}")
-    links = sum(bool(reading(library, library.nvmlDeviceGetNvLinkState, gpu, link)) for link in range(_LINKS))
     parts.append(f"{links} NVLinks active" if links else "no NVLink")
     return Observation(f"GPU {index}", "ok", ", ".join(filter(None, parts)))
 
 
-def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Observation]:
+def _peers(library: Nvml, index: int, gpus: list[Any]) -> Iterator[Observation]:
     """One line: what joins a GPU to each of the others."""
     joined: dict[str, list[int]] = {}
     for other, peer in enumerate(gpus):
@@ -79,28 +70,28 @@ def _peers(library: Any, index: int, gpus: list[Any]) -> Iterator[Observation]:
             joined.setdefault(_path(library, gpus[index], peer), []).append(other)
     if not joined:
         return
-    found = "; ".join(f"GPU {', '.join(map(str, others))}: {path}" for path, others in joined.items())
+    text = "; ".join(f"GPU {', '.join(map(str, others))}: {path}" for path, others in joined.items())
     blocked = any("no peer access" in path for path in joined)
-    yield Observation.judged(f"peers of GPU {index}", not blocked, found, _NO_PEERS)
+    yield Observation.judged(f"peers of GPU {index}", not blocked, text, _NO_PEERS)
 
 
-def _path(library: Any, gpu: Any, peer: Any) -> str:
-    def possible(kind: int) -> bool:
-        status = reading(library, library.nvmlDeviceGetP2PStatus, gpu, peer, kind)
-        return status == library.NVML_P2P_STATUS_OK
+def _path(library: Nvml, gpu: Any, peer: Any) -> str:
+    def possible(kind: str) -> bool:
+        number = library.constant(kind)
+        # a tuple in nvidia-ml-py, by a stray comma
+        number = number[0] if isinstance(number, tuple) else number
+        status = library.read("nvmlDeviceGetP2PStatus", gpu, peer, number)
+        return bool(status == library.constant("NVML_P2P_STATUS_OK"))
 
-    if possible(library.NVML_P2P_CAPS_INDEX_NVLINK):
+    if possible("NVML_P2P_CAPS_INDEX_NVLINK"):
         return "peer access over NVLink"
-    level = reading(library, library.nvmlDeviceGetTopologyCommonAncestor, gpu, peer)
+    level = library.read("nvmlDeviceGetTopologyCommonAncestor", gpu, peer)
     across = f"across {_BETWEEN.get(level, 'an unknown path')}"
-    # a tuple in nvidia-ml-py, by a stray comma
-    read = library.NVML_P2P_CAPS_INDEX_READ
-    direct = possible(read[0] if isinstance(read, tuple) else read)
-    return f"{'peer access' if direct else 'no peer access'} {across}"
+    return f"{'peer access' if possible('NVML_P2P_CAPS_INDEX_READ') else 'no peer access'} {across}"
 
 
 def cuda() -> Iterator[Observation]:
-    """What torch sees of the GPUs: a product on each, and a sum by NCCL."""
+    """What torch sees of the GPUs: a matmul on each, and a sum by NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +108,7 @@ def cuda() -> Iterator[Observation]:
     count = torch.cuda.device_count()
     yield Observation("CUDA in torch", "ok", f"runtime {torch.version.cuda}, {count} GPUs{limited}")
     for index in range(count):
-        yield _product(index)
+        yield _matmul(index)
     if not dist.is_nccl_available():
         yield Observation("NCCL", "missing", "not in this build of torch", "install a CUDA build for Linux")
         return
@@ -130,7 +121,7 @@ def cuda() -> Iterator[Observation]:
     yield Observation("NCCL", "ok", f"{version}, one rank sums")
 
 
-def _product(index: int) -> Observation:
+def _matmul(index: int) -> Observation:
     import torch
 
     subject, device = f"torch on GPU {index}", f"cuda:{index}"
@@ -144,9 +135,6 @@ def _product(index: int) -> Observation:
         return Observation(subject, "missing", what, "a build of torch for this GPU, or free its memory")
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
-    found = f"{name}, sm_{major}{minor}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    found += "" if right else "; a product of matrices is wrong"
+    found = f"{name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    found += "" if right else "; a matmul is wrong"
     return Observation.judged(subject, right, found, "the GPU is broken: see dmesg", "missing")
-
-
-CHECKS = {"driver": Check(driver), "cuda": Check(cuda, limit_s=180)}

@@ -1,7 +1,7 @@
 """What a check of an installation is, and running it in a process of its own with a time limit.
 
-A module of this package offers its checks by name in a mapping ``CHECKS``. What a check needs it imports
-itself: a library that is missing, crashes or hangs as it is imported is what it observes.
+What a check needs it imports itself: a library that is missing, crashes or hangs as it is imported is what it
+observes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from spbench.bench.measure.processes.starting import environment_of_child
-from spbench.impls.discovery import named_values
 
 #: what the child runs: the function's module and name are its arguments
-_CHILD = "from spbench.bench.tools.doctor.check import print_observations; print_observations()"
+_CHILD = "from spbench.bench.tools.doctor.diagnosis import print_observations; print_observations()"
 #: characters of what a check said last that are shown
 _SAID = 200
 #: for which the end of a killed check is waited for
@@ -75,11 +74,6 @@ class Check:
     look: Callable[[], Iterable[Observation]]
     is_needed: bool = False
     limit_s: float = 60.0
-
-
-def checks() -> Mapping[str, Check]:
-    """All checks by name, in the order of the modules' names."""
-    return named_values(__package__, "CHECKS", Check)
 
 
 def diagnose(chosen: Mapping[str, Check]) -> list[Observation]:

@@ -1,17 +1,24 @@
-"""Checks of Python and of the libraries that are installed."""
+"""Checks of Python, of the libraries that are installed, and of what the system gives: room on disks, shared
+memory, open files, cores and memory."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from spbench.bench.tools.doctor.check import Check, Observation
+from spbench.bench.disk_cache import CACHE_FOLDER, cache_folder
+from spbench.bench.measure.processes.starting import usable_cores
+from spbench.bench.measure.sweep.provenance import memory_bytes
+from spbench.bench.tools.doctor.diagnosis import Observation
+from spbench.bench.units import GIB, MIB
 from spbench.impls.discovery import installed_version
 
 _OLDEST_PYTHON = (3, 11)
@@ -19,6 +26,12 @@ _OLDEST_PYTHON = (3, 11)
 _CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
 #: what an extra is for, in the words of a remedy
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+#: below these a disk is full, or soon will be: a sweep's rows take a few MiB, its traces up to 2 GiB
+_FULL_BYTES, _LITTLE_BYTES = 50 * MIB, 2 * GIB
+#: shared memory that NCCL and data loaders can do with
+_SHARED_BYTES = GIB
+#: open files that some dozens of ranks need, with their sockets
+_OPEN_FILES = 1024
 
 
 def python() -> Iterator[Observation]:
@@ -114,10 +127,70 @@ def _compile(capability: int) -> None:
     triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
-CHECKS = {
-    "python": Check(python, is_needed=True),
-    "packages": Check(packages, is_needed=True),
-    "py-spy": Check(py_spy),
-    "torch": Check(torch, is_needed=True),
-    "triton": Check(triton, limit_s=120),
-}
+# -- what the system gives -------------------------------------------------------------------------------
+
+
+def disks() -> Iterator[Observation]:
+    """Where results and the cache go, and temporary files: can they be written, and how much is free?"""
+    yield _disk("disk of results", Path("results"), "run spbench in a folder with room, or give --output")
+    cache = cache_folder()
+    if cache is None:
+        remedy = f"set {CACHE_FOLDER} to a folder"
+        yield Observation("disk of the cache", "warning", "traces are not kept", remedy)
+    else:
+        remedy = f"point {CACHE_FOLDER} to a folder with room; without it every cell is traced again"
+        yield _disk("disk of the cache", cache, remedy, is_needed=False)
+    yield _disk("temporary files", Path(tempfile.gettempdir()), "point TMPDIR to a folder with room")
+
+
+def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Observation:
+    """Of the folder, or where it is not there yet, of the one in which it would be made."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"spbench")
+            probe.flush()
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        return Observation(subject, "missing", f"{there}: {error.strerror}", remedy, is_needed)
+    found = f"{free / GIB:.1f} GiB free in {there}"
+    if free < _FULL_BYTES:
+        return Observation(subject, "missing", found, remedy, is_needed)
+    return Observation.judged(subject, free >= _LITTLE_BYTES, found, remedy)
+
+
+def shared_memory() -> Iterator[Observation]:
+    """/dev/shm, through which the ranks of a node talk under NCCL."""
+    what, folder = "shared memory", Path("/dev/shm")
+    if not folder.is_dir():
+        yield Observation(what, "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it")
+        return
+    size = shutil.disk_usage(folder)
+    found = f"{size.free / GIB:.1f} of {size.total / GIB:.1f} GiB free in {folder}"
+    enough = size.free >= _SHARED_BYTES
+    yield Observation.judged(what, enough, found, "in a container: docker run --shm-size=8g")
+
+
+def open_files() -> Iterator[Observation]:
+    """How many files, and so sockets, a process may have open."""
+    try:
+        import resource
+    except ImportError:
+        yield Observation("open files", "warning", "this system does not say how many may be open")
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
+    found = f"{limit} a process, of at most {most}"
+    enough = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
+    yield Observation.judged("open files", enough, found, "ulimit -n 65536 before you start many ranks")
+
+
+def machine() -> Iterator[Observation]:
+    """Cores that this process may use, and memory."""
+    found = f"{usable_cores()} of {os.cpu_count()} cores"
+    if (memory := memory_bytes()) is not None:
+        found += f", {memory / GIB:.1f} GiB of memory"
+    remedy = "two ranks share one core: their times mean little"
+    yield Observation.judged("machine", usable_cores() > 1, found, remedy)
