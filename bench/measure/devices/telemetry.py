@@ -78,7 +78,7 @@ class _Quantity:
         return self._in_unit(value)
 
     def _field(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
-        """Of a field that counts for each link: the sum over all."""
+        """The sum over all links, of a field that counts for each."""
         if (number := library.constant(self.arguments[0])) is None:
             return None
         fields = library.read(self.function, gpu, [(number, _ALL_LINKS)], on_refusal=on_refusal)

@@ -138,5 +138,5 @@ def print_observations() -> None:
     """For the child: print, as JSON, what the function finds that its arguments name."""
     module, function = sys.argv[1:]
     with redirect_stdout(sys.stderr):
-        found = [asdict(each) for each in getattr(importlib.import_module(module), function)()]
-    print(json.dumps(found))
+        observations = [asdict(each) for each in getattr(importlib.import_module(module), function)()]
+    print(json.dumps(observations))

@@ -135,6 +135,6 @@ def _matmul(index: int) -> Observation:
         return Observation(subject, "missing", what, "a build of torch for this GPU, or free its memory")
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
-    found = f"{name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    found += "" if right else "; a matmul is wrong"
-    return Observation.judged(subject, right, found, "the GPU is broken: see dmesg", "missing")
+    text = f"{name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    text += "" if right else "; a matmul is wrong"
+    return Observation.judged(subject, right, text, "the GPU is broken: see dmesg", "missing")

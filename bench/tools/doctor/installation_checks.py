@@ -36,9 +36,9 @@ _OPEN_FILES = 1024
 
 def python() -> Iterator[Observation]:
     """The interpreter and the system."""
-    found = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
+    text = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
     remedy = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
-    yield Observation.judged("Python", sys.version_info >= _OLDEST_PYTHON, found, remedy, "missing", True)
+    yield Observation.judged("Python", sys.version_info >= _OLDEST_PYTHON, text, remedy, "missing", True)
 
 
 def packages() -> Iterator[Observation]:
@@ -46,16 +46,16 @@ def packages() -> Iterator[Observation]:
     try:
         declared = requires("spbench") or []
     except PackageNotFoundError:
-        yield Observation("spbench", "warning", "not installed, only found on the path", "pip install -e .")
+        yield Observation("spbench", "warning", "not installed, only text on the path", "pip install -e .")
         return
     versions: dict[str, dict[str, str | None]] = {}
     for requirement in declared:
         marked = _EXTRA.search(requirement)
         name = re.split(r"[\s;<>=!~\[(]", requirement, maxsplit=1)[0]
         versions.setdefault(marked[1] if marked else "", {})[name] = installed_version(name)
-    for extra, found in versions.items():
-        absent = [name for name, version in found.items() if version is None]
-        there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    for extra, installed in versions.items():
+        absent = [name for name, version in installed.items() if version is None]
+        there = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
         subject = f"packages of the extra {extra}" if extra else "packages"
         remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
         if absent:
@@ -84,9 +84,9 @@ def torch() -> Iterator[Observation]:
         build = f"ROCm {torch.version.hip}"
     yield Observation("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
     has_gloo = dist.is_available() and dist.is_gloo_available()
-    found = "in this build of torch" if has_gloo else "not in this build of torch"
+    text = "in this build of torch" if has_gloo else "not in this build of torch"
     remedy = "install a build of torch with torch.distributed and Gloo"
-    yield Observation.judged("Gloo", has_gloo, found, remedy, "missing", True)
+    yield Observation.judged("Gloo", has_gloo, text, remedy, "missing", True)
 
 
 def triton() -> Iterator[Observation]:
@@ -104,10 +104,10 @@ def triton() -> Iterator[Observation]:
         except Exception as error:  # of a compiler anything can be raised
             failed[card] = next(iter(str(error).strip().splitlines()), type(error).__name__)
     works = ", ".join(f"{card} (sm_{_CAPABILITIES[card]})" for card in _CAPABILITIES if card not in failed)
-    found = f"{triton.__version__}, compiles for {works or 'none'}"
-    found += next((f"; not for {card}: {why}" for card, why in failed.items()), "")
+    text = f"{triton.__version__}, compiles for {works or 'none'}"
+    text += next((f"; not for {card}: {why}" for card, why in failed.items()), "")
     remedy = f"another version of Triton, if you have one of these: {', '.join(failed)}"
-    yield Observation.judged("Triton", not failed, found, remedy)
+    yield Observation.judged("Triton", not failed, text, remedy)
 
 
 def _compile(capability: int) -> None:
@@ -144,7 +144,7 @@ def disks() -> Iterator[Observation]:
 
 
 def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Observation:
-    """Of the folder, or where it is not there yet, of the one in which it would be made."""
+    """The room in the folder, or where it is not there yet, in the one in which it would be made."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -155,10 +155,10 @@ def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Ob
         free = shutil.disk_usage(there).free
     except OSError as error:
         return Observation(subject, "missing", f"{there}: {error.strerror}", remedy, is_needed)
-    found = f"{free / GIB:.1f} GiB free in {there}"
+    text = f"{free / GIB:.1f} GiB free in {there}"
     if free < _FULL_BYTES:
-        return Observation(subject, "missing", found, remedy, is_needed)
-    return Observation.judged(subject, free >= _LITTLE_BYTES, found, remedy)
+        return Observation(subject, "missing", text, remedy, is_needed)
+    return Observation.judged(subject, free >= _LITTLE_BYTES, text, remedy)
 
 
 def shared_memory() -> Iterator[Observation]:
@@ -168,9 +168,9 @@ def shared_memory() -> Iterator[Observation]:
         yield Observation(what, "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it")
         return
     size = shutil.disk_usage(folder)
-    found = f"{size.free / GIB:.1f} of {size.total / GIB:.1f} GiB free in {folder}"
+    text = f"{size.free / GIB:.1f} of {size.total / GIB:.1f} GiB free in {folder}"
     enough = size.free >= _SHARED_BYTES
-    yield Observation.judged(what, enough, found, "in a container: docker run --shm-size=8g")
+    yield Observation.judged(what, enough, text, "in a container: docker run --shm-size=8g")
 
 
 def open_files() -> Iterator[Observation]:
@@ -182,15 +182,15 @@ def open_files() -> Iterator[Observation]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
-    found = f"{limit} a process, of at most {most}"
+    text = f"{limit} a process, of at most {most}"
     enough = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
-    yield Observation.judged("open files", enough, found, "ulimit -n 65536 before you start many ranks")
+    yield Observation.judged("open files", enough, text, "ulimit -n 65536 before you start many ranks")
 
 
 def machine() -> Iterator[Observation]:
     """Cores that this process may use, and memory."""
-    found = f"{usable_cores()} of {os.cpu_count()} cores"
+    text = f"{usable_cores()} of {os.cpu_count()} cores"
     if (memory := memory_bytes()) is not None:
-        found += f", {memory / GIB:.1f} GiB of memory"
+        text += f", {memory / GIB:.1f} GiB of memory"
     remedy = "two ranks share one core: their times mean little"
-    yield Observation.judged("machine", usable_cores() > 1, found, remedy)
+    yield Observation.judged("machine", usable_cores() > 1, text, remedy)

@@ -26,12 +26,12 @@ def virtual_ranks() -> Iterator[Observation]:
     from spbench.bench.measure.engines.virtual import VirtualEngine
 
     begin = time.perf_counter()
-    found = VirtualEngine().measure(_cell("virtual"))
+    outcome = VirtualEngine().measure(_cell("virtual"))
     took = time.perf_counter() - begin
-    works = found.status == "ok"
-    text = f"{found.status}: {found.reason}"
+    works = outcome.status == "ok"
+    text = f"{outcome.status}: {outcome.reason}"
     if works:
-        text = f"a step of {_cell('virtual').model} in {took:.1f} s, peak {found.peak_memory_bytes:,} B"
+        text = f"a step of {_cell('virtual').model} in {took:.1f} s, peak {outcome.peak_memory_bytes:,} B"
     again = "spbench verify --strategy ring_self_attention, and report it"
     yield Observation.judged("virtual ranks", works, text, again, "missing", True)
 
@@ -41,11 +41,11 @@ def real_ranks() -> Iterator[Observation]:
     from spbench.bench.measure.engines.distributed import launch
 
     begin = time.perf_counter()
-    found = launch(_cell("distributed"), _meet)
+    outcome = launch(_cell("distributed"), _meet)
     took = time.perf_counter() - begin
-    meeting = max(seconds for seconds, _ in found.values())
+    meeting = max(seconds for seconds, _ in outcome.values())
     total = sum(range(1, _RANKS + 1))
-    if any(result != total for _, result in found.values()):
+    if any(result != total for _, result in outcome.values()):
         again = "set GLOO_SOCKET_IFNAME to the interface to use"
         yield Observation("Gloo ranks", "missing", "a sum over two ranks is wrong", again, is_needed=True)
         return
@@ -113,12 +113,12 @@ def _interfaces() -> dict[str, str]:
         import fcntl
     except ImportError:
         return {}
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has none
                 continue
-            found[name] = socket.inet_ntoa(answer[_ADDRESS])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[_ADDRESS])
+    return addresses

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import spbench
-from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.sweep.frames import flat
@@ -119,23 +118,6 @@ class Gathered:
         """The folder of strategies' rows and traces."""
         return self.results / "reproduction" / STRATEGIES
 
-    @cached_property
-    def cell_fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """The fields of every cell that was declared or run, by key."""
-        declared = {key: cell.model_dump() for key, cell in self.declared.items()}
-        return declared | {key: row["cell"] for key, row in self.rows.items()}
-
-    @cached_property
-    def rows(self) -> Mapping[str, Row]:
-        """The rows by the keys of their cells; of a cell in several scenarios the first."""
-        return {cell.row["key"]: cell.row for cell in reversed(self.cells)}
-
-    @cached_property
-    def declared(self) -> Mapping[str, Cell]:
-        """The cells that the scenarios of papers declare, by key."""
-        scenarios = [s for paper in self.papers for s in paper.scenarios.values()]
-        return {cell.key: cell for s in scenarios for cells in s.cells.values() for cell in cells}
-
 
 def default_results() -> Path:
     """results/ in the working directory, or else in the checkout of this code.
@@ -234,7 +216,7 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
         if not quantity.of_classes
     }
     cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
-    made = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
+    run = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
     rows: dict[str, Row] = {}
     for record in findings.records:
         cell, quantity = cells.get(record["cell"]), columns.get((table_of(record), record["quantity"]))
@@ -248,7 +230,7 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
                 status=record["status_reproduced"] or "ok",
                 reason="",
                 measurement=Measured(),
-                provenance={"commit": made.get("commit", ""), "torch": made.get("torch", "")},
+                provenance={"commit": run.get("commit", ""), "torch": run.get("torch", "")},
             ),
         )
         if record["reproduced"] is not None:

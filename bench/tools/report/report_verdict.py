@@ -97,7 +97,7 @@ def _is_within(record: Record, tolerance: float) -> bool:
 
 
 def _statuses(records: Sequence[Record]) -> Iterable[bool]:
-    """Of each cell that is published as out of memory and was run, whether ours is too."""
+    """Whether ours ran out of memory too, for each cell that is published as that and was run."""
     cells: dict[str, bool] = {}
     for record in records:
         if record["status_published"] == "oom" and record["status_reproduced"]:

@@ -176,10 +176,9 @@ def _cells(gathered: Gathered) -> str:
     statuses = ", ".join(f"{n} {'out of memory' if status == 'oom' else status}" for status, n in counted)
     commits = _named(dated(commit_of(cell.row)) for cell in gathered.cells)
     torches = _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells)
-    made = [f"made by commit {plain(commits)}"] * bool(commits) + [f"with torch {plain(torches)}"] * bool(
-        torches
-    )
-    return listed([f"{len(gathered.cells)} cells: {statuses}", *made])
+    by = [f"made by commit {plain(commits)}"] * bool(commits)
+    by += [f"with torch {plain(torches)}"] * bool(torches)
+    return listed([f"{len(gathered.cells)} cells: {statuses}", *by])
 
 
 def _named(values: Iterable[str | None]) -> str:

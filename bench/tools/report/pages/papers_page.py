@@ -124,5 +124,5 @@ def _made(paper: PaperResults, scenario: str) -> str:
     cells = link(f"{run['cells']} cells", f"cells.html#scenario={scenario}")
     records = paper.records_of_scenario(scenario)
     errors = f" **{errors_by_role(records)}.**" if records else ""
-    made = f"made by commit {code(dated(run['commit'])) or 'unknown'} with torch {run['torch']}"
-    return f"{cells}: {counted}; {made}.{errors}"
+    code_version = f"commit {code(dated(run['commit'])) or 'unknown'} with torch {run['torch']}"
+    return f"{cells}: {counted}; made by {code_version}.{errors}"

@@ -160,10 +160,10 @@ def _at(cell: Cell) -> str:
 
 def _made(row: Row, cell: Cell) -> str:
     """The commit and the day that a row was made, and what has changed since."""
-    made = f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
+    commit = f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
     changed = changed_parts(cell, row)
     since = f"; **since then there have been changes of: {', '.join(changed)}** ({_MAKE} makes it anew)"
-    return f"Made by commit {code(made)}{since if changed else ''}."
+    return f"Made by commit {code(commit)}{since if changed else ''}."
 
 
 def _layers(gathered: Gathered, name: str) -> Iterator[Part]:
