@@ -145,8 +145,9 @@ class Drawing:
             f"<div>{f'<p class=note>{escape(title)}</p>' * bool(title)}{svg}</div>"
             for title, svg in self.panels
         )
-        kind = "panels" if len(self.panels) > 1 else "panels scroll"
-        drawn = f'<div class="{kind}" role="img" aria-label="{escape(self.alt)}">{"".join(panels)}</div>'
+        drawn = f'<div class="panels" role="img" aria-label="{escape(self.alt)}">{"".join(panels)}</div>'
+        if len(self.panels) == 1:
+            drawn = f'<div class="scroll" tabindex="0">{drawn}</div>'
         numbers = f"<details><summary>Numbers{self.table.hidden}</summary>{self.table.lines()}</details>"
         return self.table.figure("drawing", f"{legend}{drawn}{numbers * self.lists}", csv)
 

@@ -85,7 +85,8 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> It
     yield gathered.figure(document.figure, document.title)
     blocks = paper.findings.blocks(name) if paper.findings else ()
     for number, (title, lines) in enumerate(blocks, start=1):
-        caption = f"{title[:1].upper()}{title[1:]}"
+        # such as "claims", which several scenarios have
+        caption = f"{title[:1].upper()}{title[1:]}" + f": {document.title}" * (" " not in title)
         heads = _error_second(lines)
         yield DataTable(f"{_identifier(name)}-{number}", caption, lines, heads, sortable=len(lines) > _LONG)
     settings = [
