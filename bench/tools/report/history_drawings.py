@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from spbench.bench.tools.changes.history import Assessment
-from spbench.bench.tools.changes.series import STATUS, Series
-from spbench.bench.tools.changes.steps import Step
+from spbench.bench.tools.changes.series import STATUS, Series, Step
 from spbench.bench.tools.report.page import DataTable, Drawing
 from spbench.bench.tools.report.svg import AXIS, Svg, ticks
 from spbench.plots.series import grouped
