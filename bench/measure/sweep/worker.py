@@ -23,7 +23,7 @@ from pathlib import Path
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_property
-from spbench.bench.measure.engines.run_cell import Run, measure
+from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.rank_job import fate
 from spbench.bench.measure.processes.starting import (
     STACKS_FOLDER,
@@ -81,12 +81,16 @@ class Worker:
     def alive(self) -> bool:
         return self.process.is_alive()
 
-    def give(self, cell: Cell) -> None:
-        """Start a cell. The connection becomes ready as the cell begins, and as it ends."""
+    def give(self, cell: Cell, run: Run | None = None) -> None:
+        """Start a cell. The connection becomes ready as the cell begins, and as it ends.
+
+        Args:
+            run: runs this cell in place of the worker's own function.
+        """
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
         with suppress(OSError):  # `take` finds out that it is dead
-            self.connection.send(cell)
+            self.connection.send((cell, run))
 
     def take(self) -> Outcome | None:
         """The outcome of its cell; failed, if the process has died; None: the cell has only begun."""
@@ -194,9 +198,9 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
     trace_cache.use()
     with suppress(EOFError, OSError):
         while True:
-            cell = connection.recv()
+            cell, other = connection.recv()
             connection.send(None)
-            outcome = measure(run, cell)
+            outcome = measure(other or run, cell)
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send(outcome)
@@ -218,7 +222,7 @@ class Crew:
     Leaving the context ends them all, whatever they do.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run = run_cell):
         self.run = run
         self.workers: list[Worker] = []
 

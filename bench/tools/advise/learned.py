@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from spbench.bench.tools.advise.candidates import SURELY, Candidate, Variant
 from spbench.bench.tools.advise.layouts import Way
 from spbench.bench.tools.advise.references import as_text
-from spbench.bench.tools.advise.waiting import Waiting
 from spbench.impls.strategies.nesting import PLUS
 
 #: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
@@ -26,6 +25,45 @@ UNKNOWN = 1.6
 _MARGIN_OF_UNKNOWN = 1.25
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
+
+
+class Waiting:
+    """Candidates that wait for a trace, as arrays: of many GPUs there are a million.
+
+    Attributes:
+        candidates: all, also those that were taken.
+        estimated_s: of each.
+        ways, variants: that they have.
+        alike: the candidates of one way with the same variants are alike; of each such group the place of its
+            way, and those of its variants.
+        alike_at: of each candidate, the place of its group.
+        left: whether each still waits.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]):
+        self.candidates = candidates
+        self.estimated_s = np.array([each.estimated_s for each in candidates], dtype=float)
+        ways: dict[Way, int] = {}
+        variants: dict[Variant, int] = {}
+        alike: dict[tuple[int, ...], int] = {}
+        places = [
+            (
+                ways.setdefault(each.layout.way, len(ways)),
+                *(variants.setdefault(variant, len(variants)) for variant in each.variants),
+            )
+            for each in candidates
+        ]
+        self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
+        self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
+        self.ways, self.variants = [*ways], [*variants]
+        self.left = np.ones(len(candidates), dtype=bool)
+
+    def __len__(self) -> int:
+        return int(self.left.sum())
+
+    def take(self, places: Iterable[int]) -> None:
+        """Leave out the candidates at these places."""
+        self.left[[*places]] = False
 
 
 class Excess(NamedTuple):

@@ -13,7 +13,8 @@ from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measurement import Measurement
-from spbench.bench.tools.advise import looks
+from spbench.bench.tools.advise import look as module
+from spbench.bench.tools.advise.look import Depth
 from spbench.impls.loose_files import LOOSE_FILES
 from tests.plugins.additions import EXAMPLES
 from tests.tools.advise.questions import MODEL, small_cards
@@ -172,15 +173,15 @@ def test_a_stopped_search_goes_on(advise: Run, tmp_path: Path, monkeypatch: pyte
     """The looks of a search that was interrupted are not taken again."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "kept"))
     taken: list[str] = []
-    plain = looks.look
+    plain = module.look
 
-    def look(cell: Cell) -> Measurement:
+    def look(cell: Cell, depth: Depth) -> Measurement:
         if len(taken) == 5:
             raise KeyboardInterrupt
-        taken.append(cell.key)
-        return plain(cell)
+        taken.append(f"{cell.key} {depth}")
+        return plain(cell, depth)
 
-    monkeypatch.setattr(looks, "look", look)
+    monkeypatch.setattr(module, "look", look)
     words = (MODEL, *FEW, "--seq-len", "256")
     assert advise(*words)[0] == 130
     first, taken[:] = [*taken], ["none"] * 6

@@ -24,7 +24,7 @@ from spbench.bench.tools.advise.layouts import (
 )
 from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.advise.references import savings_of
-from spbench.bench.tools.fit.subject import Asked
+from spbench.bench.tools.fit.asked import Asked
 from spbench.impls import registries
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.ddp import DistributedDataParallel

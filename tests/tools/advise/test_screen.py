@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from spbench.bench.command_line.output import View
+from spbench.bench.tools.advise.absent import Absence
 from spbench.bench.tools.advise.advise_report import report
-from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.advise.switch_prices import SwitchPrice
 from tests.terminal import faults_of, screen_of
 from tests.tools.advise.test_advice import advice, seen
 
@@ -25,9 +26,9 @@ def test_an_answer_fits_a_screen() -> None:
             ]
         )
     ]
-    answer = advice(*best, seen("single", {"dp": 8}, 60.0))
-    for at in range(6):
-        answer.found.prices.append(Price(f"model_options.loss_tile={2048 + at}", True, 1.3, 50 * GIB))
+    prices = [SwitchPrice(f"model_options.loss_tile={2048 + n}", True, 1.3, 50 * GIB) for n in range(6)]
+    absence = Absence((), "no layout with tp2 can be: made up")
+    answer = advice(*best, seen("single", {"dp": 8}, 60.0), prices=prices, absence=absence)
     answer.found.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
     output = report([answer], {"tp": 2})
     assert faults_of(output, most_lines=40) == []

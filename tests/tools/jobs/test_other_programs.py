@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.fit.subject import kind_of
+from spbench.bench.tools.fit.asked import kind_of
 from spbench.bench.tools.jobs.job_files import JobFile, path_and_part, read_job
 from spbench.bench.tools.jobs.other_programs import _programs, keyed_program, started_program
 from tests.tools.jobs.job_inputs import INPUTS
