@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
     from spbench.impls.models.blocks.decoder import DecoderModel
+    from spbench.impls.models.blocks.feed_forward import FeedForward
+    from spbench.impls.models.causal_transformer import CausalTransformerModel
     from spbench.impls.models.model import Model, ModelPart
     from spbench.impls.options import Options
     from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard
@@ -103,6 +105,8 @@ _HOMES = {
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),
+    "spbench.impls.models.blocks.feed_forward": ("FeedForward",),
+    "spbench.impls.models.causal_transformer": ("CausalTransformerModel",),
     "spbench.impls.models.model": ("Model", "ModelPart"),
     "spbench.impls.options": ("Options",),
     "spbench.impls.strategies.base": ("Shard", "Site", "Strategy", "Unsupported", "mark_shard"),
@@ -117,6 +121,7 @@ __all__ = [
     "AttentionSpeed",
     "Backend",
     "Call",
+    "CausalTransformerModel",
     "Cell",
     "Communication",
     "Comparison",
@@ -124,6 +129,7 @@ __all__ = [
     "Engine",
     "ExportRequest",
     "Exported",
+    "FeedForward",
     "Findings",
     "Flag",
     "Flags",

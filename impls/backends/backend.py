@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.host_layout import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Strategy, shard_of

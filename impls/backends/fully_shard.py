@@ -27,12 +27,11 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.host_adam import HostAdam
-from spbench.impls.backends.host_layout import DEEPSPEED_STAGE_3
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
-from spbench.impls.backends.meta_device import materialize
+from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.sharded_pieces import cut_when_asked
+from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.traffic import Traffic

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from spbench.impls.backends.host_adam import HostAdam
-from spbench.impls.backends.host_layout import HostLayout
 from spbench.impls.backends.optimizer import Precision
+from spbench.impls.backends.optimizer_options import HostLayout
 from spbench.impls.kernels.host_copies import (
     host_empty_like,
     host_zeros,

@@ -48,11 +48,11 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.flat import covered
-from spbench.impls.backends.host_layout import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of
 from spbench.impls.rings import wait_for_device

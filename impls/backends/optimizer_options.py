@@ -1,4 +1,5 @@
-"""The option that all backends have whose optimizer may be on the host."""
+"""The option of all backends whose optimizer may be on the host; how programs hold there what it needs, and when
+what is rounded: DeepSpeed's and Megatron-Core's ways."""
 
 from __future__ import annotations
 
@@ -7,6 +8,40 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spbench.impls.options import Options, Saving, check_choices
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """How a program holds on the host what its optimizer needs of weights on the device.
+
+    Attributes:
+        run: elements from which on weights that lie in one tensor, and are updated at once, are enough; None:
+            each weight has tensors of its own.
+        pinned_masters: masters are in pinned memory.
+        sums: gradients of micro-batches are summed in a pinned buffer of the weights' dtype.
+        rounds: where updated weights are rounded to their own dtype: on the "device", a weight at a time; on
+            the host into a pinned buffer ("pinned"), or into pageable memory that is then freed ("pageable").
+        overlaps: copies have streams of their own, so that the host updates what has arrived while other
+            weights are copied.
+    """
+
+    run: int | None
+    pinned_masters: bool
+    sums: bool = False
+    rounds: str = "device"
+    overlaps: bool = False
+
+
+#: offload_optimizer of DeepSpeed's ZeRO-3 (runtime/zero/stage3.py, commit edaa722): in sub-groups of
+#: sub_group_size elements; partition_grads sums in grad_partitions_flat_buffer, on the device, and sends
+#: that up again for the last micro-batch, wide; copy_ that waits rounds on the host
+DEEPSPEED_STAGE_3 = HostLayout(10**9, pinned_masters=False, sums=True, rounds="pageable")
+#: that of its ZeRO-1 and 2 (runtime/zero/stage_1_and_2.py): all at once, rounded into
+#: param_buffer_of_bit16_for_cpu_offload_groups
+DEEPSPEED_STAGE_1 = HostLayout(2**62, pinned_masters=True, rounds="pinned", overlaps=True)
+#: HybridDeviceOptimizer of Megatron-Core (core/optimizer/cpu_offloading, commit d98e8a64), which is one for
+#: any weights; with its overlap_cpu_optimizer_d2h_h2d
+EACH_WEIGHT = HostLayout(None, pinned_masters=True, overlaps=True)
 
 
 @dataclass(frozen=True)

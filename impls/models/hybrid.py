@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES
+from spbench.impls.models.blocks.feed_forward import FeedForward
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
@@ -91,8 +92,9 @@ class HybridModel(CausalTransformerModel):
     def period(self) -> int:
         return len(self._layers)
 
-    def has_mlp(self, layer: int) -> bool:
-        return MLP not in self.pattern or self._layer(layer).endswith(MLP)
+    def feeding(self, layer: int) -> FeedForward | None:
+        has_mlp = MLP not in self.pattern or self._layer(layer).endswith(MLP)
+        return super().feeding(layer) if has_mlp else None
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         letter = self._layer(layer)[0]

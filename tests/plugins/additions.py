@@ -38,6 +38,7 @@ class Addition:
 ADDITIONS = (
     Addition("gathered_attention.py", "spbench.strategies", "impls/strategies"),
     Addition("one_layer_lm.py", "spbench.models", "impls/models"),
+    Addition("two_step_lm.py", "spbench.models", "impls/models"),
     Addition("unbucketed.py", "spbench.backends", "impls/backends"),
     Addition("closed_form.py", "spbench.engines", "bench/measure/engines"),
     Addition("flops.py", "spbench.meters", "bench/measure/trace"),

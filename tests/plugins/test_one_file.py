@@ -24,6 +24,7 @@ defaults: {cluster: ./card.yaml, batch: 2, seq_len: 24}
 groups:
   - {model: one-layer-lm-tiny, strategy: gathered_attention, sizes: {sp: 2}, meters: [flops], engine: ENGINES}
   - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_attention, sizes: {tp: 2, sp: 2}}
+  - {model: two-step-lm-tiny, strategy: megatron_sp, sizes: {tp: 2}}
   - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
   - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
   - model: one-layer-lm-tiny
@@ -45,6 +46,7 @@ BOUNDS = "claim,published\ntwo megabytes,2097152\n"
 NAMES = (
     ("strategies", "gathered_attention"),
     ("models", "one-layer-lm-tiny"),
+    ("models", "two-step-lm-tiny"),
     ("backends", "unbucketed"),
     ("engines", "closed_form"),
     ("meters", "flops"),
@@ -122,6 +124,12 @@ def test_a_strategy_within_another(rows: Rows) -> None:
     assert row["status"] == "ok"
     assert sent["sp", "forward", "all_gather"] == 2 * payload / 2
     assert measured["formula_difference"] == []
+
+
+def test_a_kind_of_feed_forward_block(rows: Rows) -> None:
+    row = rows["two-step-lm-tiny", "megatron_sp", "virtual"]
+    assert row["status"] == "ok"
+    assert row["measurement"]["formula_difference"] == []
 
 
 def test_virtual_and_real_ranks_agree(rows: Rows) -> None:

@@ -2,23 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.clusters.links import Link
 from spbench.bench.measure.clusters.rates import AttentionKernel
-from spbench.bench.tools.calibrate.collectives_of_logs import put_collectives
-from spbench.bench.tools.calibrate.log_cluster import LogCluster, unknown, without_scalar
 from spbench.bench.tools.calibrate.log_findings import Findings
-from spbench.bench.tools.calibrate.log_fits import (
+from spbench.bench.tools.calibrate.plausible import ROUNDING, check_plausible, one_card
+from spbench.bench.tools.calibrate.rate_fits import (
     LARGE_PASS_BYTES,
+    Rate,
     attention_rates,
+    collective_rates,
     launch_gap,
     memory_rate,
     product_rates,
 )
-from spbench.bench.tools.calibrate.plausible import ROUNDING, check_plausible, one_card
+from spbench.bench.yaml_files import merge
+
+#: digits of a figure
+_DIGITS = 4
+_NOWHERE = "in none of the logs"
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+#: what logs can say, and where it stands in the file
+_WANTED: dict[str, str | tuple[str, ...]] = {
+    **{
+        f"matrix products, {precision}": f"device.products.{precision}"
+        for precision in ("bf16", "fp16", "fp32")
+    },
+    "attention": "device.attention",
+    "memory": ("device.memory_efficiency", "device.memory_bandwidth_bytes_per_s"),
+    "gaps between kernels": "device.launch_overhead_s",
+    "send, within a node": "node_link: bandwidth_bytes_per_s",
+    **{f"{kind}, within a node": f"node_link.collectives.{kind}" for kind in _COLLECTIVES},
+    "send, between nodes": "network: bandwidth_bytes_per_s",
+    # an all-to-all between nodes is timed by its sends
+    **{f"{kind}, between nodes": f"network.collectives.{kind}" for kind in _COLLECTIVES[:-1]},
+}
+
+
+@dataclass
+class LogCluster:
+    """What a cluster's file is to say.
+
+    Attributes:
+        content: of the file.
+        fitted: a line for each figure of a log: where it stands, its value, how it was found, its source.
+        remarks: what was left out and why.
+    """
+
+    content: dict[str, Any]
+    fitted: list[dict[str, str]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[str]:
+        """What logs can say and these do not."""
+        found = [line["figure"] for line in self.fitted]
+        return [what for what, where in _WANTED.items() if not any(f.startswith(where) for f in found)]
+
+    def put(self, part: Mapping[str, Any]) -> None:
+        """Add a part of the file."""
+        self.content = merge(self.content, part)
+
+    def figure(self, where: str, value: float, how: str, source: str) -> dict[str, Any]:
+        """A figure of the file, of which a line is kept."""
+        rounded = float(f"{value:.{_DIGITS}g}")
+        self.fitted.append({"figure": where, "value": f"{rounded:g}", "how": how, "source": source})
+        return {"value": rounded, "source": source, "note": how}
+
+
+def unknown() -> dict[str, Any]:
+    """A figure that no log has."""
+    return {"value": None, "source": _NOWHERE}
+
+
+def without_scalar(base: Cluster | None, scalar: str, precision: str | None = None) -> dict[str, Any]:
+    """The part that takes back what the base's calibration makes of a rate; {} if it makes nothing of it."""
+    back = {
+        str(name): {scalar: 1.0, **({} if len(each.scalars) > 1 else {"fitted_on": []})}
+        for name, each in (base.calibration.items() if base else ())
+        if scalar in each.scalars and precision in (None, name)
+    }
+    return {"calibration": back} if back else {}
+
+
+def heading(made: LogCluster) -> Iterator[str]:
+    """The lines of the comment at the top of the file: each figure, and how far the fit is from the logs."""
+    for line in made.fitted:
+        yield f"{line['figure']} = {line['value']}: {line['how']}"
+    if made.missing:
+        yield f"in none of the logs: {', '.join(made.missing)}"
+
+
+SEND = "send"
+
+
+def put_collectives(made: LogCluster, found: Mapping[str, Findings], base: Cluster | None) -> None:
+    """Put the rates into the file.
+
+    Of what was measured on several nodes, each of the cards that a node's ranks leave it by has its part, and
+    the latency is less that of the part within a node, since a group's time is made of both parts.
+    """
+    rates = collective_rates(found)
+    if not rates:
+        return
+    _put_sizes(made, base, max(ranks // nodes for _, nodes, ranks in rates))
+    within: dict[str, dict[int, Rate]] = {}
+    between: dict[str, dict[int, tuple[int, Rate]]] = {}
+    for (kind, nodes, ranks), rate in rates.items():  # of several worlds on as many nodes the largest remains
+        if nodes == 1:
+            within.setdefault(kind, {})[ranks] = rate
+        else:
+            between.setdefault(kind, {})[nodes] = ranks // nodes, rate
+    if within and not (base and base.node_link):
+        made.put({"node_link": {"latency_s": unknown(), "bandwidth_bytes_per_s": unknown()}})
+    for kind, by_ranks in within.items():
+        _put_rates(made, "node_link", kind, by_ranks)
+    if SEND in between:
+        _put_rates(made, "network", SEND, {nodes: rate for nodes, (_, rate) in between.pop(SEND).items()})
+    inside, cards = _inside(made, base), _cards(made, base)
+    for kind, by_nodes in between.items():
+        if kind == "all_to_all":
+            made.remarks.append("all_to_all between nodes is timed by sends; that of the logs is left out")
+            continue
+        parts = {
+            nodes: _of_a_card(rate, min(cards, on_a_node), _latency(inside, kind, on_a_node))
+            for nodes, (on_a_node, rate) in by_nodes.items()
+        }
+        _put_rates(made, "network", kind, parts)
+    if any(".collectives." in line["figure"] for line in made.fitted):
+        made.put({"collective_model": "measured"})
+    made.put(without_scalar(base, "link_efficiency"))
+
+
+def _put_sizes(made: LogCluster, base: Cluster | None, on_a_node: int) -> None:
+    if on_a_node > (base.devices_per_node if base else 0):
+        made.put({"devices_per_node": on_a_node})
+    if base is None:
+        made.put({"network": {"nics_per_node": on_a_node}})
+        made.remarks.append("network.nics_per_node: one card a device is taken, since no log says how many")
+
+
+def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
+    """The part of a node's rate that one of its cards has."""
+    latency = None if rate.other is None else max(0.0, rate.other - latency_within)
+    how = f"{rate.how}; the part of one of {cards} cards" if cards > 1 else rate.how
+    return Rate(rate.best / cards, rate.limit / cards, latency, how, rate.source)
+
+
+def _put_rates(made: LogCluster, link: str, kind: str, by_size: Mapping[int, Rate]) -> None:
+    """The rates of a collective, by ranks of a node or by nodes; or that of a send, of the largest size."""
+    if kind == SEND:
+        made.put({link: _figures(made, link, by_size[max(by_size)])})
+        return
+    word = "nodes" if link == "network" else "ranks"
+    entries = [
+        {"ranks": size, **_figures(made, f"{link}.collectives.{kind}, {size} {word}", by_size[size])}
+        for size in sorted(by_size)
+    ]
+    if any("latency_s" not in entry for entry in entries):
+        entries = [{"latency_s": {"value": None, "source": "too few sizes"}, **entry} for entry in entries]
+    made.put({link: {"collectives": {kind: entries}}})
+
+
+def _figures(made: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
+    latency = {}
+    if rate.other is not None:
+        latency["latency_s"] = made.figure(f"{where}: latency_s", rate.other, rate.how, rate.source)
+    bandwidth = made.figure(f"{where}: bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
+    return {**latency, "bandwidth_bytes_per_s": bandwidth}
+
+
+def _cards(made: LogCluster, base: Cluster | None) -> int:
+    known: int = base.network.nics_per_node if base else made.content["network"]["nics_per_node"]
+    return known
+
+
+def _inside(made: LogCluster, base: Cluster | None) -> Link | None:
+    """The link within a node, with what the logs said of it."""
+    of_base = base.node_link.model_dump(mode="json") if base and base.node_link else {}
+    link = merge(of_base, made.content.get("node_link", {}))
+    return Link.model_validate(link) if link else None
+
+
+def _latency(link: Link | None, kind: str, ranks: int) -> float:
+    """Seconds of a collective's latency within a node, which a rate between nodes does not hold."""
+    if link is None or ranks == 1:
+        return 0.0
+    rate = link.rate_of(kind, ranks)
+    return (link.latency_s.value or 0.0) if rate is None else rate.latency(ranks)
+
 
 #: a model's "flash" is the first of these that was measured, where no other cluster is extended that says
 _NEWEST_FIRST: tuple[AttentionKernel, ...] = (

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep, timed
+from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.impls.collectives import all_gather_flat, all_reduce, exchange, reduce_scatter_flat
 from spbench.impls.traffic import WIRE_SHARE
 

@@ -27,10 +27,9 @@ from spbench.bench.tools.calibrate.collective_rates import (
     collective_rates,
     ranks_per_node,
 )
-from spbench.bench.tools.calibrate.compute_rates import SMALL, compute_rates
-from spbench.bench.tools.calibrate.least_squares import LeastSquares, least_squares
+from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint, RateSweep, compute_rates
 from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, operator_points
-from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep
+from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 from spbench.bench.tools.calibrate.step_figures import host_figures, operator_times, product_fit
 
 #: digits of a measured rate

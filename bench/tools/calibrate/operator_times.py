@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
@@ -30,10 +31,44 @@ from spbench.bench.measure.engines.timed_steps import seconds
 from spbench.bench.measure.simulator.program import MATRIX_PRODUCT, PRECISION_NAMES
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
-from spbench.bench.tools.calibrate.host_times import HOST, host_points
-from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep
+from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.impls.models.model import model_preset
 from spbench.impls.training.step import initialize
+
+#: how the points begin
+HOST = "host: "
+#: an operator's call with its node made for backward, and without Python's and autograd's part of it
+WITH_NODE, BARE = HOST + "operator with its node", HOST + "operator alone"
+VIEW, BACKWARD, MODULE = HOST + "view", HOST + "operator in backward", HOST + "module"
+#: operators in a row, of which one's part in backward is taken
+_IN_A_ROW = 50
+
+
+def host_points(sweep: RateSweep) -> Iterator[RatePoint]:
+    """A point of each, on all ranks at once; ``extent`` is how many of them a call has."""
+    x = torch.ones(1, requires_grad=True)
+    bare, bare_x, identity = torch.ops.aten.neg.default, x.detach(), nn.Identity()
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {
+        WITH_NODE: (1, partial(torch.neg, x)),
+        BARE: (1, partial(bare, bare_x)),
+        VIEW: (1, partial(x.view, 1)),
+        BACKWARD: (_IN_A_ROW, partial(_backward, _row(x), x)),
+        MODULE: (1, partial(identity, x)),
+    }
+    for operation, (count, call) in calls.items():
+        samples = timed(call, "cpu", sweep)
+        yield RatePoint(operation, f"{count} in a call", count, "fp32", dist.get_world_size(), samples)
+
+
+def _row(x: Tensor) -> Tensor:
+    for _ in range(_IN_A_ROW):
+        x = torch.neg(x)
+    return x
+
+
+def _backward(y: Tensor, x: Tensor) -> None:
+    torch.autograd.grad(y, x, retain_graph=True)
+
 
 #: an operator's point is called this and its name
 OPERATOR = "operator "

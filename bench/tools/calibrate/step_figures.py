@@ -8,10 +8,18 @@ from math import log2
 from statistics import fmean, median
 
 from spbench.bench.measure.clusters.rates import OperatorTimes
-from spbench.bench.tools.calibrate.host_times import BACKWARD, BARE, MODULE, VIEW, WITH_NODE
-from spbench.bench.tools.calibrate.least_squares import LeastSquares, least_squares
-from spbench.bench.tools.calibrate.operator_times import OPERATOR, PRODUCT, STEP
-from spbench.bench.tools.calibrate.rate_points import RatePoint
+from spbench.bench.tools.calibrate.compute_rates import RatePoint
+from spbench.bench.tools.calibrate.operator_times import (
+    BACKWARD,
+    BARE,
+    MODULE,
+    OPERATOR,
+    PRODUCT,
+    STEP,
+    VIEW,
+    WITH_NODE,
+)
+from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 
 #: bytes below which calls of an operator take as long whatever their size
 _SMALLEST = 4096

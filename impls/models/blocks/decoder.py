@@ -2,7 +2,8 @@
 
 A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
 mixes the tokens of each layer is chosen by a subclass, from :mod:`spbench.impls.models.blocks.linear_mixer`
-and :mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions.
+and :mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions; and
+what follows it, from :mod:`spbench.impls.models.blocks.feed_forward`.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 V vocabulary.
@@ -24,6 +25,7 @@ from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.savings import savings
@@ -109,9 +111,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         """What mixes the tokens in a layer."""
 
-    def has_mlp(self, layer: int) -> bool:
-        """Whether an MLP follows the mixer of a layer."""
-        return True
+    def feeding(self, layer: int) -> FeedForward | None:
+        """What follows the mixer in a layer; None: nothing."""
+        return Mlp()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,25 +188,21 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         kept = {"kept": 1} if self.keeps_operators else {}
         for run, again in self.recomputed_runs(layers):
             for layer in run:
-                mixer, tiles = self.mixing(layer), self.mlp_tiling.dims
-                # what drops the output's elements keeps a mask, which the last product runs again for; tiles
+                mixer, feeding = self.mixing(layer), self.feeding(layer)
+                # what drops the output's elements keeps a mask, which the last matmul runs again for; tiles
                 # are one function, which runs whole
-                spared = layer == run[-1] and self.recompute_early_stop and not self.dropout and not tiles
-                last = spared and not self.has_mlp(layer)
-                projections = [({"F": mixer.width(self)}, mixer.gathers_once(self), last, 0)]
-                if self.has_mlp(layer):
-                    of_mlp = self.hidden * self.inner
-                    projections.append(({"F": self.inner} | tiles, self.separate_projections, spared, of_mlp))
-                for dims, once, ends, weights in projections:
-                    letters = tuple((hidden | dims).items())
-                    gathered = {"gathered_once": 1} if once else {}
-                    bias = {"bias": 1} if self.biases else {}
-                    opens, closes = (
-                        {"mlp": n * weights, **bias} if weights else {} for n in (self.mlp_projections, 1)
-                    )
-                    alike["linear_in", (*letters, *gathered.items(), *opens.items()), again] += 1
-                    alike["linear_out", (*letters, *kept.items(), *closes.items()), again and not ends] += 1
-                for site in mixer.sites(self, batch, seq_len, again):
+                stops = layer == run[-1] and self.recompute_early_stop
+                spared = stops and not self.dropout and not self.mlp_tiling.dims
+                between = hidden | {"F": mixer.width(self)}
+                once = {"gathered_once": 1} if mixer.gathers_once(self) else {}
+                last = spared and feeding is None
+                of_layer = [
+                    Site("linear_in", 1, between | once, again),
+                    Site("linear_out", 1, between | kept, again and not last),
+                ]
+                if feeding is not None:
+                    of_layer += feeding.sites(self, batch, seq_len, again, spared)
+                for site in (*of_layer, *mixer.sites(self, batch, seq_len, again)):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
         sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
@@ -220,25 +218,23 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
         ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads."""
         h, layers = self.hidden, stage.layers(self.layers)
-        mixers: Counter[str] = Counter()
-        for i in layers:
-            mixers.update(self.mixing(i).parameters(self))
+        blocks: Counter[str] = Counter()
+        feeding = [each for i in layers if (each := self.feeding(i)) is not None]
+        for block in (*map(self.mixing, layers), *feeding):
+            blocks.update(block.parameters(self))
         of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
-        mlps = sum(map(self.has_mlp, layers))
-        whole = of_norm * (len(layers) + mlps + stage.last)
-        of_mlp = (self.mlp_projections + 1) * h * self.inner
+        whole = of_norm * (len(layers) + len(feeding) + stage.last) + blocks["whole"]
         if self.biases:
-            whole += h * (len(layers) + mlps)  # of the projections that close a mixer and an MLP
-            of_mlp += self.mlp_projections * self.inner
+            whole += h * len(layers)  # of the projections that close mixers
         if stage.first:
             whole += (self.learned_positions or 0) * h
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
         vocabulary = tables * rows * h
-        split = mixers["split"] + mlps * of_mlp + vocabulary
-        counts = {"elements": split + mixers["whole"] + whole, "split": split, "vocabulary": vocabulary}
-        counts["mlp"] = mlps * of_mlp
-        if self.kv_heads is not None and mixers["key_value"]:
-            counts |= {"key_value": mixers["key_value"], "kv_heads": self.kv_heads}
+        split = blocks["split"] + vocabulary
+        counts = {"elements": split + whole, "split": split, "vocabulary": vocabulary}
+        counts["mlp"] = blocks["mlp"]
+        if self.kv_heads is not None and blocks["key_value"]:
+            counts |= {"key_value": blocks["key_value"], "kv_heads": self.kv_heads}
         return counts
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.kernels.activations import bias_gelu
 from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.projection import LIBRARIES, mark_library

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.kernels.activations import bias_gelu
 from spbench.impls.models.model import AttentionHeads, Model
 from spbench.impls.options import Saving
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported

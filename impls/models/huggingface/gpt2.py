@@ -9,7 +9,26 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.huggingface.config import Config, not_covered
-from spbench.impls.models.huggingface.gelu import mlp_of
+
+#: keys of :data:`MLPS` by transformers' names
+MLPS = {
+    "gelu": "erf_gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
+
+
+def mlp_of(field: str, activation: str) -> str:
+    """The MLP without a gate that has an activation.
+
+    Raises:
+        ValueError: there is none; names the ``field``.
+    """
+    if activation not in MLPS:
+        raise not_covered(field, activation, f"activations here are {', '.join(MLPS)}")
+    return MLPS[activation]
 
 
 class Gpt2Config(Config):

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.gelu import mlp_of
-from spbench.impls.models.huggingface.rotary import RotaryConfig
+from spbench.impls.models.huggingface.gpt2 import mlp_of
+from spbench.impls.models.huggingface.llama import RotaryConfig
 
 #: names of fields in files of older versions of transformers, and those of today
 OLDER_NAMES = {

@@ -1,14 +1,54 @@
-"""Llama 1 to 3 (``LlamaForCausalLM``), and what other families with its layers share."""
+"""Llama 1 to 3 (``LlamaForCausalLM``), and the families with its layers: Mistral (arXiv 2310.06825) with or
+without a sliding window, Qwen2 and Qwen2.5 (arXiv 2407.10671) with biases of queries, keys and values, Qwen3
+(arXiv 2505.09388) with normalised queries and keys. RoPE is given by ``rope_theta`` and ``rope_scaling``, or,
+from transformers 5 on, by ``rope_parameters``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.rotary import RotaryConfig
+from spbench.impls.models.huggingface.config import Config, not_covered
+from spbench.impls.models.hybrid import HybridModel
+
+#: kinds of scaling that change angles alone, neither shapes nor costs; the angles here stay unscaled
+ANGLES_ALONE = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class RotaryConfig(Config):
+    """The fields of a family with RoPE.
+
+    Attributes:
+        rope_theta: base of the angles.
+        partial_rotary_factor: the share of a head's features that are turned.
+    """
+
+    rope_theta: PositiveFloat = 10_000.0
+    partial_rotary_factor: PositiveFloat = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_scaling(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        plain = dict(content)
+        for field in ("rope_scaling", "rope_parameters"):
+            given = plain.pop(field, None) or {}
+            if not isinstance(given, Mapping):
+                raise not_covered(field, given, "it must be a mapping")
+            kind = given.get("rope_type", given.get("type", "default"))
+            if kind not in ANGLES_ALONE:
+                raise not_covered(f"{field}.rope_type", kind, f"known are {', '.join(ANGLES_ALONE)}")
+            for name in ("rope_theta", "partial_rotary_factor"):
+                if name in given:
+                    plain[name] = given[name]
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if type(plain.get(name)) is int:  # 10000 is a float in JSON
+                plain[name] = float(plain[name])
+        return plain
 
 
 class LlamaConfig(RotaryConfig):
@@ -53,3 +93,84 @@ class LlamaConfig(RotaryConfig):
     def attention_options(self) -> dict[str, Any]:
         """What a family's attention has beside Llama's."""
         return {}
+
+
+#: letters of a hybrid's pattern
+_LETTERS = {"full_attention": "S", "sliding_attention": "W"}
+
+
+class WindowedConfig(LlamaConfig):
+    """As Llama's, with windows in some layers or in all."""
+
+    use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = 4096
+    max_window_layers: NonNegativeInt = 28
+    layer_types: Sequence[Literal["full_attention", "sliding_attention"]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_windows(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """A file whose windows are off is one that does not speak of any."""
+        if content.get("use_sliding_window"):
+            return dict(content)
+        if "sliding_attention" in (content.get("layer_types") or ()):
+            raise not_covered("layer_types", "sliding_attention", "use_sliding_window is off")
+        of_windows = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+        return {field: value for field, value in content.items() if field not in of_windows}
+
+    def model(self) -> CausalTransformerModel:
+        model, layers = super().model(), self.num_hidden_layers
+        if not self.use_sliding_window or self.sliding_window is None:
+            return model
+        first = self.max_window_layers
+        letters = "S" * min(first, layers) + "W" * (layers - first)
+        if self.layer_types is not None:
+            letters = "".join(_LETTERS[kind] for kind in self.layer_types)
+            if len(letters) != layers:
+                raise not_covered("layer_types", self.layer_types, f"there are {layers} layers")
+        return windowed(model, letters, self.sliding_window)
+
+
+def windowed(model: CausalTransformerModel, letters: str, window: int) -> CausalTransformerModel:
+    """The model with that window in the layers whose letter is W: one for each layer."""
+    if set(letters) == {"W"}:
+        return replace(model, window=window)
+    if "W" not in letters:
+        return model
+    repeated = (letters[:n] for n in range(1, len(letters) + 1))
+    pattern = next(p for p in repeated if (p * len(letters))[: len(letters)] == letters)
+    options = {field.name: getattr(model, field.name) for field in fields(model)}
+    return HybridModel(**{**options, "pattern": pattern, "window": window})
+
+
+class MistralConfig(LlamaConfig):
+    """As Llama's; a file that does not say so has 8 heads of keys and values, and a window."""
+
+    name: ClassVar[str] = "mistral"
+
+    num_key_value_heads: PositiveInt | None = 8
+    sliding_window: PositiveInt | None = 4096
+
+    def model(self) -> CausalTransformerModel:
+        return replace(super().model(), window=self.sliding_window)
+
+
+class Qwen2Config(WindowedConfig):
+    """As Llama's, whose sliding window is off unless ``use_sliding_window``."""
+
+    name: ClassVar[str] = "qwen2"
+
+    def attention_options(self) -> dict[str, Any]:
+        return {"qkv_bias": True}
+
+
+class Qwen3Config(WindowedConfig):
+    """As Llama's; a sliding window is off unless ``use_sliding_window``, and heads have 128 features where a
+    file does not say how many."""
+
+    name: ClassVar[str] = "qwen3"
+
+    head_dim: PositiveInt | None = 128
+
+    def attention_options(self) -> dict[str, Any]:
+        return {"qk_norm": True}

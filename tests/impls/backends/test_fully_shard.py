@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.backends import sharded_pieces
+from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
 from spbench.impls.layout import Unsupported
 from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
@@ -55,15 +55,15 @@ def test_a_tied_embedding_is_no_unit() -> None:
 def test_pieces_that_nobody_looks_at_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     # 24 ranks, more than some parameters have rows: their last pieces are empty
     wide = asked({"micro_batches": 1}, sizes={"dp": 12, "sp": 2}, batch=12)
-    looked_at, cut = [], sharded_pieces.Pieces.__getitem__
+    looked_at, cut = [], meta_device.Pieces.__getitem__
     with monkeypatch.context() as patched:
         patched.setattr(
-            sharded_pieces.Pieces, "__getitem__", lambda all_, i: looked_at.append(i) or cut(all_, i)
+            meta_device.Pieces, "__getitem__", lambda all_, i: looked_at.append(i) or cut(all_, i)
         )
         ours = [virtual.trace(wide, rank, events=True) for rank in (3, 23)]
     # torch still asks for its pieces by the name that is known; of each parameter for few
     assert {0, 3, 23} == {*looked_at}
-    monkeypatch.setattr(sharded_pieces, "CUT", "a name of another torch")
+    monkeypatch.setattr(meta_device, "CUT", "a name of another torch")
     with virtual.only_plain_traces():
         for rank, trace in zip((3, 23), ours, strict=True):
             assert differences(virtual.trace(wide, rank, events=True), trace) == []

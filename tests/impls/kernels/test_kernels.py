@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from spbench.impls.kernels.bias_gelu import bias_gelu
+from spbench.impls.kernels.activations import bias_gelu
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.kernels.dropout import bias_dropout_add, masked_dropout
 from spbench.impls.kernels.layer_norm import LayerNorm

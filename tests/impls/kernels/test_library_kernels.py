@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.kernels.activations import squared_relu, swiglu, swiglu_in_place
 from spbench.impls.kernels.cross_entropy import compiled_cross_entropy, cross_entropy_in_place
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
@@ -21,9 +22,6 @@ from spbench.impls.kernels.projection import (
 )
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
 from spbench.impls.kernels.softmax import softmax_of_scores
-from spbench.impls.kernels.squared_relu import squared_relu
-from spbench.impls.kernels.swiglu import swiglu
-from spbench.impls.kernels.swiglu_in_place import swiglu_in_place
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 

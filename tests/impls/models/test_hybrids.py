@@ -18,7 +18,7 @@ KINDS = {GatedDeltaNet: "G", LinearAttention: "L", Mamba2: "M", SoftmaxAttention
 
 def spelled(model: HybridModel) -> str:
     layers = range(model.layers)
-    return "".join(KINDS[type(model.mixing(i))] + "-" * model.has_mlp(i) for i in layers)
+    return "".join(KINDS[type(model.mixing(i))] + "-" * (model.feeding(i) is not None) for i in layers)
 
 
 @pytest.mark.parametrize(

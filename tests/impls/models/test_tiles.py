@@ -17,7 +17,8 @@ from spbench.bench.measure.verify.cases import VerifyRow, verify_case
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends import fully_shard
 from spbench.impls.models.blocks import tiles
-from spbench.impls.models.blocks.decoder_layer import DecoderBlock, DecoderMlp
+from spbench.impls.models.blocks.decoder_layer import DecoderBlock
+from spbench.impls.models.blocks.feed_forward import MlpModule
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.megatron_sp import MegatronSP
@@ -245,7 +246,7 @@ def zero3_hook_of_each_tile(patch: pytest.MonkeyPatch) -> None:
         return self.mlp_end(torch.cat(outputs, 1), mixed)
 
     patch.setattr(DecoderBlock, "forward", forward)
-    patch.setattr(DecoderMlp, "forward", DecoderMlp._whole)
+    patch.setattr(MlpModule, "forward", MlpModule._whole)
     patch.setattr(
         fully_shard, "units_of", lambda module, options: [block.mlp for block in module.blocks.values()]
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.tools.calibrate import collective_rates, compute_rates
-from spbench.bench.tools.calibrate.rate_points import RatePoint, RateSweep
+from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep
 
 TINY = RateSweep(
     sides=(4, 8), lengths=(8,), summed_bytes=(64,), message_bytes=(3, 64, 4096), samples=2, sample_s=0.0

@@ -1,8 +1,8 @@
 """Made-up measurements of machines."""
 
 from spbench.bench.tools.calibrate.collective_rates import SEND, bus_factor
+from spbench.bench.tools.calibrate.compute_rates import RatePoint
 from spbench.bench.tools.calibrate.measured_cluster import Machine
-from spbench.bench.tools.calibrate.rate_points import RatePoint
 
 #: of the large message, which takes a second longer than the small one
 LARGE_BYTES = 4096

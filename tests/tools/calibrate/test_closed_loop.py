@@ -12,10 +12,9 @@ from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.calibrate import closed_loop
 from spbench.bench.tools.calibrate.closed_loop import Compared, agreement, compared, predicted
-from spbench.bench.tools.calibrate.compute_rates import SMALL
+from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.measured_cluster import cluster_of
 from spbench.bench.tools.calibrate.operator_times import OPERATOR
-from spbench.bench.tools.calibrate.rate_points import RatePoint
 from tests.tools.calibrate.machines import machine
 
 

@@ -12,9 +12,7 @@ import yaml
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_of_content, load_cluster
 from spbench.bench.measure.clusters.links import BusRate
-from spbench.bench.tools.calibrate.cluster_of_logs import cluster_of_logs
-from spbench.bench.tools.calibrate.least_squares import least_squares
-from spbench.bench.tools.calibrate.log_cluster import LogCluster
+from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of_logs
 from spbench.bench.tools.calibrate.log_findings import (
     Findings,
     TimedCollective,
@@ -23,6 +21,7 @@ from spbench.bench.tools.calibrate.log_findings import (
     findings_of,
 )
 from spbench.bench.tools.calibrate.plausible import is_same_card
+from spbench.bench.tools.calibrate.rate_fits import least_squares
 from tests.tools.calibrate.logs import Trace, flash_log, mamf_log, nccl_log
 
 SHAPES = [(m, n, k) for m in (512, 4096) for n in (1024, 8192) for k in (128, 4096)]

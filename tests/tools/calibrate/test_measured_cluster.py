@@ -12,10 +12,10 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.measure.sweep.digest import digest
-from spbench.bench.tools.calibrate.check_report import figures
+from spbench.bench.tools.calibrate.closed_loop import figures
 from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL
-from spbench.bench.tools.calibrate.machine_files import cluster_yaml, sample_rows
+from spbench.bench.tools.calibrate.machine_report import cluster_yaml, sample_rows
 from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from tests.tools.calibrate.faulty_ranks import TINY, faulty_sums, short_of_memory
 from tests.tools.calibrate.machines import LARGE_BYTES, machine

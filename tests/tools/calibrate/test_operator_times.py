@@ -14,12 +14,21 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.simulator.program import MATRIX_PRODUCT, MEMORY_BOUND
 from spbench.bench.tools.calibrate import operator_times as clocked
-from spbench.bench.tools.calibrate.compute_rates import SMALL
-from spbench.bench.tools.calibrate.host_times import BACKWARD, BARE, MODULE, VIEW, WITH_NODE
-from spbench.bench.tools.calibrate.machine_files import cluster_yaml
+from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
+from spbench.bench.tools.calibrate.machine_report import cluster_yaml
 from spbench.bench.tools.calibrate.measured_cluster import cluster_of
-from spbench.bench.tools.calibrate.operator_times import LADDER, OPERATOR, PRODUCT, STEP, points_of
-from spbench.bench.tools.calibrate.rate_points import RatePoint
+from spbench.bench.tools.calibrate.operator_times import (
+    BACKWARD,
+    BARE,
+    LADDER,
+    MODULE,
+    OPERATOR,
+    PRODUCT,
+    STEP,
+    VIEW,
+    WITH_NODE,
+    points_of,
+)
 from spbench.bench.tools.calibrate.step_figures import host_figures, operator_times, product_fit
 from tests.tools.calibrate.machines import machine
 

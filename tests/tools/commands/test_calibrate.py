@@ -17,8 +17,7 @@ from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.tools.calibrate import operator_times
-from spbench.bench.tools.calibrate.compute_rates import SMALL
-from spbench.bench.tools.calibrate.rate_points import RateSweep
+from spbench.bench.tools.calibrate.compute_rates import SMALL, RateSweep
 from tests.tools.commands.conftest import Run
 
 TINY = ("--message-bytes", "64,4096", "--sides", "8,16", "--lengths", "16")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spbench.impls.models.huggingface import experts
+from spbench.impls.models.huggingface import config as config_files
 from spbench.impls.models.huggingface.config import counting_fields, families, model_from_config
 from spbench.impls.models.hybrid import HybridModel
 from spbench.impls.models.model import Model, model_preset, models
@@ -171,5 +171,5 @@ def test_experts_and_latent_attention_are_refused_by_name(fields: dict[str, Any]
 
 
 def test_the_dense_stand_ins_are_there() -> None:
-    assert set(experts._PRESETS.values()) <= set(models())
-    assert set(experts._DENSE.values()) <= set(families())
+    assert set(config_files._PRESETS.values()) <= set(models())
+    assert set(config_files._DENSE.values()) <= set(families())

@@ -1,0 +1,183 @@
+"""Activations of MLPs, each as one operator that keeps its inputs alone.
+
+- :func:`swiglu` (arXiv 2002.05202), with a bias or without, as Megatron-LM's bias_swiglu.
+- :func:`swiglu_in_place` of two projections, whose gradients are made in their memory, as Liger's kernel does
+  (liger_kernel/ops/swiglu.py, ``LigerSiLUMulFunction``): no SiLU is kept, and backward allocates nothing. It
+  can run once only.
+- :func:`squared_relu` (arXiv 2109.08668), which Megatron-LM compiles.
+- :func:`bias_gelu`, gelu(x + bias), as Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("spbench::silu_times", mutates_args=())
+def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+@_silu_times.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op("spbench::silu_times_backward_", mutates_args={"gate", "up"})
+def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
+    """Makes of both projections the gradients with regard to them."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = gradient * up * (sigmoid + silu * (1 - sigmoid))
+    up.copy_(gradient * silu)
+    gate.copy_(d_gate)
+
+
+@_silu_times_backward_.register_fake
+def _(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
+    return None
+
+
+class _SwiGLUInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _silu_times(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        _silu_times_backward_(gradient, gate, up)
+        return gate, up
+
+
+def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up [..., F] of gate and up [..., F], which nothing else may read after forward."""
+    return _SwiGLUInPlace.apply(gate, up)
+
+
+@torch.library.custom_op("spbench::squared_relu", mutates_args=())
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x).square_()
+
+
+@_squared_relu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("spbench::squared_relu_backward", mutates_args=())
+def _squared_relu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    return torch.relu(x).mul_(2).mul_(gradient)
+
+
+@_squared_relu_backward.register_fake
+def _(gradient: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _squared_relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _squared_relu_backward(gradient, *ctx.saved_tensors)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 of x [...]."""
+    return _SquaredReLU.apply(x)
+
+
+@torch.library.custom_op("spbench::bias_gelu", mutates_args=())
+def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+@_bias_gelu.register_fake
+def _(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("spbench::bias_gelu_backward", mutates_args=())
+def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(gradient, x + bias, approximate="tanh")
+
+
+@_bias_gelu_backward.register_fake
+def _(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return _bias_gelu(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        d_x = _bias_gelu_backward(gradient, *ctx.saved_tensors)
+        return d_x, d_x.flatten(0, -2).sum(0)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, fused: bool) -> Tensor:
+    """gelu(x + bias) with the tanh approximation, x [..., F], bias [F].
+
+    Fused it keeps x; unfused it keeps x + bias, and x + bias lives beside x for a moment.
+    """
+    return _BiasGelu.apply(x, bias) if fused else F.gelu(x + bias, approximate="tanh")
+
+
+def _gate_and_up(y: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    return (y if bias is None else y + bias).unbind(-2)
+
+
+@torch.library.custom_op("spbench::swiglu", mutates_args=())
+def _swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = _gate_and_up(y, bias)
+    return (F.silu(gate) * up).contiguous()
+
+
+@_swiglu.register_fake
+def _(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y.new_empty(*y.shape[:-2], y.shape[-1])
+
+
+@torch.library.custom_op("spbench::swiglu_backward", mutates_args=())
+def _swiglu_backward(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = _gate_and_up(y, bias)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = gradient * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.stack((d_gate, gradient * silu), -2).contiguous()
+
+
+@_swiglu_backward.register_fake
+def _(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(y, bias)
+        return _swiglu(y, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, bias = ctx.saved_tensors
+        d_y = _swiglu_backward(gradient, y, bias)
+        return d_y, None if bias is None else d_y.flatten(0, -3).sum(0)
+
+
+def swiglu(y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, of gate and up side by side as y [..., 2, F] plus the bias [2, F] -> [..., F]."""
+    return _SwiGLU.apply(y, bias)

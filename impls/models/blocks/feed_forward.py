@@ -1,0 +1,146 @@
+"""What follows the mixer in a decoder's layer: a feed-forward block, by default an MLP.
+
+A kind of block is a class derived from :class:`FeedForward`; :meth:`DecoderModel.feeding` says which one a
+layer has.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, F features
+of the MLP (this rank's).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.impls.kernels.activations import bias_gelu, squared_relu, swiglu, swiglu_in_place
+from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
+from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
+
+if TYPE_CHECKING:
+    from spbench.impls.models.blocks.decoder import DecoderModel
+
+
+class FeedForward(ABC):
+    """A kind of feed-forward block."""
+
+    @abstractmethod
+    def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
+        """The block, x [B, L, H] -> [B, L, H], without the bias of its last projection, which is left to what
+        adds the result to the hidden states."""
+
+    @abstractmethod
+    def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
+        """What the block asks of a strategy for one batch.
+
+        Args:
+            again: the layer is recomputed.
+            spared: its last projection is not, as nothing behind it is needed for backward.
+        """
+
+    @abstractmethod
+    def parameters(self, model: DecoderModel) -> dict[str, int]:
+        """Counts of the block's parameters, but for the norm before it: those that can be ``split`` over
+        features, of them those that :attr:`LayerHooks.of_mlp` makes (``mlp``), and those that every rank
+        holds ``whole``."""
+
+
+@dataclass(frozen=True)
+class Mlp(FeedForward):
+    """The MLP that the model's options describe, with a gate or without; see :class:`MlpModule`."""
+
+    def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
+        return MlpModule(model, strategy)
+
+    def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
+        hidden = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.inner} | model.mlp_tiling.dims
+        weights, bias = model.hidden * model.inner, {"bias": 1} if model.biases else {}
+        once = {"gathered_once": 1} if model.separate_projections else {}
+        kept = {"kept": 1} if model.keeps_operators else {}
+        opens, closes = ({"mlp": n * weights, **bias} for n in (model.mlp_projections, 1))
+        return [
+            Site("linear_in", 1, hidden | once | opens, again),
+            Site("linear_out", 1, hidden | kept | closes, again and not spared),
+        ]
+
+    def parameters(self, model: DecoderModel) -> dict[str, int]:
+        split = (model.mlp_projections + 1) * model.hidden * model.inner
+        if model.biases:
+            split += model.mlp_projections * model.inner
+        return {"split": split, "mlp": split, "whole": model.hidden * model.biases}
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh_gelu": _tanh_gelu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}
+
+
+class MlpModule(nn.Module):
+    """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x + b_1) without a gate; the bias of
+    W_out is left to what adds the result to the hidden states."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        self.activation, self.model, layers = model.activation, model, strategy.of_mlp
+        self.project: Linear | GroupedLinear | SeparateLinear
+        if model.biases and not model.gated_mlp:
+            self.project = layers.linear_in(model.hidden, model.inner)
+        elif model.separate_projections:
+            widths = (model.inner,) * model.mlp_projections
+            self.project = layers.separate_linear_in(model.hidden, widths, bias=model.biases)
+        else:
+            groups, bias = model.mlp_projections, model.biases
+            self.project = layers.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
+        self.out = layers.linear_out(model.inner, model.hidden)
+        self.tiling, self.weights = model.mlp_tiling, WeightsOf(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tiling:
+            return in_tiles(self._whole, self.weights.now(), x, self.tiling)
+        return self._whole(x)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return self.out.project(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """[B, L, F]."""
+        project, fuses = self.project, self.model.fuses
+        if isinstance(project, GroupedLinear):
+            if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
+                return swiglu(project.together(x), project.bias)
+        elif self.activation == "tanh_gelu" and fuses("bias_gelu") and isinstance(project, Linear):
+            bias = project.bias
+            assert bias is not None  # else the MLP has one group
+            return bias_gelu(project.project(x), bias, fused=True)
+        x, *factors = self._opened(x)
+        if self.model.swiglu == "in_place":
+            return swiglu_in_place(x, factors[0])
+        x = ACTIVATIONS[self.activation](x)
+        return x * factors[0] if factors else x
+
+    def _opened(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The projections that open the MLP, each [B, L, F]."""
+        project = self.project
+        if isinstance(project, SeparateLinear):
+            return project(x)
+        bias = project.bias
+        if bias is None or not self.model.fused:
+            return project(x) if isinstance(project, GroupedLinear) else (project(x),)
+        # libraries leave the bias to what comes after the product
+        if isinstance(project, GroupedLinear):
+            return (project.together(x) + bias).unbind(-2)
+        return (project.project(x) + bias,)
