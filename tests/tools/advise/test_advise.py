@@ -29,9 +29,11 @@ FEW = (*ON, "--batch", "2", "--only", "tensor_parallel,zero3", "--fixed", "micro
 
 def test_the_best_layouts_and_why(advise: Run) -> None:
     code, out, _ = advise(
-        MODEL, *FEW, "--seq-len", "256", "--output", "best.yaml", "--why", "tp=2", "--format", "json"
+        *(MODEL, *FEW, "--seq-len", "256", "--output", "best.yaml", "--figure", "layouts.svg"),
+        *("--why", "tp=2", "--format", "json"),
     )
     assert code == 0
+    assert Path("layouts.svg").read_text().startswith("<?xml")
     (answer,) = json.loads(out)
     layouts = answer["layouts"]
     assert [each["rank"] for each in layouts] == list(range(1, len(layouts) + 1))
@@ -49,6 +51,7 @@ def test_the_best_layouts_and_why(advise: Run) -> None:
     assert code == 0
     assert out.startswith(f"The best layouts: {MODEL}, 2 GPUs of dgx-a100, 2 sequences of 256\n")
     assert "Layouts with tp2" in out
+    assert "| floors " in out
     assert " layouts looked at in " in out
     assert answer["why"] in out
     (title,) = (line for line in out.splitlines() if line.startswith("What memory switches cost in "))
@@ -58,6 +61,7 @@ def test_the_best_layouts_and_why(advise: Run) -> None:
         assert f"| {price['settings']} " in out
 
 
+@pytest.mark.slow
 def test_several_lengths_give_a_map(advise: Run) -> None:
     code, out, err = advise(
         *(MODEL, *ON, "--batch", "2", "--only", "single,ddp", "--fixed", "micro_batch=1"),
@@ -159,14 +163,6 @@ def test_a_figure_of_the_cluster_is_swept(
     code, out, _ = advise(*words, "--figure", "map.png")
     assert f"tensor_parallel from {name}=x0.0001 on" in out
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_layouts_of_one_answer_are_drawn(advise: Run) -> None:
-    code, out, _ = advise(MODEL, *FEW, "--seq-len", "256", "--figure", "layouts.svg")
-    assert code == 0
-    assert "| floors " in out
-    drawn = Path("layouts.svg").read_text()
-    assert drawn.startswith("<?xml")
 
 
 def test_a_stopped_search_goes_on(advise: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,3 +39,18 @@ def test_an_answer_fits_a_screen() -> None:
     assert "the fastest of all megatron_sp+ulysses+ring_attention cp2xtp2xsp2" in " ".join(screen.split())
     assert "324000 cannot be" not in screen
     assert "324000 cannot be" in screen_of(output, 80, View(details=True))
+
+
+def test_several_answers_are_a_map() -> None:
+    best = [seen("ulysses", {"sp": 8}, 2.0), seen("single", {"dp": 8}, 60.0)]
+    fits, none = advice(*best, seconds=3.0), advice()
+    none.found.impossible = "no layout of 8 GPUs is possible: made up"
+    output = report([fits, none])
+    assert faults_of(output) == []
+    lines = screen_of(output, 120).splitlines()
+    assert lines[0] == "Which layout where"
+    (first,) = (line for line in lines if "ulysses sp8" in line and "dp8" not in line)
+    assert " 256 " in first
+    assert " 3 s" in first
+    assert any(" no layout is possible" in line for line in lines)
+    assert [record["strategy"] for record in output.records] == ["ulysses", "single"]
