@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spbench.bench.command_line.output import View
+from spbench.bench.command_line.output import Table, View
 from spbench.bench.tools.advise.absent import Absence
 from spbench.bench.tools.advise.advise_report import report
 from spbench.bench.tools.advise.switch_prices import SwitchPrice
@@ -47,10 +47,9 @@ def test_several_answers_are_a_map() -> None:
     none.found.impossible = "no layout of 8 GPUs is possible: made up"
     output = report([fits, none])
     assert faults_of(output) == []
-    lines = screen_of(output, 120).splitlines()
-    assert lines[0] == "Which layout where"
-    (first,) = (line for line in lines if "ulysses sp8" in line and "dp8" not in line)
-    assert " 256 " in first
-    assert " 3 s" in first
-    assert any(" no layout is possible" in line for line in lines)
+    table = output.sections[0]
+    assert isinstance(table, Table)
+    assert table.title == "Which layout where"
+    shown = [(line["length"], line["best"], line["tokens/s a GPU"], line["took"]) for line in table.lines]
+    assert shown == [(256, "ulysses sp8", "256", "3 s"), (256, "no layout is possible", None, "0 s")]
     assert [record["strategy"] for record in output.records] == ["ulysses", "single"]
