@@ -12,8 +12,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import TIE, shown_band
-from spbench.bench.tools.advise.absent import spelled
 from spbench.bench.tools.advise.advice import Advice, scenario_text
+from spbench.bench.tools.advise.possible import spelled
 from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.advise.turns import turns
 from spbench.bench.tools.jobs.flags import program_flags

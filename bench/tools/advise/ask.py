@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.executor import opened
-from spbench.bench.tools.advise.absent import absence
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.layout_search import BEHIND, Search
+from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import Found
 from spbench.bench.tools.advise.switch_prices import by_kernel, prices

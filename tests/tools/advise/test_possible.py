@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.advise.absent import absence
 from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.layouts import Layout, Refused, Way
-from spbench.bench.tools.advise.possible import possible, why_impossible
+from spbench.bench.tools.advise.possible import absence, possible, why_impossible
 from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.advise.ranking import Found
 from spbench.bench.tools.fit.asked import Asked

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spbench.bench.command_line.output import Table, View
-from spbench.bench.tools.advise.absent import Absence
 from spbench.bench.tools.advise.advise_report import report
+from spbench.bench.tools.advise.possible import Absence
 from spbench.bench.tools.advise.switch_prices import SwitchPrice
 from tests.terminal import faults_of, screen_of
 from tests.tools.advise.test_advice import advice, seen
