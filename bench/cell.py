@@ -19,34 +19,45 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.counts import (
+from spbench.bench.cell_files import names_a_file, read_model_file, with_documents
+from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
     MOST_STEPS,
+    VARIABLES,
     Count,
     Ranks,
     Repeats,
     Seconds,
+    checked,
     with_suffix,
 )
-from spbench.bench.declarations import declared
-from spbench.bench.document_files import with_documents
-from spbench.bench.environment_variables import VARIABLES, checked
-from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
 from spbench.impls.registries import DEFAULT_BACKEND, backends
 from spbench.impls.strategies.nesting import nesting
 
 
-class Sizes(StrictModel):
-    """Ranks along each axis of the mesh; at most MOST_RANKS in all."""
-
+class _UsualSizes(StrictModel):
     dp: Ranks = 1
     pp: Ranks = 1
     cp: Ranks = 1
     tp: Ranks = 1
     sp: Ranks = 1
+
+
+class Sizes(_UsualSizes):
+    """Ranks along each axis of the mesh, also along axes that strategies bring; at most MOST_RANKS in all."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Ranks] = Field(init=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_axes(cls, content: Any) -> Any:
+        if isinstance(content, Mapping):
+            _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in MESH_AXES})
+        return content
 
     @model_validator(mode="after")
     def _check_world(self) -> Sizes:
@@ -57,7 +68,7 @@ class Sizes(StrictModel):
     @property
     def by_axis(self) -> dict[str, int]:
         """The ranks along every axis, in the default order; see :attr:`Cell.mesh_sizes` for a cell's own."""
-        return {axis: getattr(self, axis) for axis in MESH_AXES}
+        return {axis: getattr(self, axis, 1) for axis in MESH_AXES}
 
     @property
     def world(self) -> int:
@@ -68,13 +79,11 @@ class Sizes(StrictModel):
         return spelled(self.by_axis)
 
 
-@declared
 def strategy_axes(strategy: str) -> list[str]:
     """The axes of the strategies of that name; see :func:`nesting`."""
     return list(nesting(strategy).axes)
 
 
-@declared
 def requirements(strategy: str) -> list[str]:
     """The distributions that the strategies of a name require; none unless one of them is a peer."""
     return list(nesting(strategy).requires)
@@ -155,7 +164,6 @@ class TrainingOptions(BaseModel):
         return self.__pydantic_extra__ or {}
 
 
-@declared
 def _backend_defaults(name: str) -> dict[str, Any]:
     """The options of a backend as they are by default, by name; none if there is no such backend."""
     return asdict(backends()[name].options_type()) if name in backends() else {}

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files import write_whole
 
 #: of the environment: the folder of what is kept between runs, or "off"; one of the user's if it is not set
 CACHE_FOLDER = "SPBENCH_CACHE"

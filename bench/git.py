@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from spbench.bench.errors import UserError
-from spbench.bench.user_files import resolved
+from spbench.bench.files import resolved
 
 #: hexadecimal digits of a commit where people read it
 SHORT_HASH = 12

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    StringConstraints,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from typing_extensions import TypedDict
+
+#: what is measured or counted: far larger numbers are damage, and overflow where they are added
+Number = Annotated[float, Field(strict=True, ge=0, le=1e24, allow_inf_nan=False)]
+#: a difference, a loss: any number
+Signed = Annotated[float, Field(strict=True, ge=-1e300, le=1e300, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=0, le=10**24)]
+Text = Annotated[str, StringConstraints(strict=True)]
 
 #: ok, oom and unsupported are results; numerics: a value is not finite or too far off; mismatch: a rank sends
 #: other bytes than its strategy's closed form says; failed and timeout: there is no result
@@ -13,8 +33,111 @@ Status = Literal["ok", "oom", "unsupported", "failed", "timeout", "numerics", "m
 REASON_LENGTH = 300
 
 
-@dataclass
-class Measurement:
+class Record(BaseModel, Mapping[str, Any]):
+    """A part of a results file: a model whose attributes have defaults, and a read-only mapping of what is
+    set, which is what is written. Further keys are kept.
+
+    What is read from a file (:meth:`read`) is checked and then kept as it was written, to the type of each
+    number. What the program makes itself is taken as it is: it may hold NaN, which a status explains.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @classmethod
+    def read(cls, content: Any) -> Self:
+        """The record in the content of a file; ValidationError if it is none."""
+        return cls.model_validate(content, context=_FROM_FILE)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        if info.context is not _FROM_FILE and info.field_name not in cls._nested():
+            return value
+        checked = check(value)
+        return checked if info.field_name in cls._nested() else value
+
+    @classmethod
+    def _nested(cls) -> tuple[str, ...]:
+        """The fields that are records, or lists of these."""
+        return ()
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.model_fields_set:
+            return self.__dict__[name] if name in self.__dict__ else (self.__pydantic_extra__ or {})[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        fields_set = self.model_fields_set
+        yield from (name for name in self.__dict__ if name in fields_set)
+        yield from self.__pydantic_extra__ or ()
+
+    def __len__(self) -> int:
+        return len(self.model_fields_set)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.model_fields_set
+
+    def __or__(self, changes: Mapping[str, Any]) -> Self:
+        """A record with other values of some fields."""
+        return type(self)(**{**self, **changes})
+
+    __eq__ = Mapping.__eq__
+
+    def as_written(self) -> dict[str, Any]:
+        """What is set, as plain data."""
+        return {name: _plain(value) for name, value in self.items()}
+
+
+#: the context of a validation whose content comes from a file
+_FROM_FILE = "file"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.as_written()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def described_by(schema: Any) -> GetPydanticSchema:
+    """Checks a value of a file by another type than that which readers see."""
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(schema))
+
+
+class _Sent(TypedDict):
+    sent_bytes: Number
+
+
+class _PricedBy(TypedDict):
+    work: Text
+    by: Text
+    grade: Text
+    share: Number
+
+
+class _ClassMemory(TypedDict, total=False):
+    peak_memory_bytes: Number | None
+    reserved_memory_bytes: Number | None
+    allocated_bytes: Number | None
+    host_memory_bytes: Number | None
+    peak_held: dict[Text, Number]
+    phase_ends: dict[Text, dict[Text, Number]]
+
+
+class _Rank(TypedDict, total=False):
+    rank: Count
+    device: Text
+
+
+Bytes = Annotated[int, described_by(Number)]
+Sent = Annotated[dict[str, Any], described_by(_Sent)]
+PricedBy = Annotated[dict[str, Any], described_by(_PricedBy)]
+ClassMemory = Annotated[dict[str, Any], described_by(_ClassMemory)]
+RankFacts = Annotated[dict[str, Any], described_by(_Rank)]
+#: by name; a file has null for what is not finite
+Amounts = Annotated[dict[str, float], described_by(dict[Text, Signed | None])]
+
+
+class Measurement(Record):
     """What an engine measured; None where it cannot know.
 
     Attributes:
@@ -77,43 +200,56 @@ class Measurement:
 
     status: Status = "ok"
     reason: str = ""
-    peak_memory_bytes: int | None = None
-    setup_peak_memory_bytes: int | None = None
-    reserved_memory_bytes: int | None = None
-    usable_memory_bytes: int | None = None
-    peak_phase: str | None = None
-    peak_rank: int = 0
-    peak_held: dict[str, int] = field(default_factory=dict)
-    peak_host_memory_bytes: int | None = None
-    node_host_memory_bytes: int | None = None
-    by_class: list[dict[str, Any]] = field(default_factory=list)
-    imbalance: float | None = None
-    communication: list[dict[str, Any]] = field(default_factory=list)
-    formula: list[dict[str, Any]] = field(default_factory=list)
-    formula_difference: list[dict[str, Any]] = field(default_factory=list)
-    step_time_s: float | None = None
-    step_time_samples_s: list[float] = field(default_factory=list)
-    tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    breakdown: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
-    bound: str = ""
-    mfu: float | None = None
-    flops: dict[str, float] = field(default_factory=dict)
-    calibration: str = ""
-    rates: str = ""
-    priced_by: list[dict[str, Any]] = field(default_factory=list)
-    unpriced_operators: dict[str, int] = field(default_factory=dict)
-    losses: list[dict[str, float]] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
-    meters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    answer: int | None = None
-    proof: list[dict[str, Any]] = field(default_factory=list)
+    peak_memory_bytes: Bytes | None = None
+    setup_peak_memory_bytes: Bytes | None = None
+    reserved_memory_bytes: Bytes | None = None
+    usable_memory_bytes: Bytes | None = None
+    peak_phase: Text | None = None
+    peak_rank: Count = 0
+    peak_held: dict[Text, Bytes] = {}
+    peak_host_memory_bytes: Bytes | None = None
+    node_host_memory_bytes: Bytes | None = None
+    by_class: list[ClassMemory] = []
+    imbalance: Number | None = None
+    communication: list[Sent] = []
+    formula: list[Sent] = []
+    formula_difference: list[dict[str, Any]] = []
+    step_time_s: Number | None = None
+    step_time_samples_s: list[Number] = []
+    tokens_per_s: Number | None = None
+    samples_per_s: Number | None = None
+    breakdown: Amounts = {}
+    parts: Amounts = {}
+    bound: Text = ""
+    mfu: Number | None = None
+    flops: dict[Text, Number] = {}
+    calibration: Text = ""
+    rates: Text = ""
+    priced_by: list[PricedBy] = []
+    unpriced_operators: dict[str, int] = {}
+    losses: list[Amounts] = []
+    errors: dict[Text, Number] = {}
+    meters: dict[Text, dict[str, Any]] = {}
+    ranks: list[RankFacts] = []
+    answer: Count | None = None
+    proof: list[dict[str, Any]] = []
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for a result row."""
-        return asdict(self)
+        """All fields by name, also those that are as by default: plain data for a row."""
+        return {name: getattr(self, name) for name in Measurement.model_fields}
+
+
+class Measured(Measurement):
+    """A measurement in a results file: that of a cell, of one round of several, or of a benchmark of pytest.
+
+    Attributes:
+        time: when a round was measured.
+        time_s, time_samples_s: of a benchmark, the median of its samples, and these.
+    """
+
+    time: Text = ""
+    time_s: Number | None = None
+    time_samples_s: list[Number] = []
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.user_files import decoded, read_file
+from spbench.bench.files import decoded, read_file
 from spbench.bench.yaml_text import YAMLProblem, load
 
 Path_ = Sequence[str | int]

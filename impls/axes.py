@@ -20,9 +20,34 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+
+class Axes(Sequence[str]):
+    """The names of a mesh's axes in its default order, the last axis varying fastest."""
+
+    def __init__(self, *names: str):
+        self._names = list(names)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Add the axes that a strategy brings; those that are there stay where they are."""
+        self._names += [name for name in names if name not in self._names]
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._names:
+            from spbench.impls.registries import strategies  # each brings its axes as it is imported
+
+            strategies()
+        return name in self._names
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._names[index]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 #: data parallel replicas, pipeline stages, a second axis of sequence parallelism, tensor parallel and
-#: sequence parallel ranks. Their order here is the default order of the mesh, the last axis varying fastest
-MESH_AXES = ("dp", "pp", "cp", "tp", "sp")
+#: sequence parallel ranks; then those that strategies bring (:attr:`Strategy.axes`)
+MESH_AXES = Axes("dp", "pp", "cp", "tp", "sp")
 #: the axes that are composed with every strategy; the others belong to the strategy that names them
 COMPOSED_AXES = ("dp", "pp")
 

@@ -13,13 +13,12 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from spbench.impls import loose_files
 from spbench.impls.outside_code import raised
@@ -131,13 +130,14 @@ class FunctionModules:
         pattern: of the modules' paths below it, without ".py": "to_*", "*/*_command".
         function: of the modules; entry points name the function itself.
         kind: plural, for messages.
+        group: of entry points; empty: no plug-ins.
     """
 
     package: str
     pattern: str
     function: str
-    group: str
     kind: str
+    group: str = ""
 
     def names(self) -> list[str]:
         """In alphabetical order; nothing but the package is imported."""
@@ -152,62 +152,53 @@ class FunctionModules:
         Raises:
             DiscoveryError: no function or several have that name, or its module cannot be imported.
         """
-        found = [place for place in self._places() if place.name == name]
-        if len(found) != 1:
-            places = " and ".join(place.value for place in found) or "none is installed"
-            raise DiscoveryError(f"{len(found)} {self.kind} are called {name!r}: {places}")
+        places = [place for place in self._places() if place.name == name]
+        if len(places) != 1:
+            values = " and ".join(place.value for place in places) or "none is installed"
+            raise DiscoveryError(f"{len(places)} {self.kind} are called {name!r}: {values}")
         try:
-            loaded: Callable[..., Any] = found[0].load()
+            loaded: Callable[..., Any] = places[0].load()
         except (ImportError, AttributeError, SystemExit) as error:
-            what = f"{self.kind.removesuffix('s')} {name} ({found[0].value})"
+            what = f"{self.kind.removesuffix('s')} {name} ({places[0].value})"
             said = raised(error) if isinstance(error, SystemExit) else error
             raise DiscoveryError(f"the {what} cannot be loaded: {said}") from error
         return loaded
 
     def docstrings(self) -> dict[str, str]:
-        """The functions' docstrings by name, read from their files without importing them; "" for none."""
-        found = dict.fromkeys(self.names(), "")
-        for place in self._places():
-            with suppress(SyntaxError):  # told when it is loaded
-                for node in ast.parse(_source(place)).body:
-                    if isinstance(node, ast.FunctionDef) and node.name == place.attr:
-                        found[place.name] = ast.get_docstring(node) or ""
-        return found
+        """The docstrings of the functions, or the texts below assignments, by name; "" for none. They are
+        read from the files without importing these."""
+        return {
+            place.name: _definitions(_file(place)).get(place.attr, _NONE).text for place in self._places()
+        }
 
     def summaries(self) -> dict[str, str]:
-        """The first sentences of the docstrings of the functions' modules, or of those below assignments to
-        ``function`` _ NAME, likewise."""
-        sentences = dict.fromkeys(self.names(), "")
+        """The first sentences of the docstrings of the functions' modules, or of the texts below assignments,
+        likewise."""
+        sentences = {}
         for place in self._places():
-            sentence, source = r'"""(.*?)(\.\s|\.?"""|\n\n)', _source(place)
-            below = re.search(rf"^{place.attr} = .*?^{sentence}", source, re.DOTALL | re.MULTILINE)
-            first = below or re.match(sentence, source, re.DOTALL)
-            sentences[place.name] = " ".join(first[1].split()).rstrip(".") if first else ""
+            definitions = _definitions(_file(place))
+            own = definitions.get(place.attr, _NONE)
+            text = own.text if own.is_assigned else definitions.get("", _NONE).text
+            sentences[place.name] = " ".join(re.split(r"\.\s|\n\n", text)[0].rstrip(".").split())
         return sentences
 
     def _places(self) -> list[EntryPoint]:
+        """Where the functions are, by their names in alphabetical order."""
         before, _, after = self.pattern.rpartition("/")[2].partition("*")
-        here = [
-            EntryPoint(
-                named
-                or path.stem.removeprefix(before).removesuffix(after).replace("_", "-" * bool(before) or "_"),
-                f"{self._module(folder, path)}:{self.function}{'_' * bool(named)}{named}",
-                self.group,
-            )
-            for folder in importlib.import_module(self.package).__path__
-            for path in sorted(Path(folder).glob(f"{self.pattern}.py"))
-            for named in dict.fromkeys(
-                re.findall(
-                    rf"^(?:def {self.function}\(|{self.function}(?:_(\w+))? = )",
-                    path.read_text(encoding="utf-8"),
-                    re.MULTILINE,
-                )
-            )
-        ]
-        return [*here, *_offered(self.group)]
-
-    def _module(self, folder: str, path: Path) -> str:
-        return ".".join([self.package, *path.relative_to(folder).with_suffix("").parts])
+        places = [*_offered(self.group)] if self.group else []
+        for folder in importlib.import_module(self.package).__path__:
+            for path in Path(folder).glob(f"{self.pattern}.py"):
+                module = ".".join([self.package, *path.relative_to(folder).with_suffix("").parts])
+                stem = path.stem.removeprefix(before).removesuffix(after)
+                for attr, definition in _definitions(path).items():
+                    if attr == self.function:
+                        name = stem.replace("_", "-") if before else stem
+                    elif attr.startswith(f"{self.function}_") and definition.is_assigned:
+                        name = attr.removeprefix(f"{self.function}_")
+                    else:
+                        continue
+                    places.append(EntryPoint(name, f"{module}:{attr}", self.group))
+        return sorted(places, key=lambda place: (place.name, place.value))
 
 
 @cache
@@ -216,14 +207,49 @@ def _offered(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
 
 
-def _source(place: EntryPoint) -> str:
-    """The source of the module that an entry point names; "" if it cannot be found or read, for which loading
-    the entry point raises an error."""
+class _Definition(NamedTuple):
+    """A function or an assignment at the top of a module, with its docstring or the text below it."""
+
+    text: str
+    is_assigned: bool = False
+
+
+_NONE = _Definition("")
+
+
+@cache
+def _definitions(path: Path) -> Mapping[str, _Definition]:
+    """The definitions in a Python file by name, and its docstring by ""; none of a file that cannot be read
+    or parsed."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    texts = [
+        inspect.cleandoc(node.value.value)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        else ""
+        for node in [*body, ast.Pass()]
+    ]
+    definitions = {"": _Definition(texts[0])}
+    for node, below in zip(body, texts[1:], strict=True):
+        if isinstance(node, ast.FunctionDef):
+            definitions[node.name] = _Definition(ast.get_docstring(node) or "")
+        elif isinstance(node, ast.Assign):
+            targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            definitions |= dict.fromkeys(targets, _Definition(below, is_assigned=True))
+    return definitions
+
+
+def _file(place: EntryPoint) -> Path:
+    """The file of the module that an entry point names; one that cannot be read if there is none."""
     try:
         spec = importlib.util.find_spec(place.module)
-        return Path((spec and spec.origin) or "").read_text(encoding="utf-8")
-    except (ImportError, OSError):
-        return ""
+    except ImportError:
+        spec = None
+    return Path((spec and spec.origin) or "")
 
 
 def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:

@@ -12,4 +12,4 @@ class NothingToDraw(ValueError):
     """None of the rows is of what a figure shows; the message says what that is."""
 
 
-FIGURES = FunctionModules(__name__, "*", "draw", "spbench.figures", "figures")
+FIGURES = FunctionModules(__name__, "*", "draw", "figures", "spbench.figures")

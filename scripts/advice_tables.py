@@ -21,7 +21,7 @@ import psutil
 
 from spbench.bench.command_line.progress import message
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measuring_code import code_digest
+from spbench.bench.measured_code import code_digest
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.ask import answered
 from spbench.bench.tools.advise.question import question

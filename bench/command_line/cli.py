@@ -26,7 +26,7 @@ from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, sho
 from spbench.impls.discovery import DiscoveryError, FunctionModules
 from spbench.impls.outside_code import exits_refused, place
 
-COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "spbench.commands", "commands")
+COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
 
 _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
 #: of the linker, where memory is short
@@ -115,11 +115,8 @@ def cli(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `spbench`."""
-    from spbench.bench.declarations import kept_on_disk
-
-    with kept_on_disk():
-        code = launched_exit_code(arguments) if os.environ.keys() >= _LAUNCHED else exit_code(arguments)
-    sys.exit(code)
+    is_launched = os.environ.keys() >= _LAUNCHED
+    sys.exit(launched_exit_code(arguments) if is_launched else exit_code(arguments))
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:

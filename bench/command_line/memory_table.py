@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.command_line.output import Table
+from spbench.bench.command_line.output import Column, Table
+from spbench.bench.units import gib
 
-_GIB = 2**30
+
+def _held(entry: Mapping[str, Any]) -> str:
+    held = sorted(entry["peak_held"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {gib(nbytes)}" for name, nbytes in held)
+
+
+#: of the entries of :attr:`Measurement.by_class`, with the ``cell`` where there are several
+_COLUMNS = (
+    Column("cell", "cell"),
+    Column("rank", "rank"),
+    Column("ranks alike", "ranks"),
+    Column("stage", "stage"),
+    Column("step", "step"),
+    Column("fits", "status", lambda status: "yes" if status == "ok" else "no"),
+    Column("peak GiB", "peak_memory_bytes", gib),
+    Column("in", "peak_phase"),
+    Column("reserved GiB", "reserved_memory_bytes", gib),
+    Column("at the end GiB", "allocated_bytes", gib),
+    Column("on the host GiB", "host_memory_bytes", gib),
+    Column("held at the peak (GiB)", "peak_held", of=_held),
+)
+_IMPORTANT = ("rank", "stage", "step", "fits", "peak GiB", "reserved GiB", "in")
 
 
 def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
@@ -17,41 +39,14 @@ def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
     Args:
         measured: measurements as rows have them, by the key of their cell.
     """
-    lines = [
-        {"cell": key if len(measured) > 1 else None, **line}
-        for key, measurement in measured.items()
-        for line in _lines(measurement)
-    ]
-    if not lines:
+    entries = []
+    for key, measurement in measured.items():
+        classes = measurement.get("by_class") or ()
+        alike: dict[str, Any] = {} if any(entry["stage"] for entry in classes) else {"stage": None}
+        entries += [{"cell": key if len(measured) > 1 else None, **entry, **alike} for entry in classes]
+    if not entries:
         return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
     usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
     only = next(iter(usable)) if len(usable) == 1 else None
-    title = "Memory of each rank class at each step" + (f", of {_gib(only)} GiB" if only else "")
-    important = ("rank", "stage", "step", "fits", "peak GiB", "reserved GiB", "in")
-    return Table(title, lines, important, ("cell", "held at the peak (GiB)"))
-
-
-def _lines(measurement: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    entries: Sequence[Mapping[str, Any]] = measurement.get("by_class") or ()
-    staged = any(entry["stage"] for entry in entries)
-    for entry in entries:
-        held = sorted(entry["peak_held"].items(), key=lambda item: -item[1])
-        yield {
-            "rank": entry["rank"],
-            "ranks alike": entry["ranks"],
-            "stage": entry["stage"] if staged else None,
-            "step": entry["step"],
-            "fits": "yes" if entry["status"] == "ok" else "no",
-            "peak GiB": _gib(entry["peak_memory_bytes"]),
-            "in": entry["peak_phase"],
-            "reserved GiB": _gib(entry["reserved_memory_bytes"]),
-            "at the end GiB": _gib(entry["allocated_bytes"]),
-            "on the host GiB": _gib(n) if (n := entry.get("host_memory_bytes")) is not None else None,
-            "held at the peak (GiB)": ", ".join(
-                f"{name.replace('_', ' ')} {_gib(nbytes)}" for name, nbytes in held
-            ),
-        }
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f}" if nbytes >= _GIB / 10 else f"{nbytes / _GIB:.2g}"
+    title = "Memory of each rank class at each step" + (f", of {gib(only)} GiB" if only else "")
+    return Table.of(title, _COLUMNS, entries, important=_IMPORTANT, below=("cell", "held at the peak (GiB)"))

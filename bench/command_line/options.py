@@ -42,7 +42,7 @@ def numbers(least: int = 1) -> Several:
     """Whole numbers of at least ``least``."""
 
     def number(word: str) -> int:
-        from spbench.bench.counts import size
+        from spbench.bench.setting_values import size
 
         found = size(word)
         if found is None or found < least:
@@ -70,7 +70,7 @@ class Length(click.ParamType[int]):
     name = "n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from spbench.bench.counts import MOST_POSITIONS, no_size, size
+        from spbench.bench.setting_values import MOST_POSITIONS, no_size, size
 
         number = value if isinstance(value, int) else size(value)
         if number is None:
@@ -86,7 +86,7 @@ class Limit(click.ParamType[float]):
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from spbench.bench.counts import MOST_SECONDS
+        from spbench.bench.setting_values import MOST_SECONDS
 
         try:
             seconds = float(value)
@@ -192,9 +192,9 @@ def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command
     """An option that only loads what Python files of the user's define."""
 
     def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
-        from spbench.bench.measure.scenarios.choices import cell_names
-
         for path in paths:
+            from spbench.bench.measure.scenarios.choices import cell_names  # imports torch
+
             if cell_names(kind, path) == [path]:
                 raise click.BadParameter(f"{path!r} is no path of a .py file", ctx, param)
 

@@ -215,8 +215,13 @@ class Backend(ABC):
 
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """The parameters by the group that their gradients are summed over (None: a rank alone)."""
-        for axes, parameters in by_partial_axes(self.names, self.strategy).items():
+        for axes, parameters in self.by_axes():
             yield self.around.gradient_group(axes), parameters
+
+    def by_axes(self) -> Iterable[tuple[tuple[str, ...], list[nn.Parameter]]]:
+        """The parameters by the axes of the strategy over which their gradients are summed, beside the
+        replicas; for a backend whose groups are parts of these ranks (:meth:`Place.subgroup`)."""
+        return by_partial_axes(self.names, self.strategy).items()
 
     @abstractmethod
     def zero(self) -> None:

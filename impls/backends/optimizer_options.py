@@ -1,5 +1,5 @@
-"""The option of all backends whose optimizer may be on the host; how programs hold there what it needs, and when
-what is rounded: DeepSpeed's and Megatron-Core's ways."""
+"""The option of all backends whose optimizer may be on the host; how programs hold there what it needs, and
+when what is rounded: DeepSpeed's and Megatron-Core's ways."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.axes import ALONE, Place, union
+from spbench.impls.axes import ALONE, MESH_AXES, Place, union
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.layout import (
@@ -83,7 +83,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     """
 
     name: ClassVar[str] = "single"
-    #: the mesh axes over which it spreads one sample; none for the single device
+    #: the mesh axes over which it spreads one sample; none for the single device. An axis that no mesh has
+    #: yet is added to those that cells may have, behind the others
     axes: tuple[str, ...] = ()
     #: a frozen dataclass of what may be chosen about this strategy
     options_type: ClassVar[type[Options]] = Options
@@ -108,6 +109,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.usual = bool(vars(cls).get("usual", False))
+        MESH_AXES.add(vars(cls).get("axes", ()))
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
             known = ", ".join(MEETINGS)
             raise TypeError(

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.bench.test_damaged_files import ROWS, damaged
-from tests.bench.test_damaged_inputs import TEXTS
+from spbench.bench.tools.changes.run_record import as_lines
+from tests.bench.damage import DUMPS, ROWS, TEXTS, mutated, with_wrong_values
+from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, folder
 from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS
 
@@ -43,6 +44,8 @@ BOMB = "a: &a {x: 1}\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} {{<<: [{','.join(['*' + chr(97 + i)] * 9)}]}}\n" for i in range(11)
 )
 LAUGHS = BOMB.replace("{<<: ", "").replace("]}", "]")
+#: what results are exported to
+SYSTEMS = ("markdown", "junit", "hud", "github-action", "pytest-benchmark")
 CELL = "{model: bert-tiny, strategy: single, batch: 1, seq_len: 8%s}"
 
 
@@ -54,15 +57,6 @@ class Case:
     words: Sequence[str]
     #: of files: "loop", "dangling" or "folder" in the place of a content
     special: Mapping[str, str] = ()  # type: ignore[assignment]
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    """A content after one to three damages of its lines, words or bytes."""
-    try:
-        return damaged(content.decode(), chance)
-    except UnicodeDecodeError:
-        place = chance.randrange(len(content) + 1)
-        return content[:place] + bytes([chance.randrange(256)]) + content[place + chance.randrange(4) :]
 
 
 def _one_of(chance: random.Random, texts: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -77,6 +71,14 @@ _SCENARIO = {name: text.encode() for name, text in TEXTS.items()}
 def scenarios(chance: random.Random) -> Case:
     """A scenario with its cluster, config.json and published tables, one of them damaged."""
     return Case(_one_of(chance, _SCENARIO), _DRY)
+
+
+def contents(chance: random.Random) -> Case:
+    """The same, with wrong values in one of them."""
+    name = chance.choice([*DUMPS])
+    content, dump = DUMPS[name]
+    text = dump(with_wrong_values(content, chance))
+    return Case({**_SCENARIO, name: text.encode("utf-8", "surrogatepass")}, _DRY)
 
 
 def values(chance: random.Random) -> Case:
@@ -108,15 +110,29 @@ def _results(place: Path) -> dict[str, bytes]:
 
 
 def results(chance: random.Random) -> Case:
-    """Rows or comparisons, damaged, compared with whole ones, or exported."""
+    """Rows or comparisons, damaged, compared with whole ones, exported or recorded."""
     whole = _results(Path.cwd())
     name = chance.choice([*whole])
-    files = {f"new/{each}": content for each, content in whole.items()}
-    files |= {f"old/{each}": content for each, content in whole.items()}
+    files = {f"{side}/{each}": content for side in ("new", "old") for each, content in whole.items()}
     files[f"new/{name}"] = mutated(whole[name], chance)
-    system = chance.choice(["markdown", "junit", "hud", "pytest-benchmark"])
-    lines = (("compare", "old", "new"), ("compare", "new", "old"), ("export", "--to", system, "new"))
+    export = ("export", "--to", chance.choice(SYSTEMS), "new", "--output", "out")
+    kept = ("record", "new", "--history", "h", "--commit", "0" * 40)
+    lines = (("compare", "old", "new"), ("compare", "new", "old"), export, (*export, "--base", "old"), kept)
     return Case(files, chance.choice(lines))
+
+
+def history_files() -> dict[str, bytes]:
+    """Three records, a target and a change that was meant."""
+    cells = [cell("a", sent_bytes=7), cell("b", exact=False, step_time_s=[0.1, 0.3, 0.2])]
+    texts = {f"{n}.jsonl": "".join(f"{x}\n" for x in as_lines(record(n, *cells))) for n in (1, 2, 3)}
+    texts["targets.yaml"] = "targets:\n  - {suite: nightly, cell: a, metric: sent_bytes, value: 12}\n"
+    texts["meant.yaml"] = f"meant:\n  - {{commit: '{commit(2).short}', metric: sent_bytes, reason: more}}\n"
+    return {f"h/{name}": text.encode() for name, text in texts.items()}
+
+
+def histories(chance: random.Random) -> Case:
+    """A history, one of its files damaged."""
+    return Case(_one_of(chance, history_files()), ("history", "h", "--fail-on-regression"))
 
 
 def logs(chance: random.Random) -> Case:
@@ -268,11 +284,13 @@ def programs(chance: random.Random) -> Case:
 
 #: how many of 10,000 are of each kind
 KINDS: Mapping[str, tuple[Callable[[random.Random], Case], int]] = {
-    "scenario files": (scenarios, 1800),
-    "values of settings": (values, 1500),
+    "scenario files": (scenarios, 1000),
+    "values of settings": (values, 800),
     "cluster files": (clusters, 800),
     "config.json": (configs, 800),
+    "contents": (contents, 1000),
     "results": (results, 1000),
+    "histories": (histories, 500),
     "logs": (logs, 1000),
     "job files": (jobs, 700),
     "packed lists": (lengths, 700),

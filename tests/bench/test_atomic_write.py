@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.atomic_write import write_together, write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files import write_together, write_whole
 from tests.bench.disk import files_of_at_most
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.document_files import MOST_BINS, bins_of, lengths_in
+from spbench.bench.cell_files import MOST_BINS, bins_of, lengths_in
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.impls.models.model import model_preset

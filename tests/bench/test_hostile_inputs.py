@@ -6,23 +6,47 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import random
 import shutil
+import signal
 import time
 from collections import Counter
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spbench.bench.command_line.cli import exit_code
+from spbench.bench.errors import UserError
+from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, read_verdicts
 from spbench.impls.loose_files import LOOSE_FILES
-from tests.bench.hostile import KINDS, Case, as_json, case
-from tests.bench.test_damaged_inputs import at_most
+from tests.bench.damage import NO_NUMBERS, ROWS, TEXTS, damaged, places, replaced
+from tests.bench.hostile import _DRY, KINDS, SYSTEMS, Case, as_json, case, history_files
+from tests.tools.changes.rows import CLAIM, commit_all, folder
 
 LONGEST_S = 30
 #: characters of a message: lists of known names are long, and what it repeats of an input is not
 MOST_CHARACTERS, MOST_OF_A_WORD = 2500, 300
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Inside, a hang is a failure."""
+
+    def give_up(*_: Any) -> None:
+        raise AssertionError(f"a hang of more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def laid_out(one: Case, folder: Path) -> None:
@@ -82,7 +106,7 @@ def tried(kind: str, numbers: range, folder: Path) -> tuple[Counter[int], list[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few(kind: str, tmp_path: Path) -> None:
-    _, faults, _ = tried(kind, range(2), tmp_path)
+    _, faults, _ = tried(kind, range(6), tmp_path)
     assert faults == []
 
 
@@ -98,3 +122,75 @@ def test_ten_thousand(tmp_path: Path) -> None:
         )
         every += faults
     assert every == [], "\n".join(every[:50])
+
+
+# -- what is refused is refused for its damage, and a number that is none never passes ---------------------
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return folder(tmp_path / "base", ROWS, CLAIM)
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> tuple[str, ...]:
+    """The options of `spbench record` that say which commit was measured."""
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "code.py").write_text("")
+    return "--commit", commit_all(repository), "--repository", str(repository)
+
+
+def ran(*words: object) -> int:
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return exit_code([str(word) for word in words])
+
+
+def test_what_is_not_damaged_is_taken(base: Path, named: tuple[str, ...], tmp_path: Path) -> None:
+    assert ran("compare", base, base) == 0
+    for system in SYSTEMS:
+        assert ran("export", "--to", system, base, "--output", tmp_path / system, "--base", base) == 0
+    assert ran("record", base, "--history", tmp_path / "kept", *named) == 0
+    whole = {name: text.encode() for name, text in TEXTS.items()}
+    laid_out(Case({**history_files(), **whole}, ()), tmp_path)
+    with chdir(tmp_path):
+        assert ran("history", "h", "--fail-on-regression") == 0
+        assert ran(*_DRY) == 0
+
+
+JUDGED = ("peak_memory_bytes", "reserved_memory_bytes", "step_time_s", "tokens_per_s", "answer", "sent_bytes")
+PATHS = [
+    (number, path)
+    for number, row in enumerate(ROWS)
+    for path in places(row)
+    if path[-1] in JUDGED and not isinstance(path[-1], int)
+]
+
+
+def test_no_number_is_never_a_silent_success(base: Path, named: tuple[str, ...], tmp_path: Path) -> None:
+    for number, path in random.Random(1).sample(PATHS, 6):
+        lines = [json.dumps(row) for row in ROWS]
+        text = NO_NUMBERS[(number + len(path)) % len(NO_NUMBERS)]
+        lines[number] = replaced(lines[number], path, text)
+        spoilt = folder(tmp_path / "spoilt", ROWS, CLAIM)
+        (spoilt / "cells.jsonl").write_text("\n".join(lines))
+        assert ran("compare", base, spoilt) in (1, 2), (number, path, text)
+        assert ran("compare", spoilt, base) == 2, (number, path, text)
+        assert ran("record", spoilt, "--history", tmp_path / "history", *named) == 2, (number, path, text)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_verdicts(tmp_path: Path, seed: int) -> None:
+    head = {"backend": "gloo", "device": "cpu", "commit": "0", "code": "1", "torch": "2", "time": "now"}
+    one = {"strategy": "s", "model": "m", "part": "p", "size": 1, "dtype": "float64", "status": "ok"}
+    numbers = {"error": 1e-12, "limit": 1e-10, "rank": 0, "batch": 2}
+    file, text = tmp_path / VERDICTS_FILE, "".join(json.dumps(x) + "\n" for x in (head, one | numbers, one))
+    file.write_text(text)
+    assert [verdict["error"] for verdict in read_verdicts(tmp_path)] == [1e-12, None]
+    file.write_bytes(damaged(text, random.Random(seed)))
+    try:
+        verdicts = read_verdicts(tmp_path)
+    except UserError:
+        return
+    for verdict in verdicts:
+        assert all(verdict[name] is None or 0 <= verdict[name] < 1e300 for name in ("error", "limit"))

@@ -135,12 +135,10 @@ def test_values_that_cannot_be_used(
 def test_a_module_offers_one_function_by_its_name_or_several_by_theirs(install: Install) -> None:
     several = 'draw_a = abs\n"""The first. More."""\ndraw_b = len\n"""The second."""\n'
     one = '"""The third."""\n\n\ndef draw(x):\n    """Draws."""\n\n\ndef draw_bars(x): ...\n'
-    functions = FunctionModules(
-        install({"several": several, "one": one, "none": ""}), "*", "draw", "", "figures"
-    )
+    functions = FunctionModules(install({"several": several, "one": one, "none": ""}), "*", "draw", "figures")
     assert functions.names() == ["a", "b", "one"]
     assert functions.summaries() == {"a": "The first", "b": "The second", "one": "The third"}
-    assert functions.docstrings() == {"a": "", "b": "", "one": "Draws."}
+    assert functions.docstrings() == {"a": "The first. More.", "b": "The second.", "one": "Draws."}
     assert functions.load("b") is len
 
 

@@ -1,4 +1,4 @@
-"""The examples of this folder as additions to spbench: as plug-ins, or as files of the package."""
+"""The examples of this folder as additions to spbench: plug-ins, and files of the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +19,8 @@ class Addition:
 
     Attributes:
         file: of the examples; the only file that it takes.
-        group: the group of entry points that offers it to spbench.
-        room: the folder of the package in which it could be as well.
+        group: the group of entry points that offers it to spbench; "": it is a file of the package.
+        room: the folder of the package in which it is, or could be as well.
         entry: of the entry point; "" for the module itself.
     """
 
@@ -37,22 +37,20 @@ class Addition:
 
 ADDITIONS = (
     Addition("gathered_attention.py", "spbench.strategies", "impls/strategies"),
+    Addition("gathered_over_gp.py", "spbench.strategies", "impls/strategies"),
     Addition("one_layer_lm.py", "spbench.models", "impls/models"),
     Addition("two_step_lm.py", "spbench.models", "impls/models"),
     Addition("unbucketed.py", "spbench.backends", "impls/backends"),
+    Addition("two_level.py", "spbench.backends", "impls/backends"),
     Addition("closed_form.py", "spbench.engines", "bench/measure/engines"),
-    Addition("flops.py", "spbench.meters", "bench/measure/trace"),
-    Addition("vocabulary.py", "spbench.searches", "bench/measure/engines"),
-    Addition("bounds.py", "spbench.answers", "bench/tools/papers/answers"),
-    Addition("as_yaml.py", "spbench.forms", "bench/command_line/forms", "yaml = as_yaml:show"),
-    Addition(
-        "to_prometheus.py", "spbench.exports", "bench/tools/changes", "prometheus = to_prometheus:export"
-    ),
-    Addition(
-        "from_osu_latency.py", "spbench.logs", "bench/tools/calibrate", "osu-latency = from_osu_latency:read"
-    ),
+    Addition("flops.py", "", "bench/measure/trace"),
+    Addition("vocabulary.py", "", "bench/measure/engines"),
+    Addition("bounds.py", "", "bench/tools/papers/answers"),
+    Addition("as_yaml.py", "", "bench/command_line/forms"),
+    Addition("to_prometheus.py", "", "bench/tools/changes"),
+    Addition("from_osu_latency.py", "", "bench/tools/calibrate"),
     Addition("sizes.py", "spbench.jobs", "bench/tools/jobs", "sizes = sizes:read"),
-    Addition("to_sizes.py", "spbench.flags", "bench/tools/jobs", "sizes = to_sizes:flags"),
+    Addition("to_sizes.py", "", "bench/tools/jobs"),
     Addition("peaks_command.py", "spbench.commands", "bench/tools/run", "peaks = peaks_command:command"),
     Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),
 )
@@ -64,12 +62,10 @@ class Installation:
 
     Attributes:
         path: of Python: what PYTHONPATH says.
-        added: by the example's file: the files that adding it took.
     """
 
     folder: Path
     path: list[Path]
-    added: dict[str, list[Path]] = field(default_factory=dict)
 
     def spbench(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The command spbench, with these arguments, in the folder."""
@@ -80,31 +76,22 @@ class Installation:
         )
 
 
-def as_plugins(folder: Path) -> Installation:
-    """Each addition in a distribution of its own, as pip would lay it out."""
-    installation = Installation(folder / "work", [ROOT])
-    installation.folder.mkdir()
-    for addition in ADDITIONS:
-        site, name = folder / "site" / addition.file, Path(addition.file).stem
-        metadata = site / f"{name}-1.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        (metadata / "entry_points.txt").write_text(addition.entry_points())
-        shutil.copy(EXAMPLES / addition.file, site)
-        installation.path.append(site)
-        installation.added[addition.file] = list(site.glob("*.py"))
-    return installation
-
-
-def as_files(folder: Path) -> Installation:
-    """Each addition as one more file in its room of a copy of the package."""
+def with_additions(folder: Path) -> Installation:
+    """A copy of the package with one more file for each addition that has no entry point, and beside it the
+    others in a distribution each, as pip would lay them out."""
     installation = Installation(folder / "work", [folder / "copy"])
     installation.folder.mkdir()
     package = folder / "copy" / "spbench"
     ignored = shutil.ignore_patterns("__pycache__", "*.png", "*.svg", "*.pdf", "*.jsonl")
     shutil.copytree(ROOT / "spbench", package, ignore=ignored)
     for addition in ADDITIONS:
-        before = set(package.rglob("*"))
-        shutil.copy(EXAMPLES / addition.file, package / addition.room)
-        installation.added[addition.file] = list(set(package.rglob("*")) - before)
+        room = package / addition.room
+        if addition.group:
+            room, name = folder / "site" / addition.file, Path(addition.file).stem
+            metadata = room / f"{name}-1.dist-info"
+            metadata.mkdir(parents=True)
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            (metadata / "entry_points.txt").write_text(addition.entry_points())
+            installation.path.append(room)
+        shutil.copy(EXAMPLES / addition.file, room)
     return installation

@@ -13,7 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import cell_names
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.executor import Installation
-from spbench.bench.measuring_code import code_digest
+from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES
 from spbench.impls.outside_code import exits_refused

@@ -1,4 +1,4 @@
-"""An addition of each kind is one file: a plug-in, written against the public API, or a file of the package.
+"""An addition of each kind is one file, written against the public API: a plug-in, or a file of the package.
 
 The examples are used together by one scenario, which is itself an addition: a file given by its path, as is
 its cluster.
@@ -7,14 +7,13 @@ its cluster.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 
 import spbench
-from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, as_files, as_plugins
+from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, with_additions
 from tests.slow import slow
 
 SCENARIO = """
@@ -22,10 +21,16 @@ title: What was added
 figure: peak_bars
 defaults: {cluster: ./card.yaml, batch: 2, seq_len: 24}
 groups:
-  - {model: one-layer-lm-tiny, strategy: gathered_attention, sizes: {sp: 2}, meters: [flops], engine: ENGINES}
+  - model: one-layer-lm-tiny
+    strategy: gathered_attention
+    sizes: {sp: 2}
+    meters: [flops]
+    engine: [virtual, distributed]
   - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_attention, sizes: {tp: 2, sp: 2}}
   - {model: two-step-lm-tiny, strategy: megatron_sp, sizes: {tp: 2}}
+  - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_over_gp, sizes: {tp: 2, gp: 2}}
   - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
+  - {model: bert-tiny, strategy: ulysses, sizes: {dp: 2, sp: 2}, training: {backend: two_level}}
   - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
   - model: one-layer-lm-tiny
     strategy: tensor_parallel
@@ -45,9 +50,11 @@ BOUNDS = "claim,published\ntwo megabytes,2097152\n"
 #: the kind under which spbench list shows each addition, and its name
 NAMES = (
     ("strategies", "gathered_attention"),
+    ("strategies", "gathered_over_gp"),
     ("models", "one-layer-lm-tiny"),
     ("models", "two-step-lm-tiny"),
     ("backends", "unbucketed"),
+    ("backends", "two_level"),
     ("engines", "closed_form"),
     ("meters", "flops"),
     ("quantities", "vocabulary"),
@@ -62,19 +69,16 @@ NAMES = (
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[as_plugins, slow(as_files)])
-def installation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    install: Callable[..., Installation] = request.param
-    made = install(tmp_path_factory.mktemp(install.__name__))
-    # processes take their time to start: ranks in one of the two
-    engines = "[virtual, distributed]" if install is as_plugins else "virtual"
-    (made.folder / "added.yaml").write_text(SCENARIO.replace("ENGINES", engines))
+@pytest.fixture(scope="module", params=[slow("copy")])
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    made = with_additions(tmp_path_factory.mktemp("additions"))
+    (made.folder / "added.yaml").write_text(SCENARIO)
     (made.folder / "card.yaml").write_text(CLUSTER)
     (made.folder / "bounds.csv").write_text(BOUNDS)
     return made
 
 
-@pytest.fixture(scope="module", params=[slow("run")])
+@pytest.fixture(scope="module")
 def report(installation: Installation) -> dict[str, Any]:
     """What `spbench run` prints of the scenario in the form that was added."""
     done = installation.spbench("run", "--scenario", "added.yaml", "--output", "rows", "--format", "yaml")
@@ -90,13 +94,7 @@ def rows(report: dict[str, Any]) -> Rows:
     return {(cell["model"], cell["strategy"], cell["engine"]): row for cell, row in cells}
 
 
-@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.group)
-def test_it_takes_one_file(installation: Installation, addition: Addition) -> None:
-    (file,) = installation.added[addition.file]
-    assert file.read_text() == (EXAMPLES / addition.file).read_text()
-
-
-@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.group)
+@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.file)
 def test_it_is_written_against_the_public_api(addition: Addition) -> None:
     for node in ast.walk(ast.parse((EXAMPLES / addition.file).read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -132,25 +130,29 @@ def test_a_kind_of_feed_forward_block(rows: Rows) -> None:
     assert row["measurement"]["formula_difference"] == []
 
 
+def test_an_axis_of_the_mesh(rows: Rows) -> None:
+    row = rows["one-layer-lm-tiny", "tensor_parallel+gathered_over_gp", "virtual"]
+    assert row["status"] == "ok"
+    assert {e["axis"] for e in row["measurement"]["communication"]} >= {"gp", "tp"}
+    assert row["measurement"]["formula_difference"] == []
+
+
+def test_a_backend_over_a_part_of_the_replicas(rows: Rows) -> None:
+    row = rows["bert-tiny", "ulysses", "virtual"]
+    assert row["status"] == "ok"
+    assert row["measurement"]["formula_difference"] == []
+
+
 def test_virtual_and_real_ranks_agree(rows: Rows) -> None:
     virtual = rows["one-layer-lm-tiny", "gathered_attention", "virtual"]
-    real = rows.get(("one-layer-lm-tiny", "gathered_attention", "distributed"))
-    if real is None:
-        pytest.skip("real ranks are started for the plug-ins only")
+    real = rows["one-layer-lm-tiny", "gathered_attention", "distributed"]
     for name in ("peak_memory_bytes", "communication", "meters"):
         assert real["measurement"][name] == virtual["measurement"][name]
 
 
-@pytest.fixture(scope="module", params=[slow("commands")])
-def plugins(installation: Installation) -> Installation:
-    if len(installation.path) == 1:
-        pytest.skip("for the plug-ins only, as it takes seconds and is the same for files")
-    return installation
-
-
-def test_a_strategy_and_a_model_are_verified(plugins: Installation) -> None:
+def test_a_strategy_and_a_model_are_verified(installation: Installation) -> None:
     names = ("--strategy", "gathered_attention", "--model", "one-layer-lm-tiny", "--model", "bert-tiny")
-    done = plugins.spbench("verify", *names, "--world-size", "2", "--format", "yaml")
+    done = installation.spbench("verify", *names, "--world-size", "2", "--format", "yaml")
     cases = yaml.safe_load(done.stdout)
     assert done.returncode == 0, done.stderr
     # its example has no attention by way of all scores
@@ -219,7 +221,6 @@ def test_a_log(installation: Installation) -> None:
     assert "node_link: bandwidth_bytes_per_s,1e+09," in done.stdout
 
 
-@pytest.mark.slow
 def test_a_job(installation: Installation) -> None:
     (installation.folder / "job.txt").write_text("tp=4 batch=8 seq_len=128\n")
     done = installation.spbench("import", "sizes", "job.txt", "--cluster", "dgx-a100")
@@ -227,7 +228,6 @@ def test_a_job(installation: Installation) -> None:
     assert content["groups"][0]["sizes"] == {"tp": 4}, done.stderr
 
 
-@pytest.mark.slow
 def test_flags(installation: Installation) -> None:
     group = "{model: bert-base, strategy: tensor_parallel, sizes: {tp: 4}, batch: 8, seq_len: 128}"
     (installation.folder / "line.yaml").write_text(f"title: A line\ngroups: [{group}]\n")
@@ -248,7 +248,7 @@ def test_a_figure(installation: Installation, report: dict[str, Any]) -> None:
     assert "Peak memory, MiB" in (installation.folder / "rows/peak_bars.svg").read_text()
 
 
-def test_all_are_listed(plugins: Installation) -> None:
-    done = plugins.spbench("list", "--format", "yaml")
+def test_all_are_listed(installation: Installation) -> None:
+    done = installation.spbench("list", "--format", "yaml")
     listed = yaml.safe_load(done.stdout)
     assert {kind for kind, name in NAMES if name in listed[kind]} == {kind for kind, _ in NAMES}

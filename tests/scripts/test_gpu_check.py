@@ -25,7 +25,8 @@ def folder_with(tmp_path: Path, measured_bytes: int | None, status: Any = "ok", 
         as_row(played, Outcome(status, measurement={"peak_memory_bytes": measured_bytes})),
     ]
     (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = "".join(json.dumps(row.as_written()) + "\n" for row in rows)
+    (tmp_path / "memory" / "cells.jsonl").write_text(lines)
     (tmp_path / "parts.csv").write_text(f"doctor,0,3,30\nmemory,{code},17,230\n")
     (tmp_path / "verify.txt").write_text(
         "strategy,model,dtype,status\nlasp,tnl-tiny,bf16,green\nulysses,tnl-tiny,bf16,unsupported\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from spbench.bench.command_line.output import Output
-from spbench.bench.csv_text import csv_text
+from spbench.bench.files import csv_text
 
 
 def show(output: Output, out: TextIO, err: TextIO) -> None:

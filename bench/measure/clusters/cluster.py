@@ -14,13 +14,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import read_file
 from spbench.bench.measure.clusters.host import Host
 from spbench.bench.measure.clusters.host_limits import HostMemory
 from spbench.bench.measure.clusters.links import CollectiveModel, Link, NcclSettings, Network
 from spbench.bench.measure.clusters.rates import AttentionRates, OperatorTimes, ProductRate
 from spbench.bench.measure.clusters.sourced import Sourced
 from spbench.bench.published_number import InferredSetting
-from spbench.bench.user_files import read_file
 from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, validate
 
 PACKAGE = "spbench.scenarios.clusters"

@@ -101,7 +101,7 @@ def learned(cell: Cell, losses_of_run: Callable[[], list[dict[str, float]]]) -> 
     losses = losses_of_run()
     wrong = next((at["step"] for at in losses if not all(map(math.isfinite, at.values()))), None)
     if wrong is not None:
-        return Measurement("numerics", f"a loss at step {wrong} is not finite", losses=losses)
+        return Measurement(status="numerics", reason=f"a loss at step {wrong} is not finite", losses=losses)
     return Measurement(losses=losses)
 
 

@@ -181,7 +181,7 @@ def _played_alone(mesh: DeviceMesh, cell: Cell, rank: int, timed: bool, memory: 
     try:
         return played(cell, rank, timed)
     except torch.OutOfMemoryError as error:
-        full = Measurement("oom", str(error).splitlines()[0], peak_rank=rank)
+        full = Measurement(status="oom", reason=str(error).splitlines()[0], peak_rank=rank)
     gc.collect()  # what the error has seen
     return full
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import declared
 from spbench.bench.measurement import Measurement
 from spbench.impls.discovery import named_classes
 from spbench.impls.layout import Unsupported
@@ -99,13 +98,11 @@ def engine_class(name: str) -> type[Engine]:
     return known[name]
 
 
-@declared
 def heeded(engine: str) -> list[str]:
     """The settings that an engine heeds and others do not; see :attr:`Engine.heeds`."""
     return sorted(engine_class(engine).heeds)
 
 
-@declared
 def engine_property(engine: str, name: str) -> bool:
     """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
     return bool(getattr(engine_class(engine), name))

@@ -73,7 +73,7 @@ class LockstepEngine(Engine):
         shown = dict(_summed_up(errors, squares) if _has_weights(cell) else errors)
         for name, error in shown.items():
             if not math.isfinite(error):
-                return Measurement("numerics", f"{name} is not finite")
+                return Measurement(status="numerics", reason=f"{name} is not finite")
         return Measurement(errors=shown)
 
     def learn(self, cell: Cell) -> Measurement:

@@ -1,7 +1,7 @@
 """What may be searched for, and the values that a search may try.
 
 A quantity is found by being there: a class derived from :class:`Quantity`, with a name, in a module of this
-package or registered by another package under the entry point group ``spbench.searches``.
+package.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SequenceLength(Quantity):
 
 def quantities() -> Mapping[str, type[Quantity]]:
     """The quantities by name."""
-    return named_classes("spbench.bench.measure.engines", Quantity, "spbench.searches")
+    return named_classes("spbench.bench.measure.engines", Quantity)
 
 
 class Candidates:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, max_split_size_mb
 from spbench.bench.measure.engines.plan import RankClass
 from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, without_retries
 from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
@@ -15,6 +14,7 @@ from spbench.bench.measure.memory.oversize_blocks import unsplit_from
 from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
+from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, max_split_size_mb
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:

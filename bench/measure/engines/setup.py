@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.setting_values import VARIABLES
 from spbench.impls.axes import Place
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.composition import Composition, Stage, rank_module

@@ -28,12 +28,12 @@ import torch
 
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.disk_cache import DiskCache, cache_folder
-from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import Group, Program
 from spbench.bench.measure.trace.communication import CommunicationMeter, Operation
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.measuring_code import code_digest
+from spbench.bench.measured_code import code_digest
+from spbench.bench.setting_values import VARIABLES
 from spbench.impls.registries import versions
 
 #: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -110,14 +110,14 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
     sender = sending_class(cell, worst.peak_rank).first
     sends = next(m for m in by_rank if m.peak_rank == sender)
     differences = [entry for m in by_rank for entry in m.formula_difference]
-    found = replace(
-        worst,
-        by_class=by_class,
-        communication=sends.communication,
-        formula=sends.formula,
-        formula_difference=differences,
-        unpriced_operators={name: n for m in by_rank for name, n in m.unpriced_operators.items()},
-    )
+    changes = {
+        "by_class": by_class,
+        "communication": sends.communication,
+        "formula": sends.formula,
+        "formula_difference": differences,
+        "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
+    }
+    found = worst.model_copy(update=changes)
     return mismatched(limit_by_host(found, cell, by_rank))
 
 
@@ -181,7 +181,7 @@ class ClassTraces:
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""
-        return replace(merged(self.cell, self.by_class), imbalance=imbalance(self.cell))
+        return merged(self.cell, self.by_class).model_copy(update={"imbalance": imbalance(self.cell)})
 
     @property
     def timed(self) -> bool:

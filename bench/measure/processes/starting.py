@@ -61,6 +61,20 @@ def _cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
+def begin_server() -> None:
+    """Let the server import what it needs while this process goes on, where there is one."""
+    if START_METHOD == "forkserver" and not _server_is_shared:
+        with suppress(OSError):  # raised again where a process is started
+            _run_server()
+
+
+def _run_server() -> None:
+    _make_folder_of_sockets()
+    with interrupts_blocked(), environment_with(environment_of_child()):
+        forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
+        forkserver.ensure_running()
+
+
 def starting_context() -> BaseContext:
     """The multiprocessing context of :data:`START_METHOD`, with its server running and ready.
 
@@ -74,10 +88,7 @@ def starting_context() -> BaseContext:
     if START_METHOD == "forkserver":
         try:
             if not _server_is_shared:
-                _make_folder_of_sockets()
-                with interrupts_blocked(), environment_with(environment_of_child()):
-                    forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
-                    forkserver.ensure_running()
+                _run_server()
             first = context.Process(target=_do_nothing)  # type: ignore[attr-defined]
             with main_module_hidden():
                 first.start()

@@ -1,49 +1,47 @@
-"""What cells may name, and what each of these takes, as plain data: known without torch where it is kept on
-disk (:mod:`spbench.bench.declarations`)."""
+"""What cells may name, and what each of these takes; and what is wrong with other names and values."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions, requirements
-from spbench.bench.declarations import declared
+from spbench.bench.cell_files import remote_name
 from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.files import resolved
 from spbench.bench.measure.engines.engine import engine_class, engines
+from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.quantities import Candidates, quantities
 from spbench.bench.measure.trace.meter import meters
-from spbench.bench.model_files import remote_name
-from spbench.bench.user_files import resolved
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import models, unchanged_model
 from spbench.impls.options import wrong_values
 from spbench.impls.outside_code import place, raised
 from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
+#: by kind: the function that returns what there is by name
+OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "strategy": strategies,
+    "peer": peers,
+    "as-published": as_published,
+    "model": models,
+    "backend": backends,
+    "engine": engines,
+    "meter": meters,
+    "quantity": quantities,
+}
 
-@declared
+
 def names(kind: str) -> list[str]:
     """The names of all models, strategies, peers, code as published, engines, meters, quantities or
     backends, sorted."""
-    known: Mapping[str, Any] = {
-        "strategy": strategies,
-        "peer": peers,
-        "as-published": as_published,
-        "backend": backends,
-        "engine": engines,
-        "meter": meters,
-        "quantity": quantities,
-    }
-    if kind == "model":
-        from spbench.impls.models.model import models
-
-        return sorted(models())
-    every: Iterable[str] = known[kind]()
-    return sorted(every) if kind in ("strategy", "peer", "as-published", "backend") else list(every)
+    every: Iterable[str] = OF_CLASSES[kind]()
+    return list(every) if kind in ("engine", "meter", "quantity") else sorted(every)
 
 
 #: by kind: names that others have for what has an unlike one here
@@ -60,9 +58,13 @@ ELSEWHERE = {
 FILES = {"strategy": ".py file", "model": "config.json or .py file"}
 #: by kind of name, what spbench list calls it
 LISTED = {
-    **{kind: f"{kind}s" for kind in ("model", "backend", "engine", "meter", "figure", "cluster", "scenario")},
+    **{
+        kind: f"{kind}s"
+        for kind in ("model", "peer", "backend", "engine", "meter", "figure", "cluster", "scenario")
+    },
     "strategy": "strategies",
     "quantity": "quantities",
+    "as-published": "as-published",
 }
 
 
@@ -131,7 +133,6 @@ def strategy_problem(name: str) -> str:
     return f"strategy {name} needs {' and '.join(missing)}; {INSTALL}" if missing else ""
 
 
-@declared
 def _name_problem(name: str) -> str:
     known = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
@@ -147,14 +148,6 @@ def _name_problem(name: str) -> str:
 def refusal(cell: Cell) -> str:
     """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search cannot
     where neither the smallest nor the largest value can that it may try."""
-    return _refusal(cell.model_dump(mode="json"))
-
-
-@declared
-def _refusal(content: Mapping[str, Any]) -> str:
-    from spbench.bench.measure.engines.plan import plan
-
-    cell = Cell.model_validate(content)
     reason = ""
     try:
         engine_class(cell.engine)().check(cell)
@@ -171,7 +164,6 @@ def _refusal(content: Mapping[str, Any]) -> str:
     return reason
 
 
-@declared
 def option_mistakes(
     section: str, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> list[tuple[list[str], str]]:
@@ -185,8 +177,6 @@ def option_mistakes(
     others: list[str] = []
     defaults: Any
     if section == "model_options":
-        from spbench.impls.models.model import unchanged_model
-
         defaults = unchanged_model(name, config)
     elif section == "strategy_options":
         defaults = nesting(name).options_type()

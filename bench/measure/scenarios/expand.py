@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell, strategy_axes
-from spbench.bench.document_files import OPTION, with_documents
+from spbench.bench.cell_files import DOCUMENTS, names_a_file, read_model_file, with_documents
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.choices import (
@@ -21,8 +21,7 @@ from spbench.bench.measure.scenarios.choices import (
     strategy_problem,
     unknown,
 )
-from spbench.bench.measure.scenarios.heeded import ignored
-from spbench.bench.model_files import names_a_file, read_model_file
+from spbench.bench.measure.scenarios.engine_settings import ignored
 from spbench.bench.yaml_files import dotted, first_problem, merge
 from spbench.impls.axes import unused_axes
 
@@ -142,7 +141,7 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
     try:
         content = with_documents(content, folder)
     except UserError as error:
-        raise Problem(_origin(("model_options", OPTION), layers), str(error)) from error
+        raise Problem(_origin(("model_options", DOCUMENTS), layers), str(error)) from error
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:

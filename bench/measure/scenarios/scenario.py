@@ -21,6 +21,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import unknown
 from spbench.bench.measure.scenarios.expand import Problem, expand
 from spbench.bench.published_number import InferredSetting
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake, answer_kinds, wrong_inference
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.published_results import ScenarioResults
@@ -123,9 +124,7 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
             yield ["inferred_from", number, *path], message
 
 
-def compare(
-    scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, dict[str, Any]]
-) -> list[Comparison]:
+def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
     """The published numbers of a scenario beside ours, in each variant, cluster and engine among the declared
     ``cells``; an answer without any of the ``rows``, by key, stays. UserError for an unreadable file."""
     results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell
-from spbench.bench.counts import with_suffix
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.scenarios.expand import impossible
+from spbench.bench.setting_values import with_suffix
 from spbench.bench.yaml_files import dotted, first_problem
 from spbench.bench.yaml_text import YAMLProblem, load
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.atomic_write import write_whole
+from spbench.bench.files import write_whole
 from spbench.bench.measure.simulator.timeline import Event, Timeline, in_rows
 
 _PHASES, _COMPUTE = 0, 1

@@ -5,7 +5,7 @@ The digest has five parts, which are kept apart so that a message can say which 
 - ``cluster``: the figures of the resolved cluster file (``extends`` followed), without sources and notes;
 - ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
   settings with their defaults, and ``strategy`` the versions of the packages that a peer calls;
-- ``code``: what the Python files mean that can change a measurement (:mod:`spbench.bench.measuring_code`);
+- ``code``: what the Python files mean that can change a measurement (:mod:`spbench.bench.measured_code`);
 - ``torch``: its version.
 """
 
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from spbench.bench.cell import Cell, requirements
-from spbench.bench.declarations import declared
+from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.sweep.results import FINAL, Row
-from spbench.bench.measuring_code import DIGEST_LENGTH, code_digest
+from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
+from spbench.bench.row import FINAL, Row
 from spbench.impls.discovery import installed_version
+from spbench.impls.models.model import model_preset
 from spbench.impls.registries import versions
 from spbench.impls.strategies.nesting import nesting
 
@@ -47,7 +47,7 @@ def digest(cell: Cell) -> dict[str, str]:
     return {
         "cluster": _sha256(_without_texts(cluster)),
         "model": _sha256([*_model(*cell.model_arguments), cell.model_dump(mode="json")]),
-        "strategy": _sha256([*_strategy(cell.strategy, cell.strategy_options), *_packages(cell.strategy)]),
+        "strategy": _sha256(_strategy(cell.strategy, cell.strategy_options)),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }
@@ -65,28 +65,20 @@ def digests_of_a_run() -> Digesting:
     return of
 
 
-@declared
 def _model(name: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[Any]:
     """The class of a model, and all of its options with some changed."""
-    from spbench.impls.models.model import model_preset
-
     model = model_preset(name, options, config)
     values = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
     return _plain([_path_of(type(model)), values])
 
 
-def _packages(strategy: str) -> list[Any]:
-    """The versions of the packages that a peer calls; of other strategies nothing."""
-    found = versions(requirements(strategy))
-    return [found] if found else []
-
-
-@declared
 def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
-    """The classes of a strategy, and all of its options with some changed."""
-    found = nesting(name)
-    classes = [_path_of(cls) for cls in found.classes]
-    return _plain([*classes, asdict(found.options_type()) | dict(options)])
+    """The classes of a strategy, all of its options with some changed, and the versions of the packages that
+    a peer calls."""
+    strategies = nesting(name)
+    classes = [_path_of(cls) for cls in strategies.classes]
+    packages = versions(strategies.requires)
+    return [*_plain([*classes, asdict(strategies.options_type()) | dict(options)]), *filter(None, [packages])]
 
 
 def changed_parts(cell: Cell, row: Row, digest_of: Digesting = digest) -> list[str]:
@@ -94,9 +86,8 @@ def changed_parts(cell: Cell, row: Row, digest_of: Digesting = digest) -> list[s
 
     A row without a digest, of an older version, differs in all.
     """
-    kept = row.get("digest")
     now = digest_of(cell)
-    return [part for part in PARTS if not isinstance(kept, Mapping) or kept.get(part) != now[part]]
+    return [p for p in PARTS if not isinstance(row.digest, Mapping) or row.digest.get(p) != now[p]]
 
 
 def is_current(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
@@ -106,9 +97,8 @@ def is_current(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bo
 
 def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
     """Whether the row answers the cell, so that a sweep leaves it as it is."""
-    if row is None or row["status"] not in FINAL or not row.get("final", True):
-        return False
-    return is_current(cell, row, digest_of)
+    is_a_result = row is not None and row.status in FINAL and row.final
+    return is_a_result and is_current(cell, row, digest_of)
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
@@ -118,7 +108,7 @@ def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digestin
     Args:
         rows: by key; those of other cells are left out.
     """
-    final = [(cell, row) for cell in cells if (row := rows.get(cell.key)) and row["status"] in FINAL]
+    final = [(cell, row) for cell in cells if (row := rows.get(cell.key)) and row.status in FINAL]
     changed = (changed_parts(cell, row, digest_of) for cell, row in final)
     counts = Counter(_spelled(parts) for parts in changed if parts)
     if not counts:

@@ -14,8 +14,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.run_cell import Run
+from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Outcome
-from spbench.bench.measuring_code import code_digest
 from spbench.bench.yaml_text import dump
 from spbench.impls import loose_files
 from spbench.impls.discovery import installed_version, plugin_entries

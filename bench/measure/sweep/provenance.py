@@ -13,7 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
 from spbench.bench.measure.devices.nvml import NvmlProblem, nvml, reading
 from spbench.bench.measure.processes.starting import usable_cores
-from spbench.bench.measured_tree import imported_tree, unmeasured_checkout
+from spbench.bench.measured_code import imported_tree, unmeasured_checkout
 from spbench.impls.discovery import installed_version
 
 

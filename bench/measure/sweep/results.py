@@ -10,40 +10,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.row_schema import WrongRow, finite, parse_any_row, parse_row
-from spbench.bench.measure.trust.bands import tied, with_band
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
-from spbench.bench.measurement import Status
-from spbench.bench.user_files import read_file
-from spbench.impls.axes import MESH_AXES, in_order, spelled
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from spbench.bench.files import read_file
+from spbench.bench.row import FAULTS as FAULTS
+from spbench.bench.row import FINAL as FINAL
+from spbench.bench.row import Row as Row
+from spbench.bench.row import WrongRow, parse_any_row, parse_row
+from spbench.bench.row import finite as finite
 
 RESULTS_FILE = "cells.jsonl"
 
-#: a cell with one of these is done, until its digest changes; others are run again by the next sweep
-FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
-
-#: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
-FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
-
 #: how a row begins as it is written, also one that was cut short
 _BEGINNING = b'{"key":"'
-
-Row = dict[str, Any]
-
-#: words of a measurement on its step time
-_WORDS = ("bound", "calibration", "rates", "band")
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
@@ -212,66 +196,3 @@ class ResultsFile:
     def _ends_inside_a_line(self) -> bool:
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-
-def flat(row: Row) -> dict[str, Any]:
-    """A row as one level of plain values: the cell, then what was measured, with the interval of a simulated
-    step time (:func:`with_band`), units in the names; ``mesh`` is :attr:`Cell.mesh_text`."""
-    cell, measured = row["cell"], with_band(row)["measurement"]
-    sizes = cell.get("sizes", {})
-    searched = (cell.get("search") or {}).get("quantity", "")
-    losses, errors = measured.get("losses"), measured.get("errors") or {}
-    unmetered = losses or errors  # of a training run, or of ranks in turn
-    return {
-        **{name: cell.get(name) for name in ("model", "strategy")},
-        "world_size": math.prod(sizes.values()),
-        "mesh": spelled(in_order(sizes, cell.get("mesh") or MESH_AXES)),
-        **{
-            name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
-        },
-        "status": row["status"],
-        "searched": searched,
-        **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
-        **(measured.get("breakdown") or {}),
-        **(measured.get("parts") or {}),
-        **{name: measured.get(name) or None for name in _WORDS},
-        "priced_by": priced_by_in_words([measured]) or None,
-        **{f"last_{name}": loss for name, loss in _last(losses).items()},
-        **{f"error_{name}": error for name, error in errors.items()},
-        **_metered(measured.get("meters") or {}),
-        "sent_bytes": _sent(None if unmetered else measured.get("communication")),
-        "formula_sent_bytes": _sent(None if unmetered else measured.get("formula")),
-        "reason": row.get("reason", ""),
-        "elapsed_s": row.get("elapsed_s"),
-        "key": row["key"],
-    }
-
-
-def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What further meters found that is one number or word, as METER.NAME."""
-    return {
-        f"{meter}.{name}": value
-        for meter, found in meters.items()
-        for name, value in found.items()
-        if isinstance(value, (int, float, str))
-    }
-
-
-def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
-    return losses[-1] if losses else {}
-
-
-def _sent(entries: list[dict[str, Any]] | None) -> float | None:
-    return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
-
-
-def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as :func:`flat`, and ``tie``: whether a simulated time is one with the fastest (:func:`tied`)."""
-    return [{**flat(row), "tie": tie} for row, tie in zip(rows, tied(rows), strict=True)]
-
-
-def as_frame(rows: Iterable[Row]) -> DataFrame:
-    """Rows as a table, one of :func:`flat_rows` each."""
-    from pandas import DataFrame
-
-    return DataFrame(flat_rows([*rows]))

@@ -6,19 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from spbench.bench.cell import Cell, requirements
-from spbench.bench.declarations import declared
-from spbench.bench.measure.engines.engine import engine_property
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.engines.run_cell import Run, run_cell
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.digest import Digesting, digest, digests_of_a_run, is_final
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
-from spbench.bench.measure.sweep.results import ResultsFile, Row
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measurement import Outcome
+from spbench.bench.measure.verify.proof import reasons_against
+from spbench.bench.measurement import Measured, Outcome
+from spbench.bench.row import Row
+from spbench.impls.models.model import model_preset
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting = digest) -> list[Cell]:
@@ -29,10 +30,6 @@ def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting
 def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
     """The outcome, numerics, of those of the cells whose strategy is a peer (:mod:`impls.peers`) that
     verification does not prove right, by key."""
-    if not any(requirements(cell.strategy) for cell in cells):  # which is known without torch
-        return {}
-    from spbench.bench.measure.verify.proof import reasons_against
-
     return {key: Outcome("numerics", reason) for key, reason in reasons_against(cells).items()}
 
 
@@ -141,42 +138,36 @@ def as_row(
         made_by: the cell's digest when it began; None: as it is now.
         project: the commit of the project that it was run in (:func:`project_commit`).
     """
-    row: Row = {
-        "key": cell.key,
-        "cell": cell.model_dump(mode="json"),
-        "status": outcome.status,
-        "reason": outcome.reason,
-        "measurement": outcome.measurement,
-        "elapsed_s": outcome.elapsed_s,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "digest": digest(cell) if made_by is None else made_by,
-        "provenance": outcome.provenance or provenance(),
-    }
-    if project:
-        row["provenance"] = {**row["provenance"], "project_commit": project}
-    row |= {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
-    return row if outcome.final else row | {"final": False}
+    of_project = {"project_commit": project} if project else {}
+    further = {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
+    if not outcome.final:
+        further["final"] = False
+    return Row(
+        key=cell.key,
+        cell=cell.model_dump(mode="json"),
+        status=outcome.status,
+        reason=outcome.reason,
+        measurement=Measured(**outcome.measurement),
+        elapsed_s=outcome.elapsed_s,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        digest=digest(cell) if made_by is None else made_by,
+        provenance={**(outcome.provenance or provenance()), **of_project},
+        **further,
+    )
 
 
 def _relative_cost(cell: Cell) -> int:
     """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks."""
-    return _layers(*cell.model_arguments) * cell.sizes.world
-
-
-@declared
-def _layers(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> int:
-    """The layers of a model with some options changed; 1 where it has no such option."""
-    from spbench.impls.models.model import model_preset
-
-    return getattr(model_preset(model, options, config), "layers", 1)
+    layers: int = getattr(model_preset(*cell.model_arguments), "layers", 1)
+    return layers * cell.sizes.world
 
 
 def _runs_alone(cell: Cell) -> bool:
     """Whether nothing may run beside the cell. Losses are the same at any speed, and ranks that wait for one
     another leave cores idle, so training runs share the cores."""
-    return cell.learning is None and engine_property(cell.engine, "runs_alone")
+    return cell.learning is None and engine_class(cell.engine).runs_alone
 
 
 def _runs_anywhere(cell: Cell) -> bool:
     """Whether the row is the same whichever machine runs the cell."""
-    return cell.learning is None and engine_property(cell.engine, "is_exact")
+    return cell.learning is None and engine_class(cell.engine).is_exact

@@ -1,10 +1,9 @@
 """What a meter is: something that watches a step through the recorder, and has a say in the result row.
 
 A meter is found by being there: a class derived from :class:`Meter`, with a name, in a module of this
-package, or registered by another package under the entry point group ``spbench.meters``. A scenario asks for
-it by name (``meters: [NAME]``); what it found stands in the row under ``measurement.meters.NAME``. Memory and
-communication are metered in every cell. Of several traced steps (``training.steps``), meters see the last,
-but for that of memory, which sees all. Nothing here imports torch, so that listing the names is quick.
+package. A scenario asks for it by name (``meters: [NAME]``); what it found stands in the row under
+``measurement.meters.NAME``. Memory and communication are metered in every cell. Of several traced steps
+(``training.steps``), meters see the last, but for that of memory, which sees all.
 """
 
 from __future__ import annotations
@@ -78,13 +77,13 @@ class Meter:
 
 
 def meters() -> Mapping[str, type[Meter]]:
-    """The meters that a scenario can ask for, by name: those of this package, then the entry points
-    ``spbench.meters``; without those of memory, communication and events, which every recorder has."""
+    """The meters that a scenario can ask for, by name; without those of memory, communication and events,
+    which every recorder has."""
     from spbench.bench.measure.trace.communication import CommunicationMeter
     from spbench.bench.measure.trace.event_log import EventLog
     from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter
 
-    found = named_classes("spbench.bench.measure.trace", Meter, "spbench.meters")
+    found = named_classes("spbench.bench.measure.trace", Meter)
     always = (MemoryMeter, HostMemoryMeter, CommunicationMeter, EventLog)
     return {name: cls for name, cls in found.items() if cls not in always}
 

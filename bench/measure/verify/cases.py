@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from spbench.bench.cell_files import names_a_file, read_model_file
 from spbench.bench.measure.processes.rank_job import NO_END, RankError
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.staged_group import STAGED
@@ -35,7 +36,6 @@ from spbench.bench.measure.verify.explanation import explain_failure, explain_va
 from spbench.bench.measure.verify.judged import how_departs, how_wrong, judged, unequal_bytes, worst_of
 from spbench.bench.measure.verify.oracle import Finding, check_rank
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.bench.model_files import names_a_file, read_model_file
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models

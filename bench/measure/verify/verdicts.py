@@ -18,10 +18,11 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
-from spbench.bench.json_values import Count, Number, Signed, Text, problem
-from spbench.bench.measuring_code import digest_of_files
+from spbench.bench.files import write_whole
+from spbench.bench.measured_code import digest_of_files
+from spbench.bench.measurement import Count, Number, Signed, Text
+from spbench.bench.row import problem
 from spbench.impls.discovery import plugin_files
 
 VERDICTS_FILE = "verdicts.jsonl"

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.errors import UserError
+from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
 from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.possible import spelled

@@ -181,7 +181,9 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"about {peak / GIB:.0f} GiB by traces of few layers"
-    found = Measurement("ok" if fits else "oom", reason, peak_memory_bytes=peak, usable_memory_bytes=usable)
+    found = Measurement(
+        status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
+    )
     deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
     found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}

@@ -2,12 +2,11 @@
 
 A kind of log is a function ``read(log)`` that makes :class:`Findings` of a :class:`LogFile`, or returns None
 where the content is of another kind; one that is of its kind but damaged is a UserError. The kind called NAME
-is such a function in a module ``from_NAME`` of this package (with ``_`` for each ``-``), or of another
-distribution in an entry point NAME of the group ``spbench.logs``.
+is such a function in a module ``from_NAME`` of this package (with ``_`` for each ``-``).
 """
 
 from __future__ import annotations
 
 from spbench.impls.discovery import FunctionModules
 
-LOGS = FunctionModules(__name__, "from_*", "read", "spbench.logs", "logs")
+LOGS = FunctionModules(__name__, "from_*", "read", "logs")

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.command_line.options import WORDS, many, numbers, path_option, printed, refuse_given
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import resolved, write_whole
 from spbench.bench.measure.clusters.cluster import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of_logs, heading
 from spbench.bench.tools.calibrate.log_findings import findings_of
-from spbench.bench.user_files import resolved
 from spbench.bench.yaml_text import comment, dump
 
 if TYPE_CHECKING:

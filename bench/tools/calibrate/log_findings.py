@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import read_file
 from spbench.bench.measure.clusters.cluster import Precision
 from spbench.bench.measure.clusters.rates import AttentionKernel, Direction, Mask
 from spbench.bench.tools.calibrate import LOGS
-from spbench.bench.user_files import read_file
 
 _GZIP = b"\x1f\x8b"
 

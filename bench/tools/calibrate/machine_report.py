@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import yaml
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
-from spbench.bench.csv_text import csv_text
 from spbench.bench.errors import UserError
+from spbench.bench.files import csv_text, write_whole
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.scenarios.choices import check_known
 from spbench.bench.measure.sweep.provenance import provenance

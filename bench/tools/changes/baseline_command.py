@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,15 +46,15 @@ def command(
 
     They run on virtual ranks; `spbench compare` holds later results against them.
     """
-    from spbench.bench.measure.processes.answering import answers_of_server
+    from spbench.bench.measure.processes.starting import begin_server
     from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import Narrowing
-    from spbench.bench.measured_tree import refuse_unmeasured_checkout
+    from spbench.bench.measured_code import refuse_unmeasured_checkout
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
-    click.get_current_context().with_resource(answers_of_server())
+    begin_server()
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)
@@ -72,7 +72,7 @@ def _written(files: list[Path]) -> Output:
     return Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
 
 
-def canonical(row: Row) -> Row:
+def canonical(row: Row) -> dict[str, Any]:
     """A row without what differs from run to run."""
     kept = {key: row[key] for key in ("key", "cell", "status", "reason")}
     return {**kept, "measurement": {k: v for k, v in row["measurement"].items() if "samples" not in k}}
@@ -84,7 +84,7 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
-    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.files import write_whole
     from spbench.bench.measure.sweep.results import RESULTS_FILE, finite
     from spbench.bench.tools.papers.comparison import write as write_comparisons
 

@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checkout_around, own_checkout
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_rows
 from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
-from spbench.bench.user_files import resolved
 
 #: seconds that a run which is interrupted has to end its own processes
 GRACE_S = 20.0
@@ -156,7 +155,7 @@ def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]
 
 
 def _write(rows: Sequence[Row], scratch: Path, output: Path, side: str) -> Path:
-    lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+    lines = [json.dumps(row.as_written(), separators=(",", ":")) + "\n" for row in rows]
     write_whole(output / side / RESULTS_FILE, "".join(lines))
     comparison = scratch / f"{side}-0" / COMPARISON_FILE
     if comparison.exists():

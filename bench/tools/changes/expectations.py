@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, create_model, field_validator
 
-from spbench.bench.json_values import Number
+from spbench.bench.measurement import Number
 from spbench.bench.tools.changes.series import Series
 from spbench.bench.tools.changes.steps import Step
 from spbench.bench.yaml_files import StrictModel, read_yaml, validate

@@ -87,7 +87,7 @@ def command(
 
 
 def _written(content: str | Mapping[str, str], output: Path) -> list[Path]:
-    from spbench.bench.atomic_write import write_together
+    from spbench.bench.files import write_together
 
     if isinstance(content, str):
         return write_together({output: content})

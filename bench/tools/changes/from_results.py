@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError
+from spbench.bench.files import write_whole
 from spbench.bench.git import asked, own_checkout
 from spbench.bench.measure.sweep.provenance import COMMITS, check_same_code, commit_of
 from spbench.bench.measure.sweep.results import Row

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spbench.bench.errors import UserError
-from spbench.bench.measured_tree import is_baseline, refuse_unmeasured_checkout
-from spbench.bench.measuring_code import code_digest
+from spbench.bench.measured_code import code_digest, is_baseline, refuse_unmeasured_checkout
 from spbench.bench.tools.changes.result_files import Results
 
 

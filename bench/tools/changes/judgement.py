@@ -190,7 +190,8 @@ def _measured(key: str, change: MeasuredChange) -> Difference:
 
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
     """With the strategy of its cell, and why it is one."""
-    strategy = str((new or base or {"cell": {}})["cell"].get("strategy", ""))
+    either = new or base
+    strategy = str(either["cell"].get("strategy", "")) if either else ""
     if base is None or new is None:
         return replace(difference, strategy=strategy)
     moved, text = why(difference.quantity, base, new)

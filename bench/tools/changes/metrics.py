@@ -175,7 +175,7 @@ def _merged(rows: Sequence[Row]) -> Row:
         for metric in METRICS
         if (values := [measured[metric.name] for measured in by_round if metric.name in measured])
     }
-    return {**chosen, "measurement": {**chosen["measurement"], **medians}, "rounds": by_round}
+    return Row(**{**chosen, "measurement": {**chosen["measurement"], **medians}, "rounds": by_round})
 
 
 def _measured(row: Row) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import parse_json, read_file, resolved
 from spbench.bench.git import DIRTY, SHORT_HASH
-from spbench.bench.json_values import Number, problem
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
+from spbench.bench.measurement import Measured, Number
+from spbench.bench.row import problem
 from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read_records
-from spbench.bench.user_files import parse_json, read_file, resolved
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
 
@@ -218,15 +219,16 @@ def _rows(content: _BenchmarksFile) -> Iterator[Row]:
     }
     for benchmark in content.benchmarks:
         samples = benchmark.stats.data
-        yield {
-            "key": benchmark.fullname,
-            "cell": {"engine": PYTEST_BENCHMARK, "model": benchmark.name, "group": benchmark.group or ""},
-            "status": "ok",
-            "reason": "",
-            "measurement": {
-                "time_s": benchmark.stats.median,
-                **({"time_samples_s": samples} if samples else {}),
-            },
-            "time": content.datetime or "",
-            "provenance": origin,
+        times: dict[str, Any] = {
+            "time_s": benchmark.stats.median,
+            **({"time_samples_s": samples} if samples else {}),
         }
+        yield Row(
+            key=benchmark.fullname,
+            cell={"engine": PYTEST_BENCHMARK, "model": benchmark.name, "group": benchmark.group or ""},
+            status="ok",
+            reason="",
+            measurement=Measured(**times),
+            time=content.datetime or "",
+            provenance=origin,
+        )

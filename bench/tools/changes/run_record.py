@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import read_file
 from spbench.bench.git import SHORT_HASH
-from spbench.bench.json_values import problem
 from spbench.bench.measurement import Status
+from spbench.bench.row import problem
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading
-from spbench.bench.user_files import read_file
 
 FORMAT = 1
 SUFFIX = ".jsonl"

@@ -97,7 +97,7 @@ def _claims(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diff
 
 
 def _case(suite: Element, name: str, classname: str, row: Row | None) -> Element:
-    elapsed = f"{(row or {}).get('elapsed_s') or 0.0:.3f}"
+    elapsed = f"{(row.get('elapsed_s') if row else None) or 0.0:.3f}"
     return SubElement(suite, "testcase", name=_clean(name), classname=classname, time=elapsed)
 
 
@@ -108,7 +108,7 @@ def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) 
     wrong = ELEMENTS.get(status)
     worse = [difference for difference in differences if difference.fails]
     if wrong == "error" or (wrong and not worse):
-        reason = str((row or {}).get("reason") or status)
+        reason = str((row and row.get("reason")) or status)
         SubElement(case, wrong, type=status, message=_clean(reason))
     elif worse:
         text = "\n".join(_line(difference) for difference in worse)

@@ -46,7 +46,7 @@ def trace_stage(cell: Cell, stage: int) -> Measurement:
     """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
     first = next(each.first for each in rank_classes(cell) if each.stage.index == stage)
     virtual.trace(cell, first, events=can_time(cell))
-    return Measurement("ok")
+    return Measurement()
 
 
 def attempt(cell: Cell) -> Measurement:
@@ -58,7 +58,9 @@ def attempt(cell: Cell) -> Measurement:
     estimate = shallow_peak(cell)
     if usable is not None and estimate is not None and estimate > _PLAINLY_TOO_MUCH * usable:
         reason = f"about {estimate / GIB:.0f} GiB by traces of few layers"
-        return Measurement("oom", reason, peak_memory_bytes=estimate, usable_memory_bytes=usable)
+        return Measurement(
+            status="oom", reason=reason, peak_memory_bytes=estimate, usable_memory_bytes=usable
+        )
     return examine(cell)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
+from spbench.bench.files import write_whole
 from spbench.bench.measure.engines import trace_cache, virtual
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import can_time

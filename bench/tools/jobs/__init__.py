@@ -4,13 +4,13 @@ A kind of job is a function ``read(files)`` that makes a :class:`Job` of :class:
 where they are of another kind. The kind called NAME is such a function in the module NAME of this package,
 or of another distribution in an entry point NAME of the group ``spbench.jobs``.
 
-The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the module to_NAME or in an entry
-point NAME of the group ``spbench.flags``; :func:`program_flags` proves and completes what it returns.
+The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the module to_NAME;
+:func:`program_flags` proves and completes what it returns.
 """
 
 from __future__ import annotations
 
 from spbench.impls.discovery import FunctionModules
 
-JOBS = FunctionModules(__name__, "*", "read", "spbench.jobs", "jobs")
-FLAGS = FunctionModules(__name__, "to_*", "flags", "spbench.flags", "flags")
+JOBS = FunctionModules(__name__, "*", "read", "jobs", "spbench.jobs")
+FLAGS = FunctionModules(__name__, "to_*", "flags", "flags")

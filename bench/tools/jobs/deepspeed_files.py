@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spbench.bench.errors import shown
+from spbench.bench.files import parse_json
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from spbench.bench.user_files import parse_json
 from spbench.bench.yaml_files import parse_yaml
 
 #: of what a file is, by keys of which it has some: the Trainer's are the last, as they have most names

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.jobs.keys import shown

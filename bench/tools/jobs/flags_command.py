@@ -11,7 +11,6 @@ import click
 
 from spbench.bench.command_line.options import choosing_cells, path_option, printed, shape
 from spbench.bench.command_line.output import Output, Verbatim
-from spbench.bench.measure.scenarios.select import the_cell
 
 if TYPE_CHECKING:
     from spbench.bench.measure.scenarios.select import Narrowing
@@ -33,10 +32,11 @@ def command(
     It is the command or the configuration that `spbench import KIND` reads as that cell again. What the
     program has no argument for is refused by name; how it makes the same in its own way is said.
     """
-    from spbench.bench.atomic_write import write_whole
     from spbench.bench.errors import UserError
+    from spbench.bench.files import write_whole
     from spbench.bench.measure.scenarios.choices import refusal
     from spbench.bench.measure.scenarios.scenario import load_scenario
+    from spbench.bench.measure.scenarios.select import the_cell
     from spbench.bench.tools.jobs.flags import program_flags
 
     cell = the_cell("a command", load_scenario(scenario), narrowing, shape)

@@ -35,8 +35,8 @@ def command(
     Every argument is mapped to a setting, known to change nothing that is counted, not modelled, or refused.
     Nothing in the files is run. The comment beside each line is the argument that it came from.
     """
-    from spbench.bench.atomic_write import write_whole
     from spbench.bench.errors import UserError
+    from spbench.bench.files import write_whole
     from spbench.bench.tools.jobs.job_files import path_and_part, read_job
 
     kind, files = _kind_and_files(words)
@@ -54,7 +54,7 @@ def command(
     text = job.scenario_text()
     if output is None:
         return Output([Verbatim(text.removesuffix("\n"))], {"scenario": text}, [{"scenario": text}])
-    from spbench.bench.user_files import resolved
+    from spbench.bench.files import resolved
 
     if resolved(output) in [resolved(path_and_part(file)[0]) for file in files]:
         raise UserError(f"--output {output} is one of the files")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import decoded, read_file
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.other_programs import keyed_program, started_program
-from spbench.bench.user_files import decoded, read_file
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.environment_variables import VARIABLES
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
 from spbench.bench.tools.jobs.megatron_arguments import known_arguments, program
 from spbench.bench.tools.jobs.megatron_training import CONTEXT

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS
+from spbench.bench.setting_values import EXPANDABLE_SEGMENTS
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.keys import Key, Keys, flat, known_keys

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.errors import suggestion
+from spbench.bench.files import read_file
 from spbench.bench.tools.jobs.job import MOST_NAMED
 from spbench.bench.tools.jobs.job_files import JobFile, path_and_part
-from spbench.bench.user_files import read_file
 
 #: of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}

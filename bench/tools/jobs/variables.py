@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.environment_variables import EXPANDABLE_SEGMENTS, checked
+from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, checked
 from spbench.bench.tools.jobs.account import Account, may_move
 from spbench.bench.tools.jobs.job import Argument, Outcome
 from spbench.bench.tools.jobs.shell import shown, unknown_in

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -27,7 +26,7 @@ QUANTITIES = (
     *("answer", "peak_memory_bytes", "reserved_memory_bytes"),
     *("step_time_s", "tokens_per_s", "samples_per_s"),
 )
-assert {f.name for f in fields(Measurement)} >= set(QUANTITIES)
+assert Measurement.model_fields.keys() >= set(QUANTITIES)
 
 KeyPath = Sequence[str | int]
 #: (key path, what is wrong there and how to mend it)
@@ -88,8 +87,8 @@ class Answer(StrictModel, ABC):
 
 
 def answer_kinds() -> Mapping[str, type[Answer]]:
-    """The kinds of answers by the sections of a scenario file: the modules of the package, then plug-ins."""
-    return named_classes(KINDS_PACKAGE, Answer, "spbench.answers")
+    """The kinds of answers by the sections of a scenario file: those in the modules of the package."""
+    return named_classes(KINDS_PACKAGE, Answer)
 
 
 def unknown_quantity(key: str, name: str, known: Sequence[str] = QUANTITIES) -> Iterator[Mistake]:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import write_whole
 from spbench.bench.published_number import finite
 from spbench.bench.tools.papers.files import read_csv
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import write_whole
 from spbench.bench.tools.papers.ladder import ladder_lines
 from spbench.bench.tools.papers.paper_findings import Findings, Line, markdown
 from spbench.bench.tools.papers.sources import FIELD, MEASURED, papers

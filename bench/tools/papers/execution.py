@@ -124,7 +124,7 @@ def _check_measured_tree(scenario: str) -> None:
     Raises:
         UserError: it has a baseline of the scenario, with which rows of other code have nothing to do.
     """
-    from spbench.bench.measured_tree import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
+    from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 
     here = Path.cwd()
     if has_baseline(scenario, here):

@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import read_text
 from spbench.bench.published_number import PublishedNumber, finite
-from spbench.bench.user_files import read_text
 from spbench.bench.yaml_files import StrictModel
 
 #: where published files of the package are: those of papers, of measurements on real machines, and of step

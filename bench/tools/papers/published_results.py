@@ -10,6 +10,7 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.published_number import InferredSetting, PublishedNumber
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Role
 from spbench.bench.tools.papers.selector import Selector
 
@@ -45,7 +46,7 @@ class ScenarioResults:
     """
 
     cells: Sequence[Cell]
-    rows: Mapping[str, dict[str, Any]]
+    rows: Mapping[str, Row]
     folder: Path
     inferences: Sequence[InferredSetting] = ()
 

@@ -65,7 +65,7 @@ def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
     those that the other sources give; and keep the errors of memory. With --write they become those of the
     package, and README.md's."""
-    from spbench.bench.atomic_write import write_whole
+    from spbench.bench.files import write_whole
     from spbench.bench.measure.trust.bands import BANDS_FILE, packaged_model
     from spbench.bench.measure.trust.error_model import ErrorModel
     from spbench.bench.measure.trust.errors_of_memory import MEMORY_ERRORS_FILE

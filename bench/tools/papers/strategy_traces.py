@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.atomic_write import write_whole
 from spbench.bench.cell import Cell
+from spbench.bench.files import write_whole
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, finite
 
 #: the argument of `spbench reproduce`, and the folder

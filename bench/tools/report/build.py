@@ -15,10 +15,10 @@ from pathlib import Path
 import vl_convert
 
 from spbench.bench.errors import UserError
+from spbench.bench.files import resolved
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.pages import all_pages
 from spbench.bench.tools.report.rendering import Rendering, environment, navigation
-from spbench.bench.user_files import resolved
 
 STATIC = Path(__file__).with_name("static")
 #: a file of every site, by which a folder is known to be one

@@ -20,7 +20,9 @@ import spbench
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, flat, read_all_rows
+from spbench.bench.measure.sweep.frames import flat
+from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows
+from spbench.bench.measurement import Measured
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.paper_findings import Findings, Record, table_of
@@ -243,15 +245,15 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
             continue
         row = rows.setdefault(
             cell.key,
-            {
-                "key": cell.key,
-                "cell": cell.model_dump(mode="json"),
-                "status": record["status_reproduced"] or "ok",
-                "reason": "",
-                "measurement": {},
-                "provenance": {"commit": made.get("commit", ""), "torch": made.get("torch", "")},
-            },
+            Row(
+                key=cell.key,
+                cell=cell.model_dump(mode="json"),
+                status=record["status_reproduced"] or "ok",
+                reason="",
+                measurement=Measured(),
+                provenance={"commit": made.get("commit", ""), "torch": made.get("torch", "")},
+            ),
         )
         if record["reproduced"] is not None:
-            row["measurement"][quantity.field] = quantity.measured(record["reproduced"])
+            setattr(row.measurement, quantity.field, quantity.measured(record["reproduced"]))
     yield from rows.values()

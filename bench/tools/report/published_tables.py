@@ -184,5 +184,5 @@ def _losses(gathered: Gathered, scenario: Scenario) -> Iterator[DataTable]:
             line |= {f"{name}: {kind}": value for kind, value in step.items() if kind != "step"}
     if by_step:
         heads = list(dict.fromkeys(head for line in by_step.values() for head in line))
-        rows = [{head: line.get(head) for head in heads} for _, line in sorted(by_step.items())]
-        yield DataTable(f"{scenario.name}-curves", "Losses by step", rows, heads, sortable=True)
+        lines = [{head: line.get(head) for head in heads} for _, line in sorted(by_step.items())]
+        yield DataTable(f"{scenario.name}-curves", "Losses by step", lines, heads, sortable=True)

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from spbench.bench.csv_text import csv_text
+from spbench.bench.files import csv_text
 from spbench.bench.git import day_of
 from spbench.bench.tools.report.page import Chart, DataTable, Figure, Page
 

@@ -1,7 +1,7 @@
 """`spbench list`: what there is to run and to ask for.
 
-Scenarios and clusters are read from their files; the rest is declared by code, which is imported only if it
-has changed since it was listed last (:mod:`spbench.bench.declarations`).
+Scenarios, clusters, figures and other functions are read from their files; for classes and models the modules
+are imported, and torch with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ import click
 from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.options import files_of, path_option, printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.tools.changes import EXPORTS
@@ -35,18 +33,6 @@ if TYPE_CHECKING:
 _OF_FILES = {
     "scenarios": ("spbench.scenarios", "title"),
     "clusters": ("spbench.scenarios.clusters", "about"),
-}
-#: the function that returns the classes by name, imported when it is needed
-_OF_CLASSES = {
-    "strategies": "impls.registries:strategies",
-    "peers": "impls.registries:peers",
-    "as-published": "impls.registries:as_published",
-    "models": "impls.models.model:models",
-    "backends": "impls.registries:backends",
-    "engines": "bench.measure.engines.engine:engines",
-    "meters": "bench.measure.trace.meter:meters",
-    "quantities": "bench.measure.engines.quantities:quantities",
-    "answers": "bench.tools.papers.answer:answer_kinds",
 }
 _OF_FUNCTIONS: dict[str, FunctionModules] = {
     "forms": FORMS,
@@ -119,14 +105,12 @@ def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
 
 def entries(kind: str) -> dict[str, str]:
     """What there is of a kind by name, each with a line about it."""
-    if kind in _OF_FILES:
-        found = dict(_from_files(*_OF_FILES[kind]))
-        return (
-            {name: f"{text}{_lacking(name)}" for name, text in found.items()} if kind == "clusters" else found
-        )
     if kind in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[kind].summaries()
-    return _from_code(kind)
+    if kind not in _OF_FILES:
+        return _of_classes(kind)
+    found = dict(_from_files(*_OF_FILES[kind]))
+    return {name: text + _lacking(name) for name, text in found.items()} if kind == "clusters" else found
 
 
 def _lacking(name: str) -> str:
@@ -150,12 +134,13 @@ def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
         yield name, str(text)
 
 
-@declared
-def _from_code(kind: str) -> dict[str, str]:
-    module, function = _OF_CLASSES[kind].split(":")
-    known: Mapping[str, Any] = getattr(import_module(f"spbench.{module}"), function)()
+def _of_classes(kind: str) -> dict[str, str]:
+    from spbench.bench.measure.scenarios.choices import LISTED, OF_CLASSES
+    from spbench.bench.tools.papers.answer import answer_kinds
+
+    by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
     about = _ABOUT.get(kind, _first_sentence)
-    return {name: about(each) for name, each in sorted(known.items())}
+    return {name: about(each) for name, each in sorted(by_kind[kind]().items())}
 
 
 def _about_strategy(cls: type[Strategy]) -> str:

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import click
 
-from spbench.bench.command_line.options import (
-    SETTINGS,
-    WORDS,
-    device,
-    many,
-    numbers,
-    path_option,
-    printed,
-)
-from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.progress import Progress
-from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.choices import (
-    cell_names,
-    check_known,
-    names,
-    option_mistakes,
-    strategy_problem,
-)
-from spbench.bench.measure.scenarios.setting_changes import option_values
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.verify.cases import VerifyRow
+from spbench.bench.command_line.options import SETTINGS, WORDS, device, many, numbers, path_option, printed
+from spbench.bench.command_line.output import Output
 
 
 @click.command("verify")
@@ -74,212 +48,19 @@ def command(
     Strategies run on real ranks. A strategy is a name, or names with plus signs, one around the next:
     tensor_parallel+ring_attention.
     """
-    strategy += _installed_peers() if peers else ()
-    strategy = tuple(name for text in strategy for name in cell_names("strategy", text))
-    model = tuple(name for text in model for name in cell_names("model", text))
-    _check_names(strategy, model, dtype, part, backend)
-    if strategy_option and not strategy:
-        raise UserError("--strategy-option is of strategies that are named; add --strategy")
-    options = _options("strategy_options", strategy, strategy_option, "--strategy-option")
-    backend_options = _options("training", [backend], backend_option, "--backend-option")
-    from spbench.bench.measure.scenarios.placement import chosen_device
-    from spbench.bench.measure.sweep.results import finite
-    from spbench.bench.measure.verify import cases
-    from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts
-    from spbench.impls.strategies.nesting import pairs as all_pairs
+    from spbench.bench.tools.run.verify_output import verified
 
-    strategies = [*strategy, *(pair.name for pair in all_pairs())] if pairs else [*strategy]
-    ranks_on = chosen_device(device or "available")
-    made = {"backend": backend, "device": ranks_on, **_made_now()}
-    with kept_verdicts(output, made) as lines, Progress() as progress:
-        for row in cases.verify(
-            strategies or None,
-            list(model) or None,
-            list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
-            list(dtype or ("fp64",)),
-            list(part) or None,
-            options=options,
-            backend=backend,
-            backend_options=backend_options,
-            device=ranks_on,
-            expect=progress.expect,
-            explain=1,
-        ):
-            lines.append(finite(dataclasses.asdict(row)))
-            progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
-            progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
-    counts = Counter(line["status"] for line in lines)
-    judged = {line["strategy"] for line in lines if line["status"] != "unsupported"}
-    unproven = [name for name in dict.fromkeys(strategy) if lines and name not in judged]
-    notes = [f"{name}: all cases are unsupported, so nothing is proven of it" for name in unproven]
-    return Output(
-        _sections(lines),
-        lines,
-        lines,
-        notes=[
-            *notes,
-            ", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify",
-        ],
-        files=[output / VERDICTS_FILE] if output is not None else [],
-        code=0 if judged and not unproven and set(counts) <= _NO_FAULTS else 1,
-        details=_each([line for line in lines if line["status"] in ("green", "unsupported")]),
+    return verified(
+        strategy,
+        model,
+        pairs=pairs,
+        installed_peers=peers,
+        world_sizes=world_size,
+        dtypes=dtype,
+        parts=part,
+        strategy_options=strategy_option,
+        backend=backend,
+        backend_options=backend_option,
+        device=device or "available",
+        output=output,
     )
-
-
-def _installed_peers() -> tuple[str, ...]:
-    from spbench.impls.registries import absent, peers
-
-    return tuple(name for name, cls in sorted(peers().items()) if not absent(cls.requires))
-
-
-def _spelled(row: VerifyRow) -> str:
-    """The case of a row, in words."""
-    case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
-    case += [row.mesh] if "x" in row.mesh else []
-    return " ".join(word for word in case if word)
-
-
-def _made_now() -> dict[str, Any]:
-    """What made a verdict: the commit, a digest of its code, torch's version and the time."""
-    from spbench.bench.measure.sweep.provenance import provenance
-    from spbench.bench.measure.verify.verdicts import verified_code
-
-    made = {name: provenance()[name] for name in ("commit", "torch")}
-    return made | {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
-
-
-def _check_names(
-    strategies: Sequence[str],
-    models: Sequence[str],
-    dtypes: Sequence[str],
-    parts: Sequence[str],
-    backend: str,
-) -> None:
-    """Refuse a name that nothing has.
-
-    Raises:
-        UserError: with the nearest name that there is.
-    """
-    from spbench.bench.model_files import names_a_file
-
-    for name in strategies:
-        if problem := strategy_problem(name):
-            raise UserError(problem)
-    check_known("model", [name for name in models if not names_a_file(name)], names("model"))
-    check_known("backend", [backend], names("backend"))
-    from spbench.impls.models.model import models as all_models  # torch, which mistakes need not wait for
-    from spbench.impls.training.step import PRECISIONS
-
-    check_known("dtype", dtypes, list(PRECISIONS))
-    check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
-
-
-def _options(
-    section: str, owners: Sequence[str], given: Sequence[tuple[str, str]], flag: str
-) -> dict[str, Any]:
-    """Options of strategies or of a backend by name, from texts that YAML reads as the values that scenarios
-    have, under the key ``section``.
-
-    Raises:
-        UserError: one of the owners has no such option, or not with that value.
-    """
-    found = option_values(flag, given)
-    for owner in owners:
-        for path, problem in option_mistakes(section, owner, found):
-            raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
-    return found
-
-
-#: what no case is wrong for
-_NO_FAULTS = {"green", "unsupported", "as published"}
-
-#: as :attr:`VerifyRow.bytes` has it, and what is said where no case has anything to compare
-EQUAL = "equal"
-NOT_COMPARED = "not compared, as closed forms are of whole models"
-#: characters of a variant in the table; JSON and CSV have all
-_VARIANT = 36
-
-
-def _sections(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
-    """The verdicts by strategy, and each of those that are not green or unsupported."""
-    if not rows:
-        return []
-    told = [row for row in rows if row["status"] not in ("green", "unsupported")]
-    red = [row for row in told if row["status"] == "RED"]
-    return [_by_strategy(rows), *_each(told), *_explanations(red)]
-
-
-def _explanations(wrong: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
-    the bytes of all its cases beside the closed forms."""
-    for strategy in dict.fromkeys(row["strategy"] for row in wrong):
-        mine = [row for row in wrong if row["strategy"] == strategy]
-        row = next((row for row in mine if row["explanation"]), mine[0])
-        names = ("strategy", "model", "variant", "part", "mesh", "dtype")
-        case = " ".join(str(row[name]) for name in names if row[name])
-        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", EQUAL))]
-        compared = EQUAL if any(each["bytes"] == EQUAL for each in mine) else NOT_COMPARED
-        where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
-        said = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
-        yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in said)])
-
-
-def _by_strategy(rows: Sequence[Mapping[str, Any]]) -> Table:
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["strategy"], row["dtype"]), []).append(row)
-    lines = []
-    for (strategy, dtype), mine in groups.items():
-        counts = Counter(row["status"] for row in mine)
-        worst = max((row["error"] for row in mine if row["status"] == "green"), default=None)
-        limits = [row["limit"] for row in mine if row["limit"] is not None]
-        lines.append(
-            {
-                "strategy": strategy,
-                "dtype": dtype,
-                **{status: counts[status] or None for status in dict.fromkeys(("green", *counts))},
-                "worst green error": None if worst is None else f"{worst:.1e}",
-                "limit": f"{min(limits):.1e}" if limits else None,
-                "bytes sent": _bytes_of(mine),
-            }
-        )
-    names = dict.fromkeys(name for line in lines for name in line)
-    return Table("Verdicts by strategy", [{name: line.get(name) for name in names} for line in lines])
-
-
-def _bytes_of(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """In how many cases bytes are those of the closed forms; None: no case was compared."""
-    compared = [row["bytes"] for row in rows if row["bytes"]]
-    unequal = sum(each != EQUAL for each in compared)
-    if not compared:
-        return None
-    return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
-
-
-def _each(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
-    """The table of verdicts, and below it what is said of those that are not green, each text once."""
-    if not rows:
-        return []
-    texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
-    lines = [
-        {
-            **{name: row[name] for name in ("strategy", "model")},
-            "variant": shorten(row["variant"], _VARIANT, placeholder=" ..."),
-            **{name: row[name] for name in ("part", "mesh", "dtype", "status")},
-            **{name: None if row[name] is None else f"{row[name]:.1e}" for name in ("error", "limit")},
-            **{name: row[name] for name in ("tensor", "rank")},
-            "factor": None if row["factor"] is None else f"{row['factor']:.4g}",
-            "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None,
-        }
-        for row in rows
-    ]
-    title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
-    important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
-    reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
-    table = Table(title, lines, important, ("variant",))
-    return [table, "\n".join(["Why, by the numbers of the table:", *reasons])] if reasons else [table]
-
-
-def _why(row: Mapping[str, Any]) -> str:
-    """What is wrong, by the verdict or by what was raised."""
-    return row["verdict"] or row["reason"]

@@ -168,9 +168,8 @@ def _shown(value: Any) -> str:
 
 
 def families() -> Mapping[str, type[Config]]:
-    """The class of each family, by ``model_type``: those of this package, and those that plug-ins add by
-    entry points of the group ``spbench.config_families``."""
-    families = named_classes(__package__, Config, "spbench.config_families")
+    """The class of each family, by ``model_type``."""
+    families = named_classes(__package__, Config)
     return {name: cls for name, cls in families.items() if name}
 
 

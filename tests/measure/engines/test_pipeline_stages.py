@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +62,7 @@ def check(cell: Cell, traced: list[int]) -> set[int]:
         assert ours.rank == theirs.rank
         assert differences(ours, theirs) == [], ours.rank
     each_traced = ClassTraces(cell, quick.classes, plain)
-    assert dataclasses.asdict(quick.measurement()) == dataclasses.asdict(each_traced.measurement())
+    assert quick.measurement() == each_traced.measurement()
     return {each.stage.index for each in quick.classes if each.first not in by_trace}
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.atomic_write import write_whole
+from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.rank_job import GRACE_S, Answer, collect
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, loopback_store
 from spbench.bench.measure.processes.rank_process import Rendezvous

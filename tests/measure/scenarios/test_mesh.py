@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.counts import MOST_RANKS
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
 from spbench.bench.measure.scenarios.select import UNSET, Narrowing, differing_settings, narrowed_cells
+from spbench.bench.setting_values import MOST_RANKS
 from spbench.bench.tools.papers.selector import Selector
 
 RING: dict[str, Any] = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}

@@ -13,7 +13,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.trace_cache import trace_key
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.digest import changed_parts, digest
+from spbench.bench.measure.sweep.digest import changed_parts
+from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.measurement import Outcome
 from spbench.impls.models.model import model_preset
 
 TINY = {
@@ -65,7 +67,7 @@ def test_a_folder_stands_for_its_config(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_changed_file_makes_rows_stale_and_traces_anew_under_the_same_key(tmp_path: Path) -> None:
     before = only_cell(write(tmp_path))
-    row = {"digest": digest(before)}
+    row = as_row(before, Outcome("ok"))
     same = only_cell(write(tmp_path, torch_dtype="float16"))
     assert changed_parts(same, row) == []
     after = only_cell(write(tmp_path, intermediate_size=192))

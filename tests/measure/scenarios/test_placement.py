@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.scenarios import placement
-from spbench.bench.measure.scenarios.placement import on_device, playing_rank
+from spbench.bench.measure.scenarios.engine_settings import on_device, playing_rank
 from spbench.bench.measure.verify.cases import verify
 
 VIRTUAL = Cell(model="bert-tiny", strategy="ulysses", sizes=Sizes(sp=4), batch=2, seq_len=24)
@@ -33,7 +29,6 @@ def test_real_tensors_are_on_the_device_that_is_there(
     monkeypatch: pytest.MonkeyPatch, asked: str, there: bool, expected: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(placement, "_may_have_gpu", lambda: there)
     found = on_device([VIRTUAL, REAL, EMULATED], asked)  # type: ignore[arg-type]
     assert [cell.device for cell in found] == expected
 
@@ -67,19 +62,3 @@ def test_verification_on_gpus_without_one_is_unsupported(
         "unsupported",
         "needs 1 GPUs, and this machine has 0; start it with torchrun",
     )
-
-
-def test_placing_virtual_cells_needs_no_torch() -> None:
-    """So that listings of cells, which every run of a scenario has first, are quick."""
-    code = (
-        "import sys\n"
-        "import spbench.bench.measure.engines.engine as engine\n"
-        "engine.engine_property = lambda engine, name: False  # kept on disk\n"
-        "import spbench.bench.measure.scenarios.placement as placement\n"
-        "placement.engine_property = engine.engine_property\n"
-        "from spbench.bench.cell import Cell\n"
-        "cell = Cell(model='bert-tiny', strategy='single', batch=1, seq_len=8)\n"
-        "assert placement.on_device([cell], 'available') == [cell]\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import pytest
 
 import spbench
 import spbench.bench.measure.sweep.digest as digest_module
-from spbench.bench import measuring_code
+from spbench.bench import measured_code
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.disk_cache import CACHE_FOLDER
@@ -22,8 +22,8 @@ from spbench.bench.measure.sweep.digest import changed_parts, is_final, outdated
 from spbench.bench.measure.sweep.results import ResultsFile, Row
 from spbench.bench.measure.sweep.sweep import as_row, unfinished
 from spbench.bench.measure.sweep.sweep import sweep as sweep_in_workers
+from spbench.bench.measured_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.measurement import Outcome
-from spbench.bench.measuring_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 
@@ -171,17 +171,14 @@ def test_each_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     denser = cluster.model_copy(update={"devices_per_node": 2})
     assert changed("load_cluster", lambda name: denser) == ["cluster"]
     preset = replace(models()["bert-tiny"], layers=7)  # type: ignore[type-var]
-    with monkeypatch.context() as patch:
-        patch.setattr("spbench.impls.models.model.model_preset", lambda *arguments: preset)
-        assert changed_parts(SINGLE, row) == ["model"]
+    assert changed("model_preset", lambda *arguments: preset) == ["model"]
     assert changed("asdict", lambda options: {"block": 3}) == ["strategy"]
     assert changed("code_digest", lambda: "other") == ["code"]
     assert changed("installed_version", lambda name: "99") == ["torch"]
 
 
 def test_a_row_without_a_digest_is_out_of_date() -> None:
-    row = row_of(SINGLE)
-    del row["digest"]
+    row = Row(**{name: value for name, value in row_of(SINGLE).items() if name != "digest"})
     assert not is_final(SINGLE, row)
     assert outdated([SINGLE], {SINGLE.key: row}) == (
         "1 of 1 earlier results are out of date and run again; changed: made by a version without digests (1)"
@@ -252,10 +249,10 @@ def test_digests_of_files_are_kept_until_the_file_changes(
 ) -> None:
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     first = digest_with(tmp_path, "impls/ring.py", "a = 1")
-    monkeypatch.setattr(measuring_code, "_SETTLED_NS", 0)
+    monkeypatch.setattr(measured_code, "_SETTLED_NS", 0)
     assert digest_with(tmp_path, "impls/ring.py", "a = 1") == first
     with monkeypatch.context() as patched:
-        patched.setattr(measuring_code.ast, "parse", None)  # is not needed
+        patched.setattr(measured_code.ast, "parse", None)  # is not needed
         assert digest_of_files(tmp_path, measuring_files(tmp_path)) == first
     assert digest_with(tmp_path, "impls/ring.py", "a = 11") != first
     for content in (b"", b"[]", b'{"a": 1}', b"\xff"):
@@ -265,7 +262,7 @@ def test_digests_of_files_are_kept_until_the_file_changes(
 
 def test_rooms_that_do_not_measure_are_there() -> None:
     """Under another name a room would count, and every edit of it would make all rows run again."""
-    bench = Path(measuring_code.__file__).resolve().parent
+    bench = Path(measured_code.__file__).resolve().parent
     assert not [each for each in NOT_MEASURING if not (bench / each).exists()]
 
 

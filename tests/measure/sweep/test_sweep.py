@@ -3,17 +3,12 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.command_line.cli import exit_code
-from spbench.bench.declarations import kept_on_disk
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import as_row, sweep, unfinished
@@ -48,13 +43,6 @@ def test_failures_and_deaths_are_rows(tmp_path: Path, capfd: pytest.CaptureFixtu
         # only what failed is run again
         assert unfinished(cells, results) == [cells[1], cells[4]]
     assert capfd.readouterr().out == ""  # what engines print is not among the results
-
-
-def test_a_sweep_is_imported_without_torch() -> None:
-    """Commands start in a fraction of the time; the workers import it, from their server."""
-    code = "import sys, spbench.bench.measure.sweep.sweep; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 def test_nothing_to_do_starts_no_process(tmp_path: Path) -> None:
@@ -125,17 +113,8 @@ def test_full_disk_ends_the_sweep_and_its_processes(tmp_path: Path, monkeypatch:
 # -- real interruptions of a real command ----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def _code_was_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the commands below ask of the code is on disk, so that none of them imports torch for it."""
-    command = Command(tmp_path_factory.mktemp("asked"))
-    with pytest.MonkeyPatch.context() as patched, kept_on_disk():
-        patched.setattr("spbench.bench.measure.sweep.sweep.sweep", partial(sweep, run=fakes.answer))
-        assert exit_code(command.arguments) == 0
-
-
 @pytest.fixture
-def command(tmp_path: Path, _code_was_asked: None) -> Iterator[Command]:
+def command(tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path)
     yield command
     command.end()

@@ -28,7 +28,7 @@ def row() -> Row:
         seq_len=8,
         cluster="piz-daint-p100",
     )
-    return as_row(cell, measure(run_cell, cell))
+    return as_row(cell, measure(run_cell, cell)).as_written()
 
 
 def test_the_parts_of_a_step_add_up_to_it(row: Row) -> None:

@@ -85,9 +85,9 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
         seq_len=8,
         cluster="piz-daint-p100",
     )
-    before = as_row(cell, measure(run_cell, cell))
+    before = as_row(cell, measure(run_cell, cell)).as_written()
     monkeypatch.setattr(Costs, "kernels", slower)
-    after = as_row(cell, measure(run_cell, cell))
+    after = as_row(cell, measure(run_cell, cell)).as_written()
     code, markdown, junit = judged([after], [before])
     assert code == 1
     ((verdict, where, quantity, *_, change, moved),) = tables(markdown)[0]

@@ -109,30 +109,6 @@ def test_one_device_has_no_collectives(
     assert load_cluster("measured.yaml").network.latency_s.value is None
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ((), "give either --scenario"),
-        (("--engine", "emulated", "--scenario", "rsa_table4"), "give either --scenario"),
-        (("--engine", "emulated", "--fit", "compute_efficiency:a=b"), "give either --scenario"),
-        (("--scenario", "rsa_table4"), "--scenario, --table and --fit go together"),
-        (
-            ("--engine", "distributed", "--precision", "fp23"),
-            "unknown precision 'fp23'; did you mean 'fp32'?",
-        ),
-        (("--engine", "distributed", "--device", "cuda"), "--device cuda: torch sees no GPU"),
-        (("--engine", "emulated", "--world-size", "2"), "--engine emulated measures one device"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(
-    words: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, command_line: Run
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    code, _, err = command_line("calibrate", *words)
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"spbench: {complaint}")
-
-
 @pytest.mark.slow
 def test_a_scenario_is_measured_and_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, on_pool: None
@@ -152,22 +128,3 @@ def test_a_scenario_is_measured_and_predicted(
         assert cell["operator_s"] == on.host.operator_s.value
         assert {"gelu", "add"} & {*on.device.operators}
     assert -1 <= found["agreement"]["tau"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("--engine", "emulated", "--check", "closed_loop"), "--check: it goes with --engine distributed"),
-        (("--from", "x.log", "--check", "closed_loop"), "--check: it goes with --engine distributed"),
-        (("--engine", "distributed", "--check", "closed_lop"), "did you mean 'closed_loop'"),
-        (
-            ("--engine", "distributed", "--world-size", "3", "--check", "closed_loop"),
-            "--check closed_loop: it has 0 cells on 3 ranks, and an order needs two",
-        ),
-    ],
-)
-def test_what_cannot_be_checked_is_one_line(command_line: Run, words: tuple[str, ...], problem: str) -> None:
-    code, _, err = command_line("calibrate", *words)
-    assert code == 2
-    assert problem in err
-    assert len(err.strip().splitlines()) == 1

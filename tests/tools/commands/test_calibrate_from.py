@@ -57,36 +57,3 @@ def test_as_json(folder: Path, command_line: Run) -> None:
     assert found["figures"][0]["figure"] == "device.peak_flops_per_s.bf16"
     assert "attention" in found["missing"]
     assert load_cluster("measured.yaml").device.name == "NVIDIA H100 80GB HBM3"
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("--from", "none.log"), "cannot read none.log"),
-        (("--from", "step.json", "--from", "notes.txt"), "notes.txt: no kind of log that is known"),
-        (
-            ("--from", "step.json", "--extends", "dgx-h101"),
-            "--extends: no packaged cluster 'dgx-h101'; did you",
-        ),
-        (
-            ("--from", "mamf_finder.txt", "--extends", "dgx-a100"),
-            "the logs are of NVIDIA H100 80GB HBM3, and dgx-a100 has NVIDIA A100 SXM4 80 GB; --extends a",
-        ),
-        (("--from", "step.json", "--engine", "emulated"), "give either --scenario"),
-        (("--engine", "emulated", "--extends", "dgx-h100"), "--extends goes with --from"),
-        (("--engine", "emulated", "step.json"), "step.json: it goes with --from"),
-        (
-            ("--from", "all_reduce_perf.log", "--output", "step.json.yaml", "step.json.yaml"),
-            "--output step.json.yaml",
-        ),
-    ],
-)
-def test_what_is_refused_writes_nothing(
-    folder: Path, words: tuple[str, ...], complaint: str, command_line: Run
-) -> None:
-    (folder / "notes.txt").write_text("all_reduce was fast\n")
-    before = sorted(folder.iterdir())
-    code, _, err = command_line("calibrate", *words)
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"spbench: {complaint}")
-    assert sorted(folder.iterdir()) == before

@@ -10,70 +10,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.command_line.cli import main
-from spbench.bench.measure.sweep.results import RESULTS_FILE
-from tests.bench.fakes import SCENARIO
 from tests.tools.commands.conftest import Run
 
 RUN = ("run", "--scenario", "small.yaml")
-
-
-WRONG = [
-    (("run", "--scenario", "max_seqln"), "unknown scenario 'max_seqln'"),
-    (("run", "--scenario", "absent.yaml"), "no scenario file absent.yaml"),
-    (("run", "--scenario", "malformed.yaml"), "malformed.yaml:1:"),
-    (
-        ("run", "--scenario", "negative.yaml"),
-        "negative.yaml: groups[0].sizes.tp: must be greater than 0, not -2",
-    ),
-    (("run",), "name a scenario: spbench run SCENARIO"),
-    (("run", "small.yaml", *RUN[1:]), "name one scenario, once"),
-    (
-        (*RUN, "--strategy", "tensor_paralel"),
-        "unknown strategy 'tensor_paralel'; did you mean 'tensor_parallel'?",
-    ),
-    ((*RUN, "--model", "bert-base"), "has no cell with model bert-base"),
-    ((*RUN, "--cluster", "x"), "unknown cluster 'x'"),
-    ((*RUN, "--engine", "x"), "unknown engine 'x'"),
-    ((*RUN, "--world-size", "four"), "'four' is not a whole number of at least 1"),
-    ((*RUN, "--world-size", "-4"), "'-4' is not a whole number of at least 1"),
-    ((*RUN, "--jobs", "0"), "Invalid value for '--jobs'"),
-    ((*RUN, "--timeout", "0"), "Invalid value for '--timeout'"),
-    ((*RUN, "--format", "xml"), "Invalid value for '--format'"),
-    ((*RUN, "--output", "small.yaml"), "cannot write results to small.yaml/cells.jsonl"),
-    ((*RUN, "--output", "taken"), "cannot write results to taken/cells.jsonl: Is a directory"),
-    ((*RUN, "--scenrio"), "No such option '--scenrio'"),
-    (("rnu",), "unknown command 'rnu'; did you mean 'run'?"),
-    (("list", "scenario"), "Invalid value for"),
-    (("list", "clusters", "--figure", "x.png"), "--figure is of one cluster: spbench list cluster NAME"),
-    (("verify", "--strategy", "x"), "unknown strategy 'x'"),
-    (("verify", "--strategy", "megatron_sp+x"), "unknown strategy 'x'"),
-    (("verify", "--strategy", "usp"), "unknown strategy 'usp'; here that is ulysses+ring_attention"),
-    (("verify", "--strategy", "lasp+ulysses"), "around another strategy; write ulysses+lasp"),
-    (("verify", "--model", "bert-tny"), "unknown model 'bert-tny'; did you mean 'bert-tiny'?"),
-    (("verify", "--dtype", "fp8"), "unknown dtype 'fp8'"),
-    (("verify", "--part", "x"), "unknown part 'x'"),
-    (("verify", "--strategy", "yunchang_rng"), "did you mean 'yunchang_ring'?"),
-    (("verify", "--strategy-option", "placement=zigzag"), "add --strategy"),
-    (
-        ("verify", "--strategy", "ring_attention", "--strategy-option", "placement=zigzg"),
-        "placement is one of contiguous, striped, zigzag, zigzag_by_document, by_work, not 'zigzg'",
-    ),
-    (("verify", "--strategy", "ulysses", "--strategy-option", "pad_head=1"), "did you mean 'pad_heads'?"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), WRONG, ids=[" ".join(arguments[-2:]) for arguments, _ in WRONG]
-)
-def test_user_errors_are_one_line(spbench: Run, arguments: tuple[str, ...], message: str) -> None:
-    Path("malformed.yaml").write_text("groups: [")
-    Path("negative.yaml").write_text(SCENARIO.replace("tp: [1, 2]", "tp: [1, -2]"))
-    Path("taken", RESULTS_FILE).mkdir(parents=True)
-    code, out, err = spbench(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("spbench: ")
-    assert message in err
-    assert err.count("\n") == 1
 
 
 def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +80,9 @@ def spawn(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def test_help_and_listings_do_not_import_torch() -> None:
     code = """
 import sys
-from spbench.bench.command_line.cli import exit_code
-for line in ("--help", "run --help", "list scenarios", "list clusters"):
+from spbench.bench.command_line.cli import COMMANDS, exit_code
+lists = [f"list {kind}" for kind in ("scenarios", "clusters", "figures")]
+for line in ("--help", *(f"{name} --help" for name in COMMANDS.names()), *lists):
     assert exit_code(line.split()) == 0
 print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
 """
@@ -150,7 +90,7 @@ print(sorted({"torch", "pandas", "rich", "matplotlib"} & set(sys.modules)))
     assert out.splitlines()[-1] == "[]", err
 
 
-@pytest.mark.parametrize("module", ["spbench.bench.command_line.cli", "click", "spbench.bench.declarations"])
+@pytest.mark.parametrize("module", ["spbench.bench.command_line.cli", "click", "spbench.bench.errors"])
 def test_an_interrupt_of_the_first_imports_is_told_in_one_line(module: str) -> None:
     """At the import of the command line, in it, and as it begins."""
     code = f"""
@@ -195,42 +135,3 @@ def test_what_a_cluster_sets_for_all_processes_is_no_launcher(
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("spbench ")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("fit", "llama3-8b"), "llama3-8b is a model: give --cluster NAME and --seq-len N too"),
-        (("fit", "lama3-8b"), "did you mean 'llama3-8b'? (nearest of"),
-        (("fit", "meta-llama/Llama-3-8B"), "download its config.json and give the path of that"),
-        (("advise", "--model", "llama3-8b"), "give --cluster NAME, --gpus N and --seq-len N too"),
-        (("verify", "--model", "lama3-8b"), "unknown model 'lama3-8b'; did you mean 'llama3-8b'?"),
-        ((*RUN, "--set", "training.backend=fsdp2"), "unknown backend 'fsdp2'; here that is zero3"),
-        ((*RUN, "--set", "training.moments=2024-13-45"), "training.moments: must be 'kept' or 'later'"),
-        ((*RUN, "--set", "batch=!!int x"), "--set batch: '!!int x' is no value: the tag '!!int' is not read"),
-        ((*RUN, "--timeout", "nan"), "nan is no time to wait"),
-        ((*RUN, "--jobs", "x " * 2000), "(4000 characters)"),
-    ],
-)
-def test_mistakes_name_what_was_meant_in_a_short_line(
-    spbench: Run, words: tuple[str, ...], message: str
-) -> None:
-    code, out, err = spbench(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
-    assert len(err) < 600
-
-
-def test_a_mistake_waits_for_no_torch(tmp_path: Path) -> None:
-    """In a process whose answers about the code are kept: what a user has after the first command."""
-    words = '["fit", "lama3-8b"], ["advise", "--model", "llama3-8b"], ["verify", "--model", "x"], ["runn"]'
-    code = (
-        "import sys\n"
-        "from spbench.bench.measure.scenarios import choices\n"
-        "from spbench.bench.command_line.cli import exit_code\n"
-        "known = {'model': ['llama3-8b'], 'strategy': [], 'peer': [], 'backend': ['legacy_ddp']}\n"
-        "choices.names = known.__getitem__\n"
-        f"assert [exit_code(words) for words in ({words})] == [2, 2, 2, 2]\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)

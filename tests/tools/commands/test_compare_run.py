@@ -159,13 +159,6 @@ def test_code_that_writes_no_rows_is_an_error(
     assert "cannot run this: RuntimeError: broken" in capsys.readouterr().err
 
 
-def test_options_of_run_need_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["compare", "a", "b", "--strategy", "lasp"]) == 2
-    assert exit_code(["compare", "a", "b", "--scenario", "gate"]) == 2
-    assert exit_code(["compare", "a"]) == 2
-    assert capsys.readouterr().err.count("\n") == 3
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(
     project: Project, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

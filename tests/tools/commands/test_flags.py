@@ -43,22 +43,3 @@ def test_every_argument_has_its_setting(flags: Run) -> None:
     assert {"argument": "--use-torch-fsdp2", "value": "", "setting": "training.backend"} in found["lines"]
     assert found["text"].startswith(found["content"])
     assert found["missing"] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("torchtitan --strategy lasp2", "torchtitan has no model tnl-1b of these sizes (it has llama3 8B, "),
-        (
-            "megatron --strategy single --set training.backend=fsdp_flat",
-            "Megatron-LM has no training.backend fsdp_flat (it has megatron)",
-        ),
-        ("megatrn --strategy single", "there are no flags of 'megatrn'; did you mean 'megatron'?"),
-        ("megatron", "2 cells are left, a command is of one: "),
-        ("megatron --strategy single --set batch=9", "cannot be run: "),
-    ],
-)
-def test_a_mistake_is_one_line(flags: Run, arguments: str, message: str) -> None:
-    code, out, err = flags(*arguments.split())
-    assert (code, out) == (2, "")
-    assert message in err.splitlines()[-1]

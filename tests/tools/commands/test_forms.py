@@ -15,7 +15,7 @@ from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Measurement, Outcome
-from spbench.bench.tools.run.result_table import result_table
+from spbench.bench.tools.run.run_output import result_table
 from spbench.impls.discovery import DiscoveryError
 from spbench.impls.models.model import model_preset
 from tests.tools.commands.conftest import Run
@@ -81,20 +81,10 @@ def plugged_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 def install(folder: Path, entry: str) -> None:
     """Put a distribution with one entry point into a folder."""
-    info = folder / "forms_plugin-1.dist-info"
+    info = folder / "commands_plugin-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: forms-plugin\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[spbench.forms]\n{entry}\n")
-
-
-@pytest.mark.slow
-def test_another_distribution_adds_a_form_to_every_command(tmp_path: Path) -> None:
-    (tmp_path / "tsv_form.py").write_text(TSV)
-    install(tmp_path, "tsv = tsv_form:show")
-    for command in ("run", "verify", "compare", "reproduce", "calibrate", "trace", "list", "baseline"):
-        assert "[csv|json|table|tsv]" in plugged_in(tmp_path, command, "--help").stdout
-    made = plugged_in(tmp_path, "list", "clusters", "--format", "tsv")
-    assert made.stdout.splitlines()[0].startswith("clusters\ta100-lasp\t"), made.stderr
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: commands-plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[spbench.commands]\n{entry}\n")
 
 
 def test_a_file_adds_a_command(tmp_path: Path) -> None:
@@ -132,16 +122,16 @@ def test_a_file_adds_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert shown("tsv", OUTPUT)[0] == "a\t1.5\nb,c\tTrue\tNone\n"
 
 
-def test_a_form_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    install(tmp_path, "tsv = absent_module:show\njson = absent_module:show")
+def test_a_plug_in_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    install(tmp_path, "peaks = absent_module:command\nrun = absent_module:command")
     for name, message in (
-        ("tsv", "the output form tsv (absent_module:show) cannot be loaded: No module named 'absent_module'"),
         (
-            "json",
-            "2 output forms are called 'json': spbench.bench.command_line.forms.as_json:show and absent_",
+            "peaks",
+            "the command peaks (absent_module:command) cannot be loaded: No module named 'absent_module'",
         ),
+        ("run", "2 commands are called 'run': absent_module:command and spbench.bench.tools.run.run_command"),
     ):
-        made = plugged_in(tmp_path, "list", "clusters", "--format", name)
+        made = plugged_in(tmp_path, name)
         assert (made.returncode, made.stdout, made.stderr.count("\n")) == (2, "", 1)
         assert message in made.stderr
     assert plugged_in(tmp_path, "list", "clusters").returncode == 0
@@ -170,7 +160,7 @@ def test_losses_have_columns_of_their_models() -> None:
         )
         losses = [{"step": n, **dict.fromkeys(model_preset(name, {}).losses, 1 / n)} for n in (1, 2)]
         rows.append(as_row(cell, Outcome("ok", "", Measurement(losses=losses).as_dict())))
-    rows[2]["measurement"]["losses"] = []
+    rows[2].measurement.losses = []
     first, second, third = result_table("Losses", rows).lines
     columns = [name for name in first if name.endswith(" loss")]
     assert columns == ["last mlm loss", "last order loss", "last language loss"]

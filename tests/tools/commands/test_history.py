@@ -142,25 +142,3 @@ def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
     out = command_line("history", str(history))[1]
     assert "note: branch main; 1 record of topic left out\n" in out
     assert "warning: no record of commit 1234567, which was meant: soon\n" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("history", "absent"), "absent: no such folder; spbench record RESULTS --history absent makes it"),
-        (("history", "HISTORY", "--suite", "nightli"), "did you mean 'nightly'?"),
-        (("history", "HISTORY", "--metric", "sent_byte"), "did you mean 'sent_bytes'?"),
-        (
-            ("history", "HISTORY", "--cell", "zzz"),
-            "no cell with 'zzz' in its key was recorded on branch main",
-        ),
-        (("record", "absent", "--history", "h"), "cannot read absent"),
-        (("record", "absent"), "Missing option '--history'"),
-    ],
-)
-def test_errors_are_one_line(
-    command_line: Run, history: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    code, out, err = command_line(*(str(history) if word == "HISTORY" else word for word in arguments))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err

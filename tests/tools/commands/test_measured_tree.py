@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench import measured_tree
+from spbench.bench import measured_code
 from spbench.bench.git import git
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
-from spbench.bench.measured_tree import checkout_of, imported_tree, unmeasured_checkout
+from spbench.bench.measured_code import checkout_of, imported_tree, unmeasured_checkout
 from tests.tools.commands.conftest import Run
 
 CHANGED = Path("impls", "strategies", "ulysses.py")
@@ -21,7 +21,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The measured files of the imported tree in another folder, as a clone has them."""
     tree, copy = imported_tree(), tmp_path_factory.mktemp("clone")
     (copy / "pyproject.toml").touch()
-    for path in measured_tree._measured_files(tree):
+    for path in measured_code._measured_files(tree):
         target = copy / path.relative_to(tree)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)

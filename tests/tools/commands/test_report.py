@@ -35,17 +35,3 @@ def test_it_says_what_it_wrote_and_how_large_it_is(
     assert content["files"]["index.html"] == 10
     assert content["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
     assert content["build_seconds"] > 0
-
-
-def test_what_cannot_be_is_one_line(command_line: Run, tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("")
-    for arguments, words in (
-        (["--output", str(tmp_path)], "no report"),
-        (["--output", str(tmp_path / "site"), "--results", str(tmp_path / "none")], "--results"),
-        (["--output", str(tmp_path / "site"), "--history", str(tmp_path / "none")], "--history"),
-    ):
-        code, out, err = command_line("report", *arguments)
-        assert (code, out) == (2, "")
-        assert words in err
-        assert err.count("\n") == 1
-    assert not (tmp_path / "site").exists()

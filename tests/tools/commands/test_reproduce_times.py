@@ -92,16 +92,3 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
     ]
     assert not (RESULTS / "bands.json").exists()
     assert "| datasheet | USP's authors with Megatron-LM | 1 | 20.0% |" in Path("README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("paper", "message"),
-    [
-        ("datasheets", "no clusters in results/reproduction/datasheets: run it in a checkout"),
-        ("substitutes", "no clusters in results/reproduction/substitutes: run it in a checkout"),
-        ("bands", "results/reproduction has no times: run spbench reproduce all first"),
-    ],
-)
-def test_without_their_files_they_are_refused(reproduce: Run, paper: str, message: str) -> None:
-    code, out, err = reproduce(paper)
-    assert (code, out, err) == (2, "", f"spbench: {message}\n")

@@ -9,12 +9,11 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.forms.as_table import markdown
 from spbench.bench.command_line.output import Output
-from spbench.bench.measure.sweep.results import flat_rows
+from spbench.bench.measure.sweep.frames import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.trust.bands import TIE, packaged_model
 from spbench.bench.measurement import Measurement, Outcome
-from spbench.bench.tools.run.result_table import result_table
-from spbench.bench.tools.run.run_verdict import verdict
+from spbench.bench.tools.run.run_output import result_table, verdict
 from spbench.bench.units import shown_time
 from tests.terminal import faults_of, screen_of
 
@@ -94,7 +93,7 @@ def test_a_run_ends_with_what_is_not_ok_and_the_counts() -> None:
         *(ended(name, "oom", "1 GiB is missing") for name in ("dsp", "ulysses", "lasp2", "lasp2h")),
         ended("ring_attention", "failed", "KeyError: 'x'"),
     ]
-    assert verdict(rows, []) == [
+    assert list(verdict(rows, [])) == [
         "failed: bert-tiny ring_attention 1",
         "oom: bert-tiny dsp 1; bert-tiny ulysses 1; bert-tiny lasp2 1 and 1 more",
         "7 cells: 4 oom, 1 ok, 1 unsupported, 1 failed",

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -53,7 +52,7 @@ def test_memory_of_rank_classes_is_shown_where_it_is_asked_for(
     held, without = {"peak_held": {"parameters": 2**30}}, fakes.answer
 
     def answered(cell: Cell) -> Measurement:
-        return replace(without(cell), by_class=[memory | sizes | held])
+        return without(cell).model_copy(update={"by_class": [memory | sizes | held]})
 
     monkeypatch.setattr(fakes, "answer", answered)
     assert "each rank class" not in spbench(*RUN)[1]
@@ -86,7 +85,7 @@ FAULTY = [
 def test_wrong_results_are_exit_code_1(
     spbench: Run, monkeypatch: pytest.MonkeyPatch, status: Status, reason: str, final: bool
 ) -> None:
-    monkeypatch.setattr(fakes, "answer", lambda cell: Measurement(status, reason))
+    monkeypatch.setattr(fakes, "answer", lambda cell: Measurement(status=status, reason=reason))
     code, _, err = spbench(*RUN)
     assert code == 1
     assert err.count(f": {status}, {reason}") == 5  # a line for each cell
@@ -102,7 +101,7 @@ def test_the_limit_of_a_cell(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
     def timed_out(cell: Cell) -> Measurement:
         limits.append(cell.timeout_s)
-        return Measurement("timeout", "no end")
+        return Measurement(status="timeout", reason="no end")
 
     monkeypatch.setattr(fakes, "answer", timed_out)
     Path("small.yaml").write_text(SCENARIO.replace("groups:\n", "  timeout_s: 60\ngroups:\n", 1))

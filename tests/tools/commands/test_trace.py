@@ -107,31 +107,5 @@ def test_a_step_that_does_not_fit_is_timed_with_a_warning(trace: Run) -> None:
     assert out.startswith("step time ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--world-size 2", "2 cells are left, a trace is of one: bert-tiny/ring_self_attention/sp2/b4/L24"),
-        ("--variant all --strategy tensor_parallel", "4 cells are left"),
-        ("--strategy tensor_parallel --batch 6", "no cell that is left has batch 6; they have: 4"),
-        ("--strategy single", "no cell with strategy single; it has: tensor_parallel, ring_self_attention"),
-        ("--variant slow --strategy tensor_parallel", "cannot be timed: local: device.peak_flops_per_s has"),
-        ("--strategy tensor_parallel --ranks 0,4", "--ranks 4: the cell has ranks 0 to 3"),
-        ("--strategy ring_self_attention --batch 4 --world-size 5", "cannot be run: "),
-        (
-            "--where training.backnd=ddp",
-            "unknown setting 'training.backnd'; did you mean 'training.backend'?",
-        ),
-        ("--where training.backend=ddp", "has training.backend ddp; they have: legacy_ddp"),
-        ("--where training.backend", "'training.backend' is not SETTING=VALUE, such as training."),
-        ("--strategy tensor_parallel --ranks -1", "'-1' is not a whole number of at least 0"),
-    ],
-)
-def test_mistakes_are_one_line(trace: Run, arguments: str, message: str) -> None:
-    code, out, err = trace(*arguments.split())
-    assert (code, out) == (2, "")
-    assert message in err.splitlines()[-1]
-    assert not Path("trace.json").exists()
-
-
 def test_only_the_first_cells_are_named(trace: Run) -> None:
     assert trace("--variant", "all")[2].count("bert-tiny/") == 3

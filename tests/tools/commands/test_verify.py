@@ -9,7 +9,7 @@ import pytest
 
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.measure.verify.cases import VerifyRow
-from spbench.bench.tools.run.verify_command import _each, _sections
+from spbench.bench.tools.run.verify_output import _each, _sections
 from tests.terminal import faults_of, screen_of
 from tests.tools.commands.conftest import Run
 

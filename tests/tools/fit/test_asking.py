@@ -22,7 +22,7 @@ ran: list[int] = []
 
 def run(cell: Cell, depth: int = 0) -> Measurement:
     ran.append(depth)
-    return Measurement("ok", peak_memory_bytes=depth, meters={COST: {"cpu_s": 2.0}})
+    return Measurement(peak_memory_bytes=depth, meters={COST: {"cpu_s": 2.0}})
 
 
 @pytest.mark.parametrize(("kept", "runs"), [(True, [0, 1]), (False, [0, 1, 0, 1])])

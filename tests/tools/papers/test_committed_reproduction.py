@@ -91,7 +91,7 @@ def test_the_committed_bands_are_what_the_committed_files_give(
     found = Reproduction(paper="bands", output=Path("results", "reproduction"), **asked)
     written: dict[str, str] = {}
     monkeypatch.setattr(
-        "spbench.bench.atomic_write.write_whole", lambda path, content: written.update({path.name: content})
+        "spbench.bench.files.write_whole", lambda path, content: written.update({path.name: content})
     )
     output = fit_bands(found)
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()

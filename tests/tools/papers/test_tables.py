@@ -13,7 +13,7 @@ from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.tools.run.result_table import comparison_table
+from spbench.bench.tools.run.run_output import comparison_table
 
 GIB = 2**30
 

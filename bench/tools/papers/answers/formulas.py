@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from spbench.bench.cell import Cell
-from spbench.bench.declarations import declared
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake
@@ -27,6 +26,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Pow: operator.pow,
 }
 
+_MEASURED = ("ok", "oom")
 LETTERS = ("B", "L", "H", "Z", "A", "N")
 
 
@@ -73,8 +73,9 @@ class FormulaClaim(Answer):
         formula = self.published.text(self.claim, results.folder)
         for cell in self.selected(results.cells):
             other = cell.model_copy(update={"model_options": {**cell.model_options, **self.less}})
-            rows = {c.key: results.rows.get(c.key, {}) for c in (cell, other)}
-            missing = [key for key, row in rows.items() if row.get("status") not in ("ok", "oom")]
+            by_key = ((c.key, results.rows.get(c.key)) for c in (cell, other))
+            rows = {key: row for key, row in by_key if row and row["status"] in _MEASURED}
+            missing = [c.key for c in (cell, other) if c.key not in rows]
             metered = None
             if not missing:
                 whole, rest = (sent_elements(c, rows[c.key], self.phases) for c in (cell, other))
@@ -91,7 +92,7 @@ class FormulaClaim(Answer):
             yield from entry.compare(results)
         for cell in results.cells if entries else ():
             row = results.rows.get(cell.key)
-            if row is not None and row["status"] in ("ok", "oom"):
+            if row is not None and row["status"] in _MEASURED:
                 expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
                 yield _entry(f"closed form of {cell.strategy}, bytes", "sent_bytes", expected, metered, cell)
 
@@ -150,7 +151,6 @@ def letters(cell: Cell) -> dict[str, float]:
     return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
 
 
-@declared
 def _hidden_and_heads(model: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[int]:
     from spbench.impls.models.model import model_preset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.csv_text import csv_text
+from spbench.bench.files import csv_text
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered

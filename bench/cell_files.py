@@ -1,26 +1,72 @@
-"""Lengths of documents of the user's own: files with one length a line, or a NumPy array of them.
+"""Files of the user's own that cells name: the config.json of a model, and the lengths of documents.
 
-What a cell keeps of a file are bins of lengths, so that its rows do not depend on where the file lies. NumPy
-is imported where there is such a file, as most cells have none.
+What a cell keeps of a file of lengths are bins of these, so that its rows do not depend on where the file
+lies. NumPy is imported where there is such a file, as most cells have none.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.user_files import decoded, read_file
+from spbench.bench.files import decoded, parse_json, read_file
 from spbench.impls.options import LARGEST
 
 if TYPE_CHECKING:
     import numpy as np
 
-SUFFIXES = (".csv", ".txt", ".npy")
+
+_JSON = ".json"
+#: what a folder of a model has its configuration in
+CONFIG = "config.json"
+#: of files that are no folders of models
+_OF_FILES = (_JSON, ".py", ".yaml", ".yml", ".toml", ".sh")
+
+
+def names_a_file(model: str) -> bool:
+    """Whether what a cell calls its model is the path of a file, or of a folder with one, and no name."""
+    return "/" in model or model.endswith(_JSON)
+
+
+def remote_name(model: str) -> str:
+    """What to do about a name of a model on Hugging Face, for the end of a message; "" for other texts."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).suffix in _OF_FILES:
+        return ""
+    return "; if that is its name on Hugging Face, download its config.json and give the path of that"
+
+
+def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
+    """The fields that count of a config.json, as :func:`counting_fields`. UserError if it cannot be read, is
+    no JSON object, or has something that no model here has.
+
+    Args:
+        model: path of the file or of the folder that it lies in.
+        folder: what a relative path starts from.
+    """
+    path = folder / Path(model).expanduser()
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        content = parse_json(path, read_file(path))
+    except UserError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
+    from spbench.impls.models.huggingface.config import counting_fields  # imports torch, as few cells need
+
+    try:
+        return counting_fields(content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+_LENGTHS = (".csv", ".txt", ".npy")
 #: bins of a file with more lengths than that; each has as many documents as the others
 MOST_BINS = 256
-OPTION = "documents"
+DOCUMENTS = "documents"
 
 
 def with_documents(content: Any, folder: Path = Path()) -> Any:
@@ -31,12 +77,12 @@ def with_documents(content: Any, folder: Path = Path()) -> Any:
         folder: what a relative path starts from.
     """
     options: Any = content.get("model_options") if isinstance(content, Mapping) else None
-    named = options.get(OPTION) if isinstance(options, Mapping) else None
-    if not isinstance(named, str) or not ("/" in named or named.endswith(SUFFIXES)):
+    named = options.get(DOCUMENTS) if isinstance(options, Mapping) else None
+    if not isinstance(named, str) or not ("/" in named or named.endswith(_LENGTHS)):
         return content
     return {
         **content,
-        "model_options": {**options, OPTION: bins_of(lengths_in(folder / Path(named).expanduser()))},
+        "model_options": {**options, DOCUMENTS: bins_of(lengths_in(folder / Path(named).expanduser()))},
     }
 
 
@@ -56,8 +102,8 @@ def lengths_in(path: Path) -> np.ndarray[Any, Any]:
     """The lengths that a file holds [documents], each at least 1."""
     import numpy as np
 
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: lengths of documents lie in files {', '.join(SUFFIXES)}")
+    if path.suffix not in _LENGTHS:
+        raise UserError(f"{path}: lengths of documents lie in files {', '.join(_LENGTHS)}")
     content = read_file(path)
     lengths = _array(path) if path.suffix == ".npy" else np.array([*_lines(path, content)], dtype=np.int64)
     if not len(lengths):

@@ -1,0 +1,170 @@
+"""Files: read whole, in UTF-8, with one line for whatever keeps them from being read; and written whole or
+not at all."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import errno
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.errors import UserError
+
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file; pipes are read to their end.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it is a device, which may have no end.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                raise UserError(f"cannot read {path}: it is a device, not a file")
+            return file.read()
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8; UserError as of :func:`read_file`, or if it is something else."""
+    return decoded(path, read_file(path))
+
+
+def decoded(path: Path, content: bytes) -> str:
+    """The text that a file's content is, without a byte order mark; UserError if it is not UTF-8."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"not a text file in UTF-8 (byte {error.start})"
+        if content.startswith(_UTF_16):
+            what = "a text file in UTF-16; save it in UTF-8"
+        raise UserError(f"{path}: {what}") from error
+
+
+def resolved(path: Path) -> Path:
+    """The absolute path without links; UserError where links go in a circle."""
+    try:
+        return path.expanduser().resolve()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: Python's for links that go in a circle
+        raise UserError(f"cannot follow {path}: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read or a path be followed, without the path."""
+    if isinstance(error, OSError):
+        return error.strerror or os.strerror(error.errno or errno.EIO)
+    return "its links go in a circle" if isinstance(error, RuntimeError) else str(error)
+
+
+def parse_json(path: Path, content: bytes, **further: Any) -> Any:
+    """What the content of a JSON file is; UserError, which names ``path``, if it is not JSON in UTF-8.
+
+    Args:
+        further: of :func:`json.loads`.
+    """
+    text = decoded(path, content)
+    try:
+        return json.loads(text, **further)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: malformed JSON: {error}") from error
+
+
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file so that a reader, even after a crash or on a full disk, finds the old content or the new.
+
+    The content goes to a temporary file in the same folder and from there to the disk, then the temporary
+    file takes the name. Missing parent folders are made. A symbolic link stays: the file that it leads to
+    is replaced, and keeps its permissions. Pipes and devices, which cannot be replaced, are written to.
+
+    Args:
+        content: text is encoded as UTF-8; line ends are left as they are.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        UserError: the file cannot be written; an earlier one is unchanged, and no temporary file is left.
+    """
+    write_together({path: content})
+    return path
+
+
+def write_together(contents: Mapping[Path, str | bytes]) -> list[Path]:
+    """Write several files, each as :func:`write_whole` does, and none if one of them finds no room.
+
+    They take their names in the order of the mapping, once all are on the disk.
+
+    Returns:
+        The paths.
+
+    Raises:
+        UserError: one of them cannot be written; earlier files are unchanged, unless it is the names that
+            cannot be taken.
+    """
+    unfinished: dict[Path, Path] = {}  # by the path that it is for
+    try:
+        for path, content in contents.items():
+            data = content.encode() if isinstance(content, str) else content
+            target = resolved(path)
+            with suppress(FileExistsError):  # also a file in the folder's place, of which the opening tells
+                target.parent.mkdir(parents=True)
+            if target.exists() and not target.is_file() and not target.is_dir():
+                target.write_bytes(data)
+            else:
+                unfinished[path] = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+                _write_beside(target, unfinished[path], data)
+        for path, written in unfinished.items():
+            written.replace(resolved(path))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        for written in unfinished.values():
+            with suppress(OSError):
+                written.unlink()
+    return list(contents)
+
+
+def _write_beside(target: Path, unfinished: Path, data: bytes) -> None:
+    """Put the data on the disk under another name, with the permissions of the target, if there is one."""
+    with unfinished.open("wb") as stream:
+        if target.exists():
+            os.fchmod(stream.fileno(), target.stat().st_mode & 0o777)
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+#: a cell of text that begins with one of these is a formula to spreadsheets
+FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")
+_NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE)
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line of column names and one for each row: numbers as they are, nothing for what is None or absent,
+    and an apostrophe before text that a spreadsheet would run as a formula."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_harmless(row.get(name)) for name in columns] for row in rows)
+    return stream.getvalue()
+
+
+def _harmless(value: Any) -> Any:
+    is_formula = isinstance(value, str) and value.startswith(FORMULA_SIGNS) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_formula else value

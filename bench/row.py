@@ -1,0 +1,176 @@
+"""A row, the result of a cell: what it must be, and how a line of a results file is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt, StringConstraints, ValidationError
+from typing_extensions import TypedDict
+
+from spbench.bench.measurement import Count, Measured, Number, Record, Status, Text, described_by
+from spbench.bench.yaml_files import dotted
+
+#: a cell with one of these is done, until its digest changes; others are run again by the next sweep
+FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
+
+#: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
+FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
+
+
+class _Search(TypedDict, total=False):
+    quantity: Text
+
+
+class _Cell(TypedDict, total=False):
+    model: Text
+    strategy: Text
+    sizes: dict[Text, Annotated[PositiveInt, Field(strict=True, le=10**9)]]
+    mesh: list[Text] | None
+    batch: Count | None
+    seq_len: Count | None
+    cluster: Text
+    engine: Text
+    precision: Text | None
+    variant: Text
+    search: _Search | None
+    training: dict[str, Any] | None
+
+
+class _Machine(TypedDict, total=False):
+    os: Text | None
+    cpu: Text | None
+    cores: Count | None
+    memory_bytes: Count | None
+    gpus: list[Text] | None
+    gpu_driver: Text | None
+
+
+class _Provenance(TypedDict, total=False):
+    spbench: Text | None
+    tree: Text | None
+    commit: Text | None
+    project_commit: Text | None
+    torch: Text | None
+    python: Text | None
+    host: Text | None
+    cpu: Text | None
+    machine: _Machine | None
+
+
+class Row(Record):
+    """The result of a cell; rows of older versions have fewer fields, and rows may have more.
+
+    Attributes:
+        cell: its settings as JSON, those of :class:`Cell` at the time.
+        elapsed_s: how long it ran.
+        time: when it ended, in UTC.
+        digest: of what made it (:mod:`measure.sweep.digest`); None: of a version without digests.
+        provenance: code, libraries and machine (:func:`measure.sweep.provenance.provenance`).
+        traceback, log: see :class:`Outcome`.
+        final: whether another run would have the same outcome.
+        rounds: the measured metrics of each process that ran the cell, where several did.
+    """
+
+    key: Annotated[str, StringConstraints(strict=True, min_length=1)]
+    cell: Annotated[dict[str, Any], described_by(_Cell)]
+    status: Status
+    reason: Text = ""
+    measurement: Measured
+    elapsed_s: Number | None = None
+    time: Text = ""
+    digest: Any = None
+    provenance: Annotated[dict[str, Any] | None, described_by(_Provenance | None)] = None
+    traceback: Any = ""
+    log: Any = ""
+    final: Any = True
+    rounds: list[Measured] = []
+
+    @classmethod
+    def _nested(cls) -> tuple[str, ...]:
+        return ("measurement", "rounds")
+
+
+#: characters of a wrong value that a message shows
+_SHOWN = 40
+
+
+def problem(error: ValidationError) -> str:
+    """The first field that a schema refuses, its value, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    value = first["input"]
+    text = repr(value) if isinstance(value, (str, int, float, type(None))) else ""
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return ": ".join(filter(None, [dotted(first["loc"]), shown, first["msg"]]))
+
+
+class WrongRow(ValueError):
+    """A line is not a row: the field, and what is wrong with it."""
+
+
+def parse_row(line: bytes) -> Row:
+    """The row in a line of JSON.
+
+    Raises:
+        WrongRow: it is none, or a number in it is not finite.
+    """
+    row, not_finite = parse_any_row(line)
+    if not_finite:
+        raise WrongRow(f"{not_finite[0]}: not a finite number")
+    return row
+
+
+def parse_any_row(line: bytes) -> tuple[Row, list[str]]:
+    """The row in a line of JSON, with NaN for every number that is not finite, and the names of these fields.
+
+    Raises:
+        WrongRow: it is none.
+    """
+    constants: list[str] = []
+
+    def constant(text: str) -> float:
+        constants.append(text)
+        return math.nan
+
+    try:
+        content = json.JSONDecoder(parse_constant=constant).decode(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise WrongRow(str(error)) from error
+    try:
+        row = Row.read(content)
+        if not constants:
+            return row, []
+    except ValidationError as error:
+        wrong = problem(error)
+        if not isinstance(content, dict):
+            raise WrongRow(wrong) from error
+    else:
+        wrong = ""
+    not_finite = [dotted(path) for path in _not_finite(content)]
+    try:  # with zeros in their places: is anything else wrong?
+        Row.read(finite(content, 0))
+    except ValidationError as error:
+        raise WrongRow(wrong) from error
+    return Row(**finite(content, math.nan)), not_finite
+
+
+def _not_finite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from _not_finite(each, (*path, key))
+
+
+def finite(value: Any, by: float | None = None) -> Any:
+    """Plain data in which another value stands for each number that JSON cannot say: infinities and
+    not-a-number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else by
+    if isinstance(value, Mapping):
+        return {key: finite(inner, by) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner, by) for inner in value]
+    return value

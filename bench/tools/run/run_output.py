@@ -1,0 +1,261 @@
+"""What `spbench run` prints: the cells that would run; or what they have measured, published numbers beside
+it, and a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.memory_table import memory_table
+from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.progress import message
+from spbench.bench.measure.scenarios.choices import refusal
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.sweep.digest import digests_of_a_run, is_final, outdated
+from spbench.bench.measure.sweep.frames import flat, flat_rows
+from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, shown_band, tied, with_band
+from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.row import FAULTS, Row, finite
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.execution import Ran
+from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
+from spbench.bench.units import gib, mib, shown_share, three_digits
+from spbench.plots.series import differing
+
+#: a row as :func:`flat`, with its ``tie``, ``options`` and ``communication``
+Entry = Mapping[str, Any]
+
+#: shown once in the title where all rows agree
+_SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
+
+#: what tells rows apart and what people look for first, in the order in which a terminal gives them room
+_IMPORTANT = (
+    *("model", "strategy", "GPUs", "mesh", "options", "max seq_len", "max batch", "batch", "seq_len"),
+    *("step", "status", "peak GiB", "tokens/s", "MFU", "reserved GiB", "sent MiB/GPU"),
+)
+#: what tells planned cells apart, in the order in which a terminal gives it room
+_PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "variant", "engine", "asked")
+
+#: cells of a status that are named
+_NAMED = 3
+
+
+def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
+    """The cells that would run, those that cannot, and those that are kept from before."""
+    cells = narrowed_cells(scenario, narrowing)
+    rows, problems = ([], []) if fresh else read_rows(folder / RESULTS_FILE)
+    for problem in problems:
+        message(f"spbench: warning: {problem}")
+    kept = {row.key: row for row in rows}
+    digest_of = digests_of_a_run()
+    if stale := outdated(cells, kept, digest_of):
+        message(f"{scenario.name}: {stale}")
+
+    def now(cell: Cell) -> str:
+        if is_final(cell, kept.get(cell.key), digest_of):
+            return f"kept ({kept[cell.key].status})"
+        reason = refusal(cell)
+        return f"unsupported: {reason}" if reason else "would run"
+
+    lines = [
+        {
+            "cell": cell.key,
+            "model": cell.model,
+            "strategy": cell.strategy,
+            "GPUs": cell.sizes.world,
+            "mesh": cell.mesh_text,
+            "batch": cell.batch,
+            "seq_len": cell.seq_len,
+            "variant": cell.variant,
+            "engine": cell.engine,
+            "asked": _asked(cell),
+            "now": now(cell),
+        }
+        for cell in cells
+    ]
+    title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
+    table = Table(title, lines, _PLANNED, ("now",))
+    return Output([table], lines, lines)
+
+
+def _asked(cell: Cell) -> str:
+    if cell.learning is not None:
+        return f"losses of {cell.learning.steps} steps"
+    return f"largest {cell.search.quantity}" if cell.search else "measurement"
+
+
+def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, memory: bool = False) -> Output:
+    """What a scenario's cells have measured, and the published numbers beside it; with ``memory`` a table of
+    that of each class of ranks too."""
+    ties = tied(ran.rows)
+    sections: list[Table | str] = [result_table(scenario.document.title, ran.rows)]
+    if any(ties):
+        sections.append(TIE_LEGEND)
+    if priced_by := priced_by_in_words(row.measurement for row in ran.rows):
+        sections.append(f"priced by something else, with shares of the step: {priced_by}")
+    if memory:
+        sections.append(memory_table({row.key: row.measurement for row in ran.rows}))
+    if ran.comparisons:
+        sections.append(comparison_table(ran.comparisons))
+    files = [*ran.files, *figures]
+    content: dict[str, Any] = {
+        "scenario": scenario.name,
+        "rows": [{**with_band(row), "tie": tie} for row, tie in zip(ran.rows, ties, strict=True)],
+        "comparison": [dataclasses.asdict(entry) for entry in ran.comparisons],
+        "files": [str(path) for path in files],
+    }
+    notes = [*verdict(ran.rows, ran.comparisons)]
+    return Output(sections, finite(content), flat_rows(ran.rows), notes=notes, files=files, code=code)
+
+
+def _answer(quantity: str) -> Callable[[Entry], int | None]:
+    return lambda entry: entry.get("answer") if entry["searched"] == quantity else None
+
+
+def _other_formula(entry: Entry) -> float | None:
+    """The bytes of the closed form where the metered ones differ. An N-th of a payload may be a fraction of a
+    byte, and such sums are rounded by their order."""
+    sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
+    is_same = formula == sent or (formula and sent and abs(formula - sent) < 0.5)
+    return None if is_same else formula
+
+
+def _share(*parts: str) -> Callable[[Entry], float | None]:
+    """The share of a step that some parts of its breakdown take; None where it is too little to show."""
+
+    def share(entry: Entry) -> float | None:
+        step_time_s = entry.get("step_time_s")
+        of_step = sum(entry.get(part) or 0 for part in parts) / step_time_s if step_time_s else 0.0
+        return of_step if of_step >= 0.005 else None
+
+    return share
+
+
+def _step(entry: Entry) -> str:
+    return shown_band(entry) + (f" {TIE}" if entry["tie"] else "")
+
+
+def _sent_by_axis(entry: Entry) -> str:
+    """MiB that a GPU sends over the ranks along each axis, or along several, as "tp 5760.00, dp_sp 1.20"."""
+    sent: Counter[str] = Counter()
+    for each in entry["communication"] or ():
+        sent[each["axis"]] += each["sent_bytes"]
+    return ", ".join(f"{axis} {mib(nbytes)}" for axis, nbytes in sent.items() if nbytes)
+
+
+def _reason(entry: Entry) -> str | None:
+    is_timed = entry["status"] == "ok" and entry.get("step_time_s")
+    return None if is_timed else entry["reason"] or None
+
+
+_MEASURED = (
+    Column("max seq_len", "answer", of=_answer("seq_len")),
+    Column("max batch", "answer", of=_answer("batch")),
+    Column("peak GiB", "peak_memory_bytes", gib),
+    Column("reserved GiB", "reserved_memory_bytes", gib),
+    Column("host GiB a node", "node_host_memory_bytes", gib),
+    Column("sent MiB/GPU", "sent_bytes", mib),
+    Column("imbalance", "imbalance", "{:.2f}".format),
+    Column("by formula", "formula_sent_bytes", mib, _other_formula),
+    Column("step", "step_time_s", of=_step),
+    Column("tokens/s", "tokens_per_s", three_digits),
+    Column("MFU", "mfu", lambda mfu: f"{three_digits(100 * mfu)}%"),
+    Column("compute", "compute_s", shown_share, _share("compute_s")),
+    Column("exposed", "exposed_communication_s", shown_share, _share("exposed_communication_s")),
+    Column("bubble", "bubble_s", shown_share, _share("bubble_s")),
+    Column("host", "host_s", shown_share, _share("overhead_s", "host_s")),
+    Column("bound", "bound"),
+    Column("steps", "last_step"),
+)
+
+
+def result_table(title: str, rows: Sequence[Row]) -> Table:
+    """A line for each row, with a column for each loss of the models trained, and two where cells differ in
+    the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
+    in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
+    options, ties = _options([Cell.model_validate(row.cell) for row in rows]), tied(rows)
+    entries: list[Entry] = [
+        {**flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
+        for row, option, tie in zip(rows, options, ties, strict=True)
+    ]
+    shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
+    by_gpus, by_mesh = (
+        {(entry["model"], entry["strategy"], entry[name]) for entry in entries}
+        for name in ("world_size", "mesh")
+    )
+    split = len(by_mesh) > len(by_gpus)
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    errors = [name for name in names if name.startswith("error_")]
+    losses = [name for name in names if name.startswith("last_") and name != "last_step"]
+    columns = [
+        *(Column("model", "model"), Column("strategy", "strategy"), Column("GPUs", "world_size")),
+        *([Column("mesh", "mesh")] if split else []),
+        Column("options", "options"),
+        *(Column(name, name) for name in _SHARED if name not in shared),
+        *_MEASURED,
+        *([Column("MiB by axis", "communication", of=_sent_by_axis)] if split else []),
+        *(Column(f"error {name.removeprefix('error_')}", name, "{:.1e}".format) for name in errors),
+        *(Column(f"last {name.removeprefix('last_')} loss", name, "{:.6f}".format) for name in losses),
+        *(Column("status", "status"), Column("reason", "reason", of=_reason)),
+    ]
+    common = ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, ""))
+    return Table.of(
+        f"{title} ({common})",
+        columns,
+        entries,
+        important=_IMPORTANT,
+        below=("options", "reason"),
+        folded=_unsupported(rows),
+    )
+
+
+def _unsupported(rows: Sequence[Row]) -> dict[int, str]:
+    """The rows that are unsupported, by their index, with the reason and the strategies that share it."""
+    reasons = {
+        index: f"unsupported: {row.reason}" for index, row in enumerate(rows) if row.status == "unsupported"
+    }
+    sharing: dict[str, dict[str, None]] = {}
+    for index, reason in reasons.items():
+        sharing.setdefault(reason, {})[rows[index].cell["strategy"]] = None
+    return {index: f"{reason} ({', '.join(sharing[reason])})" for index, reason in reasons.items()}
+
+
+def _options(cells: Sequence[Cell]) -> list[str]:
+    """The options and training settings in which each cell differs from others that the table would show
+    alike; empty texts where there are no such cells."""
+    shown = [(c.model, c.strategy, c.mesh_text, *(getattr(c, name) for name in _SHARED)) for c in cells]
+    if len(set(shown)) == len(cells):
+        return [""] * len(cells)
+    settings = [{**c.model_options, **c.strategy_options, **c.training.model_dump()} for c in cells]
+    names = differing(settings)
+    return [" ".join(f"{n}={has[n]}" for n in names if has.get(n) is not None) for has in settings]
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """A line for each published number, ours beside it."""
+    lines = [{"claim": c.claim, "variant": c.variant, **compared(vars(c))} for c in comparisons]
+    title = "Published and ours (relative error: ours / published - 1)"
+    return Table(title, lines, ("claim", "published", "ours", "relative error", "role"), ("claim", "note"))
+
+
+def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """How far ours are from published numbers, which cells failed or do not fit (those that are unsupported
+    are counted alone), and last how many cells have which status."""
+    published = [vars(entry) for entry in comparisons if entry.quantity != "sent_bytes"]
+    if published:  # our own closed forms, as sent_bytes, are none
+        yield f"published numbers: {errors_by_role(published)}"
+    for status in (*FAULTS, "oom"):
+        keys = [row.key.split("/") for row in rows if row.status == status]
+        named = list(dict.fromkeys(" ".join(parts[:3]) for parts in keys))  # model, strategy and mesh
+        if named:
+            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+            yield f"{status}: {'; '.join(named[:_NAMED])}{more}"
+    counts = Counter(row.status for row in rows)
+    cells = f"{len(rows)} cell{'' if len(rows) == 1 else 's'}"
+    yield f"{cells}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}"

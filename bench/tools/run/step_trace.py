@@ -1,0 +1,92 @@
+"""The simulated step of one cell, written event by event, and what `spbench trace` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.memory_table import memory_table
+from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.progress import message
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.step_times import add_simulated_time
+from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.measure.simulator.trace_export import export_trace
+from spbench.bench.measure.sweep.sweep import unproven
+from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measurement import Measurement
+from spbench.bench.units import shown_time
+from spbench.impls.strategies.base import Unsupported
+
+
+def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
+    """Simulate a cell, and write ranks' timelines; none named: the first of each pipeline stage.
+
+    Raises:
+        UserError: the cell cannot be timed or run, or it has no such rank.
+    """
+
+    cluster, world = load_cluster(cell.cluster), cell.sizes.world
+    try:
+        check_rates(cluster, cell.precision, world)
+    except RatesUnknown as error:
+        raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
+    if absent := [rank for rank in ranks if rank >= world]:
+        raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
+    if refused := unproven([cell]):
+        raise UserError(f"{cell.key}: {refused[cell.key].reason}")
+    torch.set_num_threads(1)
+    message(f"tracing {cell.key}")
+    try:
+        traces = trace_classes(cell, events=True)
+    except Unsupported as error:
+        raise UserError(f"{cell.key} cannot be run: {error}") from error
+    fits = traces.memory_measurement()
+    if fits.status == "oom":
+        message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
+    try:
+        timeline = traces.simulator()()
+    except RatesUnknown as error:
+        raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
+    export_trace(timeline, output, ranks or [each.first for each in traces.classes])
+    add_simulated_time(fits, cell, timeline)
+    return _report(cell, fits, output)
+
+
+def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
+    measured = with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})["measurement"]
+    parts, whole = _spoken(measurement.parts), _spoken(measurement.breakdown)
+    priced_by = priced_by_in_words([measured])
+    record = {
+        "cell": cell.key,
+        "step_time_s": measurement.step_time_s,
+        **measurement.breakdown,
+        **measurement.parts,
+        "bound": measurement.bound,
+        "mfu": measurement.mfu,
+        **{name: measured[name] for name in ("step_time_low_s", "step_time_high_s", "band", "priced_by")},
+        "file": str(output),
+    }
+    return Output(
+        [
+            f"step time {shown_band(measured)}, most of it {measurement.bound}; mean over ranks: {whole}\n"
+            f"of computing and exposed communication: {parts}\n"
+            + (f"priced by something else, with shares of the step: {priced_by}\n" if priced_by else "")
+            + f"{output}: open it in https://ui.perfetto.dev",
+            memory_table({cell.key: measurement.as_dict()}),
+        ],
+        {**record, "by_class": measurement.by_class},
+        [record],
+    )
+
+
+def _spoken(seconds: Mapping[str, float]) -> str:
+    """Parts of a step as words, such as "bubble 2.31 ms"."""
+    named = {part.removesuffix("_s").replace("_", " "): value for part, value in seconds.items()}
+    return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())

@@ -1,0 +1,256 @@
+"""What `spbench verify` does and prints: verdicts by strategy, those that are not green, and where they go
+wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from spbench.bench.cell_files import names_a_file
+from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.progress import Progress
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.choices import (
+    cell_names,
+    check_known,
+    names,
+    option_mistakes,
+    strategy_problem,
+)
+from spbench.bench.measure.scenarios.engine_settings import Asked, chosen_device
+from spbench.bench.measure.scenarios.setting_changes import option_values
+from spbench.bench.measure.sweep.provenance import provenance
+from spbench.bench.measure.verify import cases
+from spbench.bench.measure.verify.cases import VerifyRow
+from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts, verified_code
+from spbench.bench.row import finite
+from spbench.impls.models.model import models as all_models
+from spbench.impls.registries import absent, peers
+from spbench.impls.strategies.nesting import pairs as all_pairs
+from spbench.impls.training.step import PRECISIONS
+
+#: what no case is wrong for
+_NO_FAULTS = {"green", "unsupported", "as published"}
+#: as :attr:`VerifyRow.bytes` has it, and what is said where no case has anything to compare
+EQUAL = "equal"
+NOT_COMPARED = "not compared, as closed forms are of whole models"
+#: characters of a variant in the table; JSON and CSV have all
+_VARIANT = 36
+
+Pairs = Sequence[tuple[str, str]]
+#: a verdict, the fields of a :class:`VerifyRow`
+Verdict = Mapping[str, Any]
+
+
+def verified(
+    strategies: Sequence[str],
+    models: Sequence[str],
+    *,
+    pairs: bool,
+    installed_peers: bool,
+    world_sizes: Sequence[int],
+    dtypes: Sequence[str],
+    parts: Sequence[str],
+    strategy_options: Pairs,
+    backend: str,
+    backend_options: Pairs,
+    device: Asked,
+    output: Path | None,
+) -> Output:
+    """The verdicts on strategies; the arguments are those of the command line.
+
+    Raises:
+        UserError: nothing has a name, or an option or its value cannot be.
+    """
+    if installed_peers:
+        strategies = [
+            *strategies,
+            *(name for name, cls in sorted(peers().items()) if not absent(cls.requires)),
+        ]
+    named = [name for text in strategies for name in cell_names("strategy", text)]
+    models = [name for text in models for name in cell_names("model", text)]
+    _check_names(named, models, dtypes, parts, backend)
+    if strategy_options and not named:
+        raise UserError("--strategy-option is of strategies that are named; add --strategy")
+    options = _options("strategy_options", named, strategy_options, "--strategy-option")
+    of_backend = _options("training", [backend], backend_options, "--backend-option")
+    made: dict[str, Any] = {"backend": backend, "device": chosen_device(device)}
+    made |= {name: provenance()[name] for name in ("commit", "torch")}
+    made |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    with kept_verdicts(output, made) as verdicts, Progress() as progress:
+        for row in cases.verify(
+            [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
+            models or None,
+            list(world_sizes or ((4,) if pairs else (1, 2, 3, 4))),
+            list(dtypes or ("fp64",)),
+            list(parts) or None,
+            options=options,
+            backend=backend,
+            backend_options=of_backend,
+            device=made["device"],
+            expect=progress.expect,
+            explain=1,
+        ):
+            verdicts.append(finite(dataclasses.asdict(row)))
+            progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
+            progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
+    return _output(verdicts, named, [output / VERDICTS_FILE] if output is not None else [])
+
+
+def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]) -> Output:
+    counts = Counter(verdict["status"] for verdict in verdicts)
+    judged = {verdict["strategy"] for verdict in verdicts if verdict["status"] != "unsupported"}
+    unproven = [name for name in dict.fromkeys(named) if verdicts and name not in judged]
+    notes = [f"{name}: all cases are unsupported, so nothing is proven of it" for name in unproven]
+    notes += [", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"]
+    return Output(
+        _sections(verdicts),
+        verdicts,
+        verdicts,
+        notes=notes,
+        files=files,
+        code=0 if judged and not unproven and set(counts) <= _NO_FAULTS else 1,
+        details=_each([each for each in verdicts if each["status"] in ("green", "unsupported")]),
+    )
+
+
+def _spelled(row: VerifyRow) -> str:
+    """The case of a row, in words."""
+    case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
+    case += [row.mesh] if "x" in row.mesh else []
+    return " ".join(word for word in case if word)
+
+
+def _check_names(
+    strategies: Sequence[str],
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    parts: Sequence[str],
+    backend: str,
+) -> None:
+    """Refuse a name that nothing has.
+
+    Raises:
+        UserError: with the nearest name that there is.
+    """
+    for name in strategies:
+        if problem := strategy_problem(name):
+            raise UserError(problem)
+    check_known("model", [name for name in models if not names_a_file(name)], names("model"))
+    check_known("backend", [backend], names("backend"))
+    check_known("dtype", dtypes, list(PRECISIONS))
+    check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
+
+
+def _options(
+    section: str, owners: Sequence[str], given: Sequence[tuple[str, str]], flag: str
+) -> dict[str, Any]:
+    """Options of strategies or of a backend by name, from texts that YAML reads as the values that scenarios
+    have, under the key ``section``.
+
+    Raises:
+        UserError: one of the owners has no such option, or not with that value.
+    """
+    found = option_values(flag, given)
+    for owner in owners:
+        for path, problem in option_mistakes(section, owner, found):
+            raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
+    return found
+
+
+def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
+    """The verdicts by strategy, and each of those that are not green or unsupported."""
+    if not rows:
+        return []
+    told = [row for row in rows if row["status"] not in ("green", "unsupported")]
+    red = [row for row in told if row["status"] == "RED"]
+    return [_by_strategy(rows), *_each(told), *_explanations(red)]
+
+
+def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
+    """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
+    the bytes of all its cases beside the closed forms."""
+    for strategy in dict.fromkeys(row["strategy"] for row in wrong):
+        mine = [row for row in wrong if row["strategy"] == strategy]
+        row = next((row for row in mine if row["explanation"]), mine[0])
+        names = ("strategy", "model", "variant", "part", "mesh", "dtype")
+        case = " ".join(str(row[name]) for name in names if row[name])
+        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", EQUAL))]
+        compared = EQUAL if any(each["bytes"] == EQUAL for each in mine) else NOT_COMPARED
+        where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
+        said = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
+        yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in said)])
+
+
+def _by_strategy(rows: Sequence[Verdict]) -> Table:
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for row in rows:
+        groups.setdefault((row["strategy"], row["dtype"]), []).append(row)
+    statuses = dict.fromkeys(["green", *(row["status"] for mine in groups.values() for row in mine)])
+    columns = [
+        Column("strategy", "strategy", of=lambda mine: mine[0]["strategy"]),
+        Column("dtype", "dtype", of=lambda mine: mine[0]["dtype"]),
+        *(Column(status, status, of=partial(_count, status)) for status in statuses),
+        Column("worst green error", "error", "{:.1e}".format, _worst_green),
+        Column("limit", "limit", "{:.1e}".format, _least_limit),
+        Column("bytes sent", "bytes", of=_bytes_of),
+    ]
+    return Table.of("Verdicts by strategy", columns, groups.values())
+
+
+def _count(status: str, rows: Sequence[Verdict]) -> int | None:
+    return sum(row["status"] == status for row in rows) or None
+
+
+def _worst_green(rows: Sequence[Verdict]) -> float | None:
+    return max((row["error"] for row in rows if row["status"] == "green"), default=None)
+
+
+def _least_limit(rows: Sequence[Verdict]) -> float | None:
+    return min((row["limit"] for row in rows if row["limit"] is not None), default=None)
+
+
+def _bytes_of(rows: Sequence[Verdict]) -> str | None:
+    """In how many cases bytes are those of the closed forms; None: no case was compared."""
+    compared = [row["bytes"] for row in rows if row["bytes"]]
+    unequal = sum(each != EQUAL for each in compared)
+    if not compared:
+        return None
+    return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
+
+
+#: of each verdict, with the number of the text that says why
+_COLUMNS = (
+    Column("strategy", "strategy"),
+    Column("model", "model"),
+    Column("variant", "variant", lambda variant: shorten(variant, _VARIANT, placeholder=" ...")),
+    *(Column(name, name) for name in ("part", "mesh", "dtype", "status")),
+    *(Column(name, name, "{:.1e}".format) for name in ("error", "limit")),
+    *(Column(name, name) for name in ("tensor", "rank")),
+    Column("factor", "factor", "{:.4g}".format),
+    Column("why", "why"),
+)
+
+
+def _each(rows: Sequence[Verdict]) -> list[Table | str]:
+    """The table of verdicts, and below it what is said of those that are not green, each text once."""
+    if not rows:
+        return []
+    texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
+    numbered = [{**row, "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None} for row in rows]
+    title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
+    important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
+    reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
+    table = Table.of(title, _COLUMNS, numbered, important=important, below=("variant",))
+    return [table, "\n".join(["Why, by the numbers of the table:", *reasons])] if reasons else [table]
+
+
+def _why(row: Verdict) -> str:
+    """What is wrong, by the verdict or by what was raised."""
+    return row["verdict"] or row["reason"]
