@@ -155,7 +155,7 @@ class Search:
         best = self._best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, seen.cell.mesh_text): seen.step_s for seen in best}
-        least_s, expected_s = self.learned.least_s(waiting), self.learned.expected_s(waiting)
+        expected_s, least_s = self.learned.bounds(waiting)
         places = np.flatnonzero(waiting.left & (least_s <= bar))
         chosen: dict[int, Candidate] = {}
         begun: set[str | Way] = set()

@@ -192,21 +192,6 @@ def test_a_job_is_read_for_the_number_of_gpus() -> None:
         question((str(INPUTS / "llama3_8b.toml"),), Asked("dgx-h100"))
 
 
-@pytest.mark.parametrize(
-    ("more", "problem"),
-    [
-        ({"fixed": [("tp", "three")]}, "--fixed tp=three: give dp, pp, cp, tp, sp, micro_batch as a whole"),
-        ({"fixed": [("ep", "2")]}, "--fixed ep=2"),
-        ({"only": ["ulises"]}, "unknown strategy 'ulises'; did you mean 'ulysses'"),
-        ({"only": ["zero4"]}, "'zero4'"),
-        ({"batch_tokens": 100}, "--batch-tokens 100: less than one sequence of 256 tokens"),
-    ],
-)
-def test_what_cannot_be_asked(more: Mapping[str, Any], problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        asked(8, **more)
-
-
 def test_an_option_that_is_fixed_holds_in_every_backend() -> None:
     every = backend_settings(asked(8))
     assert {each.get("optimizer", "device") for each in every} == {"device", "host"}
