@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.extrapolate import PeakModel
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of
@@ -45,7 +45,7 @@ def examine(cell: Cell) -> Measurement:
 def trace_stage(cell: Cell, stage: int) -> Measurement:
     """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
     first = next(each.first for each in rank_classes(cell) if each.stage.index == stage)
-    virtual.trace(cell, first, events=can_time(cell))
+    tracing.trace(cell, first, events=can_time(cell))
     return Measurement()
 
 
@@ -81,7 +81,7 @@ def shallow_peak(cell: Cell) -> int | None:
     def trace(_: int, depth: int | None) -> MemoryLog:
         options = {**cell.model_options, "layers": (depth or 1) * unit}
         made = cell.model_copy(update={"model_options": options})
-        return virtual.trace(made, rank_classes(made)[0].first).memory
+        return tracing.trace(made, rank_classes(made)[0].first).memory
 
     checked = trace(1, _CHECKED).peak().nbytes
     if abs(PeakModel(trace, [1], _CHECKED)(1) / checked - 1) > _NEAR:

@@ -11,14 +11,19 @@ from typing import Any
 from spbench.bench.command_line.memory_table import memory_table
 from spbench.bench.command_line.output import Column, Output, Table, records
 from spbench.bench.measure.scenarios.setting_changes import written
-from spbench.bench.measure.trust.bands import shown_band, with_band
-from spbench.bench.measure.trust.errors_of_memory import PEAK, RESERVED, past_errors
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import (
+    PEAK,
+    RESERVED,
+    past_errors,
+    priced_by_in_words,
+    shown_band,
+    with_band,
+)
 from spbench.bench.tools.fit.anatomy import plain
 from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
 from spbench.bench.tools.fit.fitting import Fitting
 from spbench.bench.tools.fit.proofs import Proofs
-from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
 from spbench.bench.units import card_gib, shown_price, shown_share
 
 #: a part of the peak below which a kind is not worth a word

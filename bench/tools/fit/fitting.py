@@ -57,7 +57,7 @@ class Fitting:
         """Write a figure and a snapshot of the fullest ranks, where a path is given; returns the paths."""
         at, files = self.fullest, []
         if figure is not None:
-            from spbench.plots.memory import draw_memory  # matplotlib, which takes half a second
+            from spbench.plots.fit_and_advise import draw_memory  # matplotlib, which takes half a second
 
             usable = at.measurement["usable_memory_bytes"]
             files.append(draw_memory(plain(at.anatomy), usable, at.cell.key, figure))
