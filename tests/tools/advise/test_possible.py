@@ -59,7 +59,7 @@ def with_change(options: dict[str, Any], change: str) -> dict[str, Any]:
     return {**options, name: [each for each in options[name] if each not in gone]}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 def test_what_a_refusal_names_is_the_cause(options: dict[str, Any]) -> None:
     reason = why_impossible(asked(**options))
