@@ -65,9 +65,7 @@ class Simulation(SimulationState):
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
                 raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
-        computed = [clocks[COMPUTE_STREAM] for clocks in self.clocks]
-        times = self.reached, self.left, self.start, self.end
-        return Timeline(self.world, self.costs, self.kernel_s, computed, *times, self.hosts, self.works)
+        return Timeline(self)
 
     def _resume(self, number: int, step: int, who: np.ndarray) -> None:
         key = (step, number)
