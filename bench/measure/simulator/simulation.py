@@ -14,7 +14,7 @@ All times are thus sums and maxima of costs, so no cost can fall and the step ta
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
-onto each other are simulated once (:mod:`measure.simulator.folding`), and what a program repeats until
+onto each other are simulated once (:mod:`measure.simulator.simulate`), and what a program repeats until
 it is known what it does (:mod:`measure.simulator.fast_forward`).
 """
 
