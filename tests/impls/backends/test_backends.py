@@ -25,7 +25,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.communication import Operation
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measurement import Measurement
 from spbench.impls.backends.backend import Backend, HeldPart

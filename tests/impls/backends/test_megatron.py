@@ -35,7 +35,7 @@ from tests.impls.backends.test_backends import (
     assert_sends_its_closed_form,
     cell,
 )
-from tests.measure.verify import megatron_faults as faults
+from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
 
 SHARDED = {"distributed_optimizer": True}
@@ -91,7 +91,7 @@ def test_gradients_and_updates_are_those_of_one_device(
         (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
         (faults.UpdatedFromTheNextElement, "single", {"dp": 2}, SHARDED, "weight 0"),
-        (faults.WeightsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
+        (faults.PartsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
         (faults.WeightsNotGatheredInForward, "single", {"dp": 2}, GATHERED_LATE, "gradient 1"),
         (faults.TiedEmbeddingNotSummed, "single", {"dp": 2, "pp": 2}, SHARDED, "gradient 0"),
     ],

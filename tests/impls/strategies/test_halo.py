@@ -10,7 +10,7 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import plan, rank_classes
-from spbench.bench.measure.verify.documents import seen_pairs
+from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
