@@ -57,7 +57,7 @@ def syntax_tree(text: str, above: int = 0) -> Node:
             raise ShellError(above + node.start_point[0] + 1, f"a {node.type} is missing")
         if node.is_error:
             words = " ".join(source_of(node).split())
-            raise ShellError(above + node.start_point[0] + 1, f"no shell script from here on: {words[:40]}")
+            raise ShellError(above + node.start_point[0] + 1, f"no shell script from here on: {words[:40]!r}")
     return root
 
 
