@@ -22,6 +22,7 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
+COMPILED = "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
 #: by model.flavor of llama3
 PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
 #: by model.flavor of qwen3, what its flavors do not share: layers, hidden, heads and inner
@@ -288,10 +289,7 @@ class TorchtitanJob:
         k.ignore("nothing is compiled", parts)
         overlapped = self.named("enable_async_tensor_parallel")
         if compiled:
-            k.approximate(
-                "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors",
-                *filter(k.has, (switch, parts)),
-            )
+            k.approximate(COMPILED, *filter(k.has, (switch, parts)))
         if k.value(overlapped) and compiled:
             k.approximate("messages of tensor parallelism are waited for, not hidden in products", overlapped)
         else:
