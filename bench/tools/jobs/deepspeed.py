@@ -76,8 +76,8 @@ def sorted_files(files: JobFiles) -> dict[str, Mapping[str, Any]] | None:
     by_kind: dict[str, Mapping[str, Any]] = {}
     for (file, content), kind in zip(contents, kinds, strict=True):
         if not kind:
-            known = ", ".join(_WORDS.values())
-            raise file.wrong(f"not one of the files of a DeepSpeed job ({known})")
+            kinds_read = ", ".join(_WORDS.values())
+            raise file.wrong(f"not one of the files of a DeepSpeed job ({kinds_read})")
         if kind in by_kind:
             raise file.wrong(f"a second {_WORDS[kind]}; one is read")
         by_kind[kind] = {**content, _PATH: str(file.path)} if kind == "model" else content
@@ -96,11 +96,11 @@ def read(files: JobFiles) -> Job | None:
 
 def _named(by_kind: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The values of all files but the model's, by the names of their keys."""
-    known = argument_table("deepspeed").arguments
-    for name, value in flat(by_kind.get("deepspeed", {}), known):
+    arguments = argument_table("deepspeed").arguments
+    for name, value in flat(by_kind.get("deepspeed", {}), arguments):
         yield _ALIASES.get(name, name), value
     for kind, name in (("trainer", _TRAINER), ("accelerate", _ACCELERATE)):
-        yield from flat(by_kind.get(kind, {}), known, name)
+        yield from flat(by_kind.get(kind, {}), arguments, name)
 
 
 class DeepSpeedJob:
@@ -254,7 +254,7 @@ class DeepSpeedJob:
         """A count that DeepSpeed has, or where it says "auto" or nothing the Trainer; None where neither."""
         k, beside = self.keys, f"{_TRAINER}{trainers}"
         accelerates = f"accelerate.deepspeed_config.{own}"
-        names = [own, *([accelerates] if accelerates in k.known else [])]
+        names = [own, *([accelerates] if accelerates in k.program_arguments else [])]
         value, name = k.chosen(*names, beside)
         if name != beside:
             if "trainer" in self.contents and beside in k.given and k.value(beside) != value:

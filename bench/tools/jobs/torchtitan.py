@@ -81,11 +81,11 @@ class TorchtitanJob:
 
     def named(self, key: str) -> str:
         """The whole name of a key, whose section has changed."""
-        return next(name for name in self.keys.known if name.rpartition(".")[2] == key)
+        return next(name for name in self.keys.program_arguments if name.rpartition(".")[2] == key)
 
     def value(self, name: str, otherwise: Any) -> Any:
         """The value of a key, or ``otherwise`` where this version has none of that name."""
-        return self.keys.value(name) if name in self.keys.known else otherwise
+        return self.keys.value(name) if name in self.keys.program_arguments else otherwise
 
     def job(self) -> Job:
         """The job, with what became of each key."""
@@ -204,7 +204,10 @@ class TorchtitanJob:
 
     def _backend(self) -> None:
         k, policy = self.keys, "parallelism.fsdp_reshard_after_forward"
-        freed, names = self.value(policy, "default"), [policy] if policy in self.keys.known else []
+        freed, names = (
+            self.value(policy, "default"),
+            [policy] if policy in self.keys.program_arguments else [],
+        )
         k.set("training.backend", "zero2" if freed == "never" else "zero3", *names, note="FSDP2")
         if self.version == "c":
             k.set("training.wrap", "embedding", note="units: embedding, each layer, norm and output")
@@ -259,7 +262,7 @@ class TorchtitanJob:
         else:
             k.problems.append(f"{option}: {every!r} is neither 'op' nor a number of layers")
         if self.value(stops, True):
-            note = "" if stops in k.known else "torch's default"
+            note = "" if stops in k.program_arguments else "torch's default"
             k.set("model_options.recompute_early_stop", True, stops, note=note)
 
     def _optimizer(self) -> None:
