@@ -1,7 +1,7 @@
 """Files of the user's own that cells name: the config.json of a model, and the lengths of documents.
 
 What a cell keeps of a file of lengths are bins of these, so that its rows do not depend on where the file
-lies. NumPy is imported where there is such a file, as most cells have none.
+lies.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import decoded, parse_json, read_file
+from spbench.impls.models.huggingface.config import counting_fields
 from spbench.impls.options import LARGEST
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 _JSON = ".json"
 #: what a folder of a model has its configuration in
@@ -55,8 +54,6 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
-    from spbench.impls.models.huggingface.config import counting_fields  # imports torch, as few cells need
-
     try:
         return counting_fields(content)
     except ValueError as error:
@@ -89,8 +86,6 @@ def with_documents(content: Any, folder: Path = Path()) -> Any:
 def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
     """[shortest, longest, how many documents] of each bin: a length each, or MOST_BINS with as many documents
     each."""
-    import numpy as np
-
     values, counts = np.unique(lengths, return_counts=True)
     if len(values) <= MOST_BINS:
         return [[int(n), int(n), int(count)] for n, count in zip(values, counts, strict=True)]
@@ -100,8 +95,6 @@ def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
 
 def lengths_in(path: Path) -> np.ndarray[Any, Any]:
     """The lengths that a file holds [documents], each at least 1."""
-    import numpy as np
-
     if path.suffix not in _LENGTHS:
         raise UserError(f"{path}: lengths of documents lie in files {', '.join(_LENGTHS)}")
     content = read_file(path)
@@ -116,8 +109,6 @@ def lengths_in(path: Path) -> np.ndarray[Any, Any]:
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
     """What a .npy file holds."""
-    import numpy as np
-
     try:
         found = np.load(path, allow_pickle=False)
     except Exception as error:  # a damaged header is parsed as Python: tokenizer, syntax, memory, ...

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock
+
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 
@@ -79,8 +81,6 @@ class DiskCache:
     def making(self, key: str) -> Iterator[None]:
         """One process at a time is inside for a key: a second one waits, and then finds what the first has
         made. The lock of a process that dies is free at once."""
-        from filelock import FileLock  # imports asyncio, which readers do not need
-
         # keys share 256 locks, so that no files of locks are left for values that are gone
         lock = FileLock(self.folder / f"{key[:2]}.lock")
         try:

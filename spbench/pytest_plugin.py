@@ -122,15 +122,15 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.measure.scenarios.scenario import compare, load_scenario
         from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
         from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.tools.papers.answer import compare, load_scenario
         from spbench.bench.tools.papers.comparison import write
 
         beside = self._beside_the_test(scenario)
         loaded = load_scenario(beside if beside.is_file() else scenario)
         frame = run(loaded, output=folder, jobs=jobs, **narrowing)
-        rows = {row["key"]: row for row in read_rows(folder / RESULTS_FILE)[0]}
+        rows = {row.key: row for row in read_rows(folder / RESULTS_FILE)[0]}
         comparisons = compare(loaded, declared_cells(loaded, Narrowing(**narrowing)), rows)
         if comparisons:
             write(comparisons, folder)
@@ -142,8 +142,8 @@ class ScenarioRuns:
         from spbench.bench.tools.changes.baseline_command import write_baseline
 
         rows = read_rows(folder / RESULTS_FILE)[0]
-        if failed := [row for row in rows if row["status"] in FAULTS]:
-            first = f"{failed[0]['key']}: {failed[0]['status']}, {failed[0]['reason']}"
+        if failed := [row for row in rows if row.status in FAULTS]:
+            first = f"{failed[0].key}: {failed[0].status}, {failed[0].reason}"
             pytest.fail(f"{len(failed)} cells failed, so no baseline is written; {first}", pytrace=False)
         write_baseline(rows, comparisons, target)
         self._request.node.user_properties.append((_WRITTEN, str(target)))

@@ -23,7 +23,7 @@ import click
 
 from spbench.bench.command_line.wrapping import for_stream
 from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
-from spbench.impls.discovery import DiscoveryError, FunctionModules
+from spbench.impls.discovery import DiscoveryError, FunctionModules, installed_version
 from spbench.impls.outside_code import exits_refused, place
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
@@ -94,8 +94,6 @@ class _Commands(click.Group):
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from spbench.impls.discovery import installed_version
-
         click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
         context.exit()
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from spbench.bench.command_line.wrapping import for_stream
+from spbench.bench.row import FAULTS, Row
+from spbench.bench.units import GIB
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-    from rich.progress import Task
-    from rich.text import Text
 
     from spbench.bench.cell import Cell
-    from spbench.bench.measure.sweep.results import Row
 
 #: under this name the context of a command line has whether --quiet was given
 _QUIET = "spbench.quiet"
@@ -60,7 +59,11 @@ class Progress:
     def __init__(self, total: int | None = None):
         self.total, self.done = total, 0
         self._tenth, self._share = 0, 0.0
-        self._bar = _bar() if total != 0 and sys.stderr.isatty() and not is_quiet() else None
+        self._bar: Bar | None = None
+        if total != 0 and sys.stderr.isatty() and not is_quiet():
+            from spbench.bench.command_line.progress_bar import new_bar
+
+            self._bar = new_bar()
         self._task = None if self._bar is None else self._bar.add_task("starting", total=None)
 
     def __enter__(self) -> Self:
@@ -121,49 +124,12 @@ class SweepProgress(Progress):
 
     def end(self, row: Row) -> None:
         """A cell has ended."""
-        from spbench.bench.measure.sweep.results import FAULTS
-
-        self.running.remove(row["key"])
-        self.step(f"{_label(row['key'])}: {_outcome(row)}", is_fault=row["status"] in FAULTS)
+        self.running.remove(row.key)
+        self.step(f"{_label(row.key)}: {_outcome(row)}", is_fault=row.status in FAULTS)
         self._describe()
 
     def _describe(self) -> None:
         self.now(f"{self.done} of {self.total} cells; now {', '.join(map(_label, self.running))}")
-
-
-def _bar() -> Bar:
-    from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TextColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Column
-    from rich.text import Text
-
-    class Share(ProgressColumn):
-        """The share that is done and the time that is left if the rest goes alike; the time that was taken
-        until something is known."""
-
-        def render(self, task: Task) -> Text:
-            taken = task.elapsed or 0.0
-            if not task.total or not task.completed:
-                return Text(_spelled(taken))
-            return Text(f"{task.completed:.0%}, {_spelled(taken * (1 / task.completed - 1))} left")
-
-    one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    return Bar(
-        BarColumn(bar_width=16),
-        Share(),
-        TextColumn("{task.description}", markup=False, table_column=one_line),
-        console=Console(stderr=True, highlight=False),
-        transient=True,
-        expand=True,
-        redirect_stdout=False,
-    )
-
-
-def _spelled(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _label(key: str) -> str:
@@ -172,14 +138,13 @@ def _label(key: str) -> str:
 
 
 def _outcome(row: Row) -> str:
-    measured = row["measurement"]
-    searched = (row["cell"].get("search") or {}).get("quantity")
-    parts = [row["status"]]
-    if measured.get("answer") is not None:
-        parts.append(f"{searched} {measured['answer']}")
-    if measured.get("peak_memory_bytes") is not None:
-        parts.append(f"peak {measured['peak_memory_bytes'] / 2**30:.2f} GiB")
-    if row["reason"] and row["status"] != "ok":
-        parts.append(row["reason"])
-    seconds = f" ({row['elapsed_s']:.1f} s)" if row["elapsed_s"] is not None else ""
+    measured = row.measurement
+    parts: list[str] = [row.status]
+    if measured.answer is not None:
+        parts.append(f"{row.cell['search']['quantity']} {measured.answer}")
+    if measured.peak_memory_bytes is not None:
+        parts.append(f"peak {measured.peak_memory_bytes / GIB:.2f} GiB")
+    if row.reason and row.status != "ok":
+        parts.append(row.reason)
+    seconds = f" ({row.elapsed_s:.1f} s)" if row.elapsed_s is not None else ""
     return ", ".join(parts) + seconds

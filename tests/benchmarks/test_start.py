@@ -34,18 +34,7 @@ def run_command(line: str, cache: Path) -> None:
 @pytest.mark.benchmark(group="commands")
 @pytest.mark.parametrize("line", [HELP, LIST, DRY_RUN])
 def test_a_command(benchmark: Any, tmp_path: Path, line: str) -> None:
-    """As of its second run since the code has changed."""
     benchmark.pedantic(run_command, (line, tmp_path), rounds=5, warmup_rounds=1)
-
-
-@pytest.mark.benchmark(group="commands")
-@pytest.mark.parametrize("line", [LIST, DRY_RUN])
-def test_the_first_command_after_a_change_of_the_code(
-    benchmark: Any, tmp_path_factory: pytest.TempPathFactory, line: str
-) -> None:
-    """Nothing is kept of what the code declares, so torch is imported."""
-    fresh = lambda: ((line, tmp_path_factory.mktemp("cache")), {})  # noqa: E731
-    benchmark.pedantic(run_command, setup=fresh, rounds=3, warmup_rounds=1)
 
 
 def nothing(cell: Cell) -> Measurement:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from spbench.bench.command_line.forms.columns import filled, is_number, text_of
 from spbench.bench.command_line.output import Output, Table, Verbatim
 
 #: files of a folder, and sections that are not shown, which a terminal names
@@ -26,7 +25,12 @@ def show(output: Output, out: TextIO, err: TextIO) -> None:
 
 def _elsewhere(output: Output) -> Iterator[str]:
     for section in (*output.sections, *output.details):
-        yield section if isinstance(section, str) else markdown(section)
+        if isinstance(section, Table):
+            from spbench.bench.command_line.forms.screen import markdown
+
+            yield markdown(section)
+        else:
+            yield section
     yield "\n".join(map(str, output.files))
     yield "\n".join(output.notes)
 
@@ -71,23 +75,3 @@ def _first(texts: Sequence[str], between: str = ", ") -> str:
     """A list cut to its first entries, with a count of the others."""
     more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     return f"{between.join(texts[:_NAMED])}{more}"
-
-
-def markdown(table: Table) -> str:
-    """A table in Markdown: numbers are aligned to the right, columns without any value are left out."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table as Drawing
-
-    console = Console(width=10_000, highlight=False, force_terminal=False, color_system=None)
-    drawing = Drawing(box=box.MARKDOWN)
-    columns = filled(table.lines)
-    for name in columns:
-        drawing.add_column(name, justify="right" if is_number(table.lines, name) else "left")
-    for line in table.lines:
-        drawing.add_row(*(escape(text_of(line[name])) for name in columns))
-    with console.capture() as text:
-        console.print(escape(table.title), soft_wrap=True)
-        console.print(drawing)
-    return "\n".join(line for line in text.get().splitlines() if line.strip())

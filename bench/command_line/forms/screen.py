@@ -1,14 +1,17 @@
-"""What is drawn on a terminal: no word is broken, and no row wraps."""
+"""Tables drawn by rich: on a terminal, where no word is broken and no row wraps, and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Drawing
 from rich.text import Text
 
-from spbench.bench.command_line.forms.columns import Layout, is_number, layout, text_of
+from spbench.bench.command_line.forms.columns import Layout, filled, is_number, layout, text_of
 from spbench.bench.command_line.output import Table, View
 from spbench.bench.command_line.wrapping import GAP, wrapped
 
@@ -105,3 +108,18 @@ def _asides(fitted: Layout) -> Iterator[str]:
         yield f"{fitted.cut} more row{'s' * (fitted.cut > 1)}; --details shows all"
     if fitted.left_out:
         yield f"not shown: {', '.join(fitted.left_out)}; --wide shows all"
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown: numbers are aligned to the right, columns without any value are left out."""
+    console = Console(width=10_000, highlight=False, force_terminal=False, color_system=None)
+    drawing = Drawing(box=box.MARKDOWN)
+    columns = filled(table.lines)
+    for name in columns:
+        drawing.add_column(name, justify="right" if is_number(table.lines, name) else "left")
+    for line in table.lines:
+        drawing.add_row(*(escape(text_of(line[name])) for name in columns))
+    with console.capture() as text:
+        console.print(escape(table.title), soft_wrap=True)
+        console.print(drawing)
+    return "\n".join(line for line in text.get().splitlines() if line.strip())

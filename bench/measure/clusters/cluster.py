@@ -277,6 +277,7 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
     return cluster
 
 
+@cache
 def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     """What a file says and, below it, what the packaged cluster says that it extends."""
     own = parse_yaml(path, content)
@@ -315,4 +316,4 @@ def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
     others = [name for name, file in known.items() if file != path]
     if base not in others:
         raise UserError(f"{path}: {where}: unknown cluster {base!r}{suggestion(base, others)}")
-    return _resolved(known[base], read_file(known[base]))
+    return dict(_resolved(known[base], read_file(known[base])))

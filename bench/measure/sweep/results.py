@@ -44,7 +44,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     for place, line in _lines(path):
         try:
             row = parse_row(line)
-            rows[row["key"]] = row
+            rows[row.key] = row
         except WrongRow as error:
             problems.append(f"{place}: not a result row, skipped ({error})")
     return list(rows.values()), problems
@@ -75,7 +75,7 @@ def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
             row, fields = parse_any_row(line)
         except WrongRow as error:
             raise UserError(f"{place}: not a result row; mend or remove the line ({error})") from error
-        rows[row["key"]], not_finite[row["key"]] = row, fields
+        rows[row.key], not_finite[row.key] = row, fields
     return rows, not_finite
 
 
@@ -133,7 +133,7 @@ class ResultsFile:
                 f"{self.path} is not a file of results (no line of it is a result row), so that nothing is "
                 "written to it; choose another --output, or move the file"
             )
-        self.rows: dict[str, Row] = {row["key"]: row for row in rows}
+        self.rows: dict[str, Row] = {row.key: row for row in rows}
         self._unfinished = self._ends_inside_a_line()
 
     def __enter__(self) -> ResultsFile:
@@ -172,7 +172,7 @@ class ResultsFile:
                 "and the same command goes on from there"
             ) from error
         self._unfinished = False
-        self.rows[row["key"]] = row
+        self.rows[row.key] = row
 
     def _open(self) -> int:
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
