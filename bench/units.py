@@ -6,6 +6,8 @@ return None for None, so that a column of a table (:class:`command_line.output.C
 
 from __future__ import annotations
 
+import math
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MS, US = 1e-3, 1e-6
 
@@ -16,6 +18,9 @@ _BYTES = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 #: below, a digit after the point tells prices apart
 _SMALL = 0.1
+
+#: a smaller part would be written as 0%
+LEAST_CHANGE = 5e-6
 
 #: less is what rounding leaves of sums
 _NOTHING_S = 1e-12
@@ -28,6 +33,12 @@ def three_digits(value: float) -> str:
     digits = f"{value:.2e}"
     places = max(0, 2 - int(digits.partition("e")[2]))
     return f"{float(digits):.{places}f}"
+
+
+def six_digits(value: float, separator: str = "") -> str:
+    """A number with six significant digits; a whole one with all of them, and ``separator`` between
+    thousands: "1.30135", "6,383,206,414"."""
+    return f"{value:{separator}.0f}" if float(value).is_integer() else f"{value:.6g}"
 
 
 def shown_time(seconds: float) -> str:
@@ -81,3 +92,49 @@ def percent(part: float | None, places: int = 1) -> str | None:
 def difference(error: float | None, places: int = 1) -> str | None:
     """A relative difference in percent, with its sign: "+8.3%"."""
     return None if error is None else f"{error:+.{places}%}"
+
+
+# -- two values beside each other ------------------------------------------------------------------------
+
+
+def shown_pair(base: object, new: object, unit: str) -> str:
+    """Two values with as many digits as tell them apart: "115.6 us -> 116.4 us (+0.697%)"; words as they are,
+    "none" for None.
+
+    Args:
+        unit: of the values: "s" and "bytes" become larger or smaller ones; "%": they are parts of a whole.
+    """
+    numbers = [v for v in (base, new) if isinstance(v, (int, float)) and math.isfinite(v)]
+    if len(numbers) < 2:
+        return f"{shown_value(base, unit)} -> {shown_value(new, unit)}"
+    largest = max(map(abs, numbers))
+    scales = {"bytes": _BYTES, "s": _UNITS, "%": ((0.01, "%"),)}.get(unit, ())
+    scale, name = next((each for each in scales if largest >= each[0] or unit == "%"), (1.0, unit))
+    for digits in range(3, 8):
+        texts = [_with_digits(value, scale, digits) for value in numbers]
+        if texts[0] != texts[1] or base == new:
+            break
+    else:
+        name, texts = unit, [_with_digits(value, 1.0, 15) for value in numbers]
+    pair = " -> ".join(f"{text} {name}".strip().replace(" %", "%") for text in dict.fromkeys(texts))
+    if base == new or not numbers[0] or unit == "%":
+        return pair
+    change = numbers[1] / numbers[0] - 1
+    part = f" ({'+' if change > 0 else '-'}{three_digits(abs(change) * 100)}%)"
+    return pair + part if abs(change) >= LEAST_CHANGE else pair
+
+
+def shown_value(value: object, unit: str) -> str:
+    """One value, as :func:`shown_pair` has it."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "none" if value is None else str(value)
+    return shown_pair(value, value, unit)
+
+
+def _with_digits(value: float, scale: float, digits: int) -> str:
+    """A number in a unit that is so many of the value's own, with at least so many digits, thousands
+    separated, and no exponent; a whole one of the value's own unit as it is."""
+    if value == 0 or (scale == 1 and float(value).is_integer()):
+        return f"{value:,.0f}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value / scale))))
+    return f"{value / scale:,.{places}f}"

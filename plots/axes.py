@@ -1,22 +1,24 @@
-"""The axes of panels: values upwards, with a band for marks below them; lengths or GPUs along."""
+"""The axes of panels (values upwards, with a band for marks below them; lengths or GPUs along), and the marks
+and notes of rows without a number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from spbench.plots.series import Row, gpus
-from spbench.plots.style import GREY, tick_texts
+from spbench.plots.style import GREY, INK, tick_texts
 
 #: the band for marks below the values, as a part of the whole panel
 BAND = 0.115
@@ -139,3 +141,37 @@ LENGTHS = Along(
     "Sequence length (tokens)", lambda row: int(row["cell"]["seq_len"]), length_text, "", oom_persists=True
 )
 GPUS = Along("Number of GPUs", gpus, str, " GPUs", oom_persists=False)
+
+
+# -- marks and notes of rows without a number ------------------------------------------------------------
+
+#: status -> (marker, filled, its name in legends); every other status without a number is a failure
+_MARKS = {
+    "oom": ("x", True, "out of memory"),
+    "unsupported": ("s", False, "unsupported"),
+}
+_FAILURE = ("v", False, "failed")
+
+
+def status_mark(status: str, color: str = INK) -> Line2D:
+    """The mark of a row without a number, not yet placed."""
+    marker, filled, name = _MARKS.get(status, _FAILURE)
+    return marker_line(name, color, marker, "" if filled else "white", markersize=5.5, markeredgewidth=1.4)
+
+
+def marker_line(name: str, color: str, marker: str = "o", face: str = "", **style: Any) -> Line2D:
+    """A marker without a place, as legends have it; without a colour of its face it has that of its edge."""
+    style |= {"color": color, "markerfacecolor": face or color}
+    return Line2D([], [], linestyle="none", marker=marker, label=name, **style)
+
+
+def lost_notes(named: Iterable[tuple[str, Row]]) -> Iterator[str]:
+    """A sentence for each named row that has no number, except those out of memory, with its reason."""
+    for name, row in named:
+        if row["status"] not in ("ok", "oom"):
+            yield f"{name}: {row['status']}{reason_of(row)}"
+
+
+def reason_of(row: Row) -> str:
+    """The reason of a row's status in brackets, empty if it has none."""
+    return f" ({row['reason']})" if row.get("reason") else ""

@@ -12,10 +12,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Transform
 
-from spbench.plots.axes import BAND, inches_wide, panels_abreast, set_ticks
+from spbench.plots.axes import BAND, inches_wide, panels_abreast, set_ticks, status_mark
 from spbench.plots.grid import Drawn
 from spbench.plots.lines import Value
-from spbench.plots.marks import status_mark
 from spbench.plots.series import Row, strategy
 from spbench.plots.style import GREY, INK, Look, method_look, number, strategy_name, tick_texts, tint
 

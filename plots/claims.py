@@ -13,9 +13,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from pandas import DataFrame, isna
 
-from spbench.plots.axes import figure_of, set_error_ticks, set_ticks
+from spbench.plots.axes import figure_of, marker_line, set_error_ticks, set_ticks
 from spbench.plots.grid import Drawn, Panel
-from spbench.plots.marks import marker_line
 from spbench.plots.paper import PAGE_INCHES
 from spbench.plots.style import GREY, INK, TIMES, number, shortened
 

@@ -11,10 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from pandas import DataFrame
 
+from spbench.plots.axes import lost_notes
 from spbench.plots.bars import Bar, Segment, bar_width, beside, draw_bars, fill, method_patches
 from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
-from spbench.plots.marks import lost_notes
 from spbench.plots.series import (
     Row,
     by_model,

@@ -13,9 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import set_ticks, set_ticks_within
+from spbench.plots.axes import lost_notes, set_ticks, set_ticks_within
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
-from spbench.plots.marks import lost_notes
 from spbench.plots.series import Row, backend, by_model, gpus, grouped, shared, strategy, title
 from spbench.plots.style import INK, backend_name, category_colors, method_color, strategy_name, tick_texts
 

@@ -10,7 +10,7 @@ from itertools import combinations
 from matplotlib.axes import Axes
 from pandas import DataFrame
 
-from spbench.plots.axes import GPUS, LENGTHS, length_text
+from spbench.plots.axes import GPUS, LENGTHS, length_text, lost_notes
 from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import (
@@ -22,7 +22,6 @@ from spbench.plots.lines import (
     lines_of,
     measured,
 )
-from spbench.plots.marks import lost_notes
 from spbench.plots.sent_elements import sent_elements
 from spbench.plots.series import (
     Row,

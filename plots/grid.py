@@ -20,9 +20,8 @@ from matplotlib.transforms import blended_transform_factory
 from pandas import DataFrame
 
 from spbench.plots import NothingToDraw
-from spbench.plots.axes import Along, logarithmic_axis, value_axis
+from spbench.plots.axes import Along, logarithmic_axis, status_mark, value_axis
 from spbench.plots.direct_labels import can_be_labelled, label_lines
-from spbench.plots.marks import status_mark
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES, add_legend, house_style, new_figure, save
 from spbench.plots.series import Row, grouped
 from spbench.plots.style import GREY, shortened

@@ -1,15 +1,17 @@
-"""Figures of searches: the largest batch or sequence length that fits, by number of GPUs and strategy."""
+"""Figures of searches: the largest batch or sequence length that fits, by number of GPUs and strategy, or
+switch by switch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import GPUS
+from spbench.plots.axes import GPUS, marker_line, set_ticks, set_ticks_within, status_mark
 from spbench.plots.bars import Bar, Segment, bar_width, draw_bars
 from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
@@ -21,9 +23,22 @@ from spbench.plots.lines import (
     lines_by_setting,
     measured,
     missing_notes,
+    published_of,
 )
-from spbench.plots.series import Row, by_model, gpu_counts, searches_for, shared, title
-from spbench.plots.style import GREY, TIMES, number
+from spbench.plots.series import (
+    Row,
+    but_length,
+    by_model,
+    gpu_counts,
+    gpus,
+    grouped,
+    option,
+    searches_for,
+    shared,
+    strategy,
+    title,
+)
+from spbench.plots.style import GREY, INK, TIMES, method_color, number, strategy_name
 
 #: the width of a panel of bars, as a part of one of lines
 _BARS_WIDTH = 0.6
@@ -122,3 +137,166 @@ draw_max_batch = Drawing("max_batch", partial(largest, searched=BATCH), "searche
 
 draw_max_seqlen = Drawing("max_seqlen", partial(largest, searched=LENGTH), "searches for the largest seq_len")
 """The largest sequence length that fits by number of GPUs: RSA (arXiv 2105.13120), Figures 5a, 5b and 9."""
+
+
+# -- switch by switch ------------------------------------------------------------------------------------
+
+#: of a panel's width, what is right of the longest bar where steps have prices: its length, and the prices
+_BESIDE, _WITH_PRICES = 1.25, 1.75
+
+
+def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A panel for each cluster and number of GPUs, with a bar for each search, those with the fewest switches
+    first, a diamond where the published length is, and what the switch that it adds costs in time.
+
+    Args:
+        comparison: has the published lengths, and ratios of steps with a switch to those without.
+    """
+    searches = sorted((row for row in rows if searches_for(row, "seq_len")), key=_place)
+    published = published_of(comparison, "tokens").numbers
+    machines = grouped(searches, _machine)
+    paid = prices(rows, comparison)
+    facets = [
+        [
+            Panel(
+                partial(_draw_ladder, rows=some, published=published, paid=paid),
+                f"{count} x {cluster}",
+                "Longest sequence (million tokens)",
+                inches=0.24 + 0.16 * len(some),
+            )
+        ]
+        for (cluster, count), some in machines.items()
+    ]
+    lost = [row for row in searches if _answer(row) is None]
+    notes = [
+        "Step: how much longer it takes with what a rung adds, at the longest length timed with and without."
+    ]
+    # the switches' names leave no room for bars in a column
+    grid = PanelGrid(
+        title(searches, "The longest sequence, switch by switch"),
+        notes if paid else (),
+        lost=lost,
+        page_only=True,
+    )
+    return grid.add(facets, abreast=1)
+
+
+def _machine(row: Row) -> tuple[str, int]:
+    return str(row["cell"]["cluster"]), gpus(row)
+
+
+def _place(row: Row) -> tuple[tuple[str, int], int, float]:
+    """Rows are in the order in which they ended."""
+    return _machine(row), len([*_switches(row)]), _answer(row) or 0
+
+
+def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
+    """What the last switch costs, by :func:`but_length` of a rung: of the longest steps that were timed with
+    and without it, as "+5.6% (1M)"."""
+    timed = {row["key"]: row["cell"] for row in rows if row["cell"]["seq_len"]}
+    found: dict[str, tuple[int, str]] = {}
+    entries = [] if comparison.empty else comparison[comparison["quantity"] == "ratio"].to_dict("records")
+    for entry in entries:
+        cell = timed.get(entry["numerator"])
+        if cell is None or not entry["reproduced"] > 0:  # also where there is none
+            continue
+        length, batch = cell["seq_len"], cell["batch"]
+        step = (f"{batch} x " if batch > 1 else "") + _binary(length)
+        longest = found.get(of := but_length({"cell": cell}), (0, ""))
+        found[of] = max(longest, (length, f"{entry['reproduced'] - 1:+.1%} ({step})"))
+    return {of: text for of, (_, text) in found.items()}
+
+
+def switches(row: Row) -> str:
+    """What saves memory in a row, in words."""
+    return " + ".join(_switches(row)) or "recomputed layers"
+
+
+def _switches(row: Row) -> Iterator[str]:
+    if option(row, "model_options", "loss_tile"):
+        yield "tiled loss"
+    if strategy(row) != "single":
+        yield strategy_name(strategy(row))
+    if option(row, "model_options", "mlp_tile"):
+        yield "tiled MLP"
+    if option(row, "model_options", "checkpoints") in ("host", "pageable"):
+        yield "checkpoints on host"
+
+
+def _names(rows: Sequence[Row]) -> Iterator[str]:
+    """Of a ladder's rungs: what one adds to the rung above where it adds something, else all."""
+    above: list[str] = []
+    for row in rows:
+        own = [*_switches(row)]
+        added = [each for each in own if each not in above]
+        yield f"... + {' + '.join(added)}" if above and len(own) == len(above) + len(added) else switches(row)
+        above = own
+
+
+def _draw_ladder(
+    ax: Axes, rows: Sequence[Row], published: Mapping[str, float], paid: Mapping[str, str]
+) -> Drawn:
+    reach = 0.0
+    for y, row in enumerate(rows):
+        name, answer = switches(row), _answer(row)
+        theirs = published.get(row["key"])
+        if answer is None:
+            ax.plot([0], [y], marker="x", color=INK, gid=f"ours {row['status']} {name}")
+        else:
+            color = method_color(strategy(row))
+            ax.barh([y], [answer / 1e6], 0.62, color=color, gid=f"ours longest {name}")
+        if theirs is not None:
+            ax.plot(
+                [theirs / 1e6],
+                [y],
+                marker="D",
+                markersize=4,
+                color=INK,
+                markerfacecolor="white",
+                linestyle="",
+            )
+        largest = max(each / 1e6 for each in (answer or 0, theirs or 0))
+        reach = max(reach, largest)
+        ax.annotate(
+            _length(answer),
+            (largest, y),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=INK if answer else GREY,
+        )
+        if price := paid.get(but_length(row)):
+            # one below the other, right of all bars
+            ax.text(
+                0.99,
+                y,
+                f"step {price}",
+                transform=ax.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize=7,
+            )
+    ax.set_xlim(0, (_WITH_PRICES if paid else _BESIDE) * reach or 1)
+    set_ticks_within(ax.xaxis, MaxNLocator(5), 0, reach or 1)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    set_ticks(ax.yaxis, range(len(rows)), [*_names(rows)])
+    ax.grid(axis="y", visible=False)
+    marks = [status_mark("oom")] if any(_answer(row) is None for row in rows) else []
+    shown = [marker_line("published", INK, "D", "white")] if published else []
+    return Drawn(published=shown, marks=marks)
+
+
+def _length(tokens: float | None) -> str:
+    if tokens is None:
+        return "none"
+    return f"{tokens / 1e6:.2g}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}K"
+
+
+def _binary(tokens: int) -> str:
+    """A length of a step, which is a round number of units of 1,024."""
+    return f"{tokens >> 20}M" if tokens >= 2**20 else f"{tokens >> 10}K"
+
+
+draw_max_seqlen_today = Drawing("max_seqlen_today", ladders)
+"""The longest sequence of Llama-3-8B, switch by switch: ALST (arXiv 2506.13996), its recipes."""

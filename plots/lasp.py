@@ -11,11 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from pandas import DataFrame
 
-from spbench.plots.axes import LENGTHS, length_text
+from spbench.plots.axes import LENGTHS, length_text, lost_notes
 from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, line_grid, lines_of, measured
-from spbench.plots.marks import lost_notes
 from spbench.plots.sent_elements import sent_elements
 from spbench.plots.series import (
     Row,

@@ -13,9 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 from pandas import DataFrame, isna
 
-from spbench.plots.axes import BAND, GPUS, LENGTHS, Along
+from spbench.plots.axes import BAND, GPUS, LENGTHS, Along, marker_line, reason_of, status_mark
 from spbench.plots.grid import Drawn, Panel, PanelGrid
-from spbench.plots.marks import marker_line, reason_of, status_mark
 from spbench.plots.series import Row, differing_settings, grouped, strategy, title
 from spbench.plots.style import INK, Look, looks, strategy_name
 

@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import logarithmic_axis, set_error_ticks, set_ticks
+from spbench.plots.axes import logarithmic_axis, marker_line, set_error_ticks, set_ticks
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
-from spbench.plots.marks import marker_line
 from spbench.plots.series import Row
 from spbench.plots.style import GREY, INK, category_colors, tick_texts
 

@@ -1,4 +1,4 @@
-"""What a GPU sends for a layer: lines are metered elements, markers the formulas."""
+"""What a GPU sends for a layer, over lengths or GPUs: elements beside formulas, and bytes beside the time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pandas import DataFrame, isna
 
-from spbench.plots.axes import Along
-from spbench.plots.grid import PanelGrid
-from spbench.plots.lines import PlottedQuantity, line_grid, lines_of
-from spbench.plots.series import Row, engine, grouped, strategy
+from spbench.plots.axes import LENGTHS, Along
+from spbench.plots.communication import sent_bytes
+from spbench.plots.grid import Drawing, PanelGrid
+from spbench.plots.lines import PlottedQuantity, line_grid, lines_of, measured
+from spbench.plots.series import Row, by_model, engine, gpus, grouped, strategy
 
 _COLUMN, _EXACT, _BACKWARD = "sent_elements", "-wire", "-backward"
 _AS_PAPERS = ("-table1", "-per-layer")
@@ -82,3 +83,36 @@ def _agreement(exact: DataFrame) -> Iterator[str]:
         mine = [entry for entry in known if str(entry["claim"]).endswith(f", {name}")]
         same = [entry for entry in mine if abs(entry["relative_error"]) < _SAME]
         yield f"engine {name}: metered as by the formula in {len(same)} of {len(mine)} cells"
+
+
+# -- layers of a recurrence ------------------------------------------------------------------------------
+
+
+def _of_layers(row: Row) -> float | None:
+    """MiB that a rank sends forward and backward: what is sent of gradients of weights is not of the layer's
+    positions."""
+    sent = [sent_bytes(row, "communication", phase) for phase in ("forward", "backward")]
+    known = [nbytes for nbytes in sent if nbytes is not None]
+    return sum(known) / 2**20 if len(known) == len(sent) else None
+
+
+_SENT = PlottedQuantity("sent_mib", "Sent per GPU\nand layer (MiB)", _of_layers, logarithmic=True)
+_TIME = PlottedQuantity("step_ms", "Step of a layer (ms)", measured("step_time_s", 1e-3), logarithmic=True)
+
+
+def _states_or_heads(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+    """A column for each model and number of GPUs, with a line for each strategy.
+
+    Args:
+        rows: of models of one layer.
+    """
+    facets = {
+        f"{name}, {count} GPUs": lines_of(of_count, LENGTHS)
+        for name, some in by_model(rows).items()
+        for count, of_count in sorted(grouped(some, gpus).items())
+    }
+    return line_grid(rows, facets, (_SENT, _TIME), comparison, "What a layer of a recurrence sends")
+
+
+draw_states_or_heads = Drawing("states_or_heads", _states_or_heads)
+"""What a rank sends for a layer of a recurrence, and the layer's step, by sequence length of each method."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.kernels import linear_attention as kernels
 
 HEADS, BATCH = 16, 1

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from spbench.bench.measure.engines.engine import Engine
     from spbench.bench.measure.engines.plan import plan
     from spbench.bench.measure.engines.quantities import Quantity
-    from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+    from spbench.bench.measure.scenarios.scenario import Scenario
     from spbench.bench.measure.trace.meter import Call, Communication, Meter
     from spbench.bench.measurement import Measurement
     from spbench.bench.published_number import PublishedNumber
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from spbench.bench.tools.jobs.flags import Flag, Flags, program_flags
     from spbench.bench.tools.jobs.job import Argument, Job, Setting
     from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-    from spbench.bench.tools.papers.answer import Answer
+    from spbench.bench.tools.papers.answer import Answer, load_scenario
     from spbench.bench.tools.papers.comparison import Comparison
-    from spbench.bench.tools.papers.files import PublishedPlace
     from spbench.bench.tools.papers.selector import Selector
+    from spbench.bench.tools.papers.sources import PublishedPlace
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
@@ -87,11 +87,11 @@ _HOMES = {
     "spbench.bench.command_line.options": ("printed",),
     "spbench.bench.command_line.output": ("Output", "Table"),
     "spbench.bench.tools.papers.comparison": ("Comparison",),
-    "spbench.bench.tools.papers.files": ("PublishedPlace",),
+    "spbench.bench.tools.papers.sources": ("PublishedPlace",),
     "spbench.bench.tools.papers.selector": ("Selector",),
-    "spbench.bench.tools.papers.answer": ("Answer",),
+    "spbench.bench.tools.papers.answer": ("Answer", "load_scenario"),
     "spbench.bench.published_number": ("PublishedNumber",),
-    "spbench.bench.measure.scenarios.scenario": ("Scenario", "load_scenario"),
+    "spbench.bench.measure.scenarios.scenario": ("Scenario",),
     "spbench.bench.measure.engines.engine": ("Engine",),
     "spbench.bench.measure.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),

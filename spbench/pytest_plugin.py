@@ -122,9 +122,9 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.measure.scenarios.scenario import compare, load_scenario
         from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
         from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.tools.papers.answer import compare, load_scenario
         from spbench.bench.tools.papers.comparison import write
 
         beside = self._beside_the_test(scenario)

@@ -55,11 +55,13 @@ tables:
     where: {ranks: [1, 4]}
     status: status
     quantities: {memory: {field: peak_memory_bytes, unit: 1048576, rank: last}}
-claims:
+values:
   - claim: c
     published: {file: c.csv}
-    numerator: {strategy: tensor_parallel, world: 4}
-    denominator: {strategy: tensor_parallel, sizes: {tp: 1}}
+    cells:
+      numerator: {strategy: tensor_parallel, world: 4}
+      denominator: {strategy: tensor_parallel, sizes: {tp: 1}}
+    ours: numerator / denominator
     quantity: tokens_per_s
 inferred_from: [{setting: s, answers: [t], rows: [{ranks: 4}], reason: r}]
 """)

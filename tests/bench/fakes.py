@@ -20,7 +20,7 @@ from spbench.impls.layout import Unsupported
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: two strategies at a few sizes, one claim of each kind
+#: two strategies at a few sizes, two values beside published ones
 SCENARIO = """
 title: A small scenario
 paper: rsa
@@ -39,15 +39,17 @@ groups:
 variants:
   first: {training: {moments: later}}
   steady: {training: {moments: kept}}
-claims:
+values:
   - claim: rsa-max-seqlen-base
     published: {file: rsa_claims.csv}
-    numerator: {strategy: ring_self_attention, world: 8}
-    denominator: {strategy: tensor_parallel, world: 2}
+    cells:
+      numerator: {strategy: ring_self_attention, world: 8}
+      denominator: {strategy: tensor_parallel, world: 2}
+    ours: numerator / denominator
     note: a ratio
   - claim: rsa-linformer-upper-bound
     published: {file: rsa_claims.csv}
-    numerator: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}
+    cells: {cell: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}}
 inferred_from:
   - setting: "model_options.layers: 3"
     answers: [rsa-linformer-upper-bound]
@@ -202,7 +204,7 @@ def killing_its_host(cell: Cell) -> Measurement:
     """As :func:`answer`; two ranks kill the program above the one whose worker process this is."""
     if cell.sizes.world == 2:
         process = os.getpid()
-        for _ in ("the server it was forked from", "the runner", "the host"):
+        for _ in ("the server it was forked from", "the host"):
             process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(process, signal.SIGKILL)
         time.sleep(60.0)
@@ -212,7 +214,9 @@ def killing_its_host(cell: Cell) -> Measurement:
 def cluster_of(cell: Cell) -> Measurement:
     """The figures of the cell's cluster, and a reason with its name."""
     figures = load_cluster(cell.cluster).model_dump(mode="json")
-    return Measurement(reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures})
+    return Measurement(
+        reason=f"cluster {cell.cluster} is this one", meters={"cluster": figures, "file": cell.cluster}
+    )
 
 
 def _log(line: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from spbench.bench.tools.changes.run_record import as_lines
+from spbench.bench.tools.changes.records import content_of
 from tests.bench.damage import DUMPS, ROWS, TEXTS, mutated, with_wrong_values
 from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, folder
@@ -124,7 +124,7 @@ def results(chance: random.Random) -> Case:
 def history_files() -> dict[str, bytes]:
     """Three records, a target and a change that was meant."""
     cells = [cell("a", sent_bytes=7), cell("b", exact=False, step_time_s=[0.1, 0.3, 0.2])]
-    texts = {f"{n}.jsonl": "".join(f"{x}\n" for x in as_lines(record(n, *cells))) for n in (1, 2, 3)}
+    texts = {f"{n}.jsonl": content_of(record(n, *cells)) for n in (1, 2, 3)}
     texts["targets.yaml"] = "targets:\n  - {suite: nightly, cell: a, metric: sent_bytes, value: 12}\n"
     texts["meant.yaml"] = f"meant:\n  - {{commit: '{commit(2).short}', metric: sent_bytes, reason: more}}\n"
     return {f"h/{name}": text.encode() for name, text in texts.items()}

@@ -182,7 +182,7 @@ def test_no_number_is_never_a_silent_success(base: Path, named: tuple[str, ...],
 @pytest.mark.parametrize("seed", range(12))
 def test_verdicts(tmp_path: Path, seed: int) -> None:
     head = {"backend": "gloo", "device": "cpu", "commit": "0", "code": "1", "torch": "2", "time": "now"}
-    one = {"strategy": "s", "model": "m", "part": "p", "size": 1, "dtype": "float64", "status": "ok"}
+    one = {"strategy": "s", "model": "m", "part": "p", "size": 1, "dtype": "float64", "status": "green"}
     numbers = {"error": 1e-12, "limit": 1e-10, "rank": 0, "batch": 2}
     file, text = tmp_path / VERDICTS_FILE, "".join(json.dumps(x) + "\n" for x in (head, one | numbers, one))
     file.write_text(text)

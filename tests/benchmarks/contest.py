@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import Nesting

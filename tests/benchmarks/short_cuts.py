@@ -12,12 +12,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import search, trace_cache, traces, virtual
+from spbench.bench.measure.engines import search, trace_cache, tracing, virtual
 from spbench.bench.measure.engines.extrapolate import NotOneProgram
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes import starting as processes
@@ -30,13 +28,13 @@ def _not_one_program(*_: Any) -> None:
     raise NotOneProgram("extrapolation is off")
 
 
-def _every_rank(traced: traces.ClassTraces, *cluster: Any) -> Any:
+def _every_rank(traced: virtual.ClassTraces, *cluster: Any) -> Any:
     made = _simulator(dataclasses.replace(traced, fold=False), *cluster)
     made.fast_forward = True
     return made
 
 
-def _every_period(traced: traces.ClassTraces, *cluster: Any) -> Any:
+def _every_period(traced: virtual.ClassTraces, *cluster: Any) -> Any:
     made = _simulator(traced, *cluster)
     made.fast_forward = False
     return made
@@ -46,22 +44,22 @@ def _nothing_chosen(_: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _all_layers(cell: Cell, _: int, traced: Callable[[Cell], traces.Trace]) -> traces.Trace:
-    return traced(cell)
+def _all_layers(*_: Any) -> None:
+    return None
 
 
 def _no_key(*_: Any) -> None:
     return None
 
 
-_simulator = traces.ClassTraces.simulator
+_simulator = virtual.ClassTraces.simulator
 #: short cut -> what is put in the place of what: module or class, name, other value
 _OFF: dict[str, tuple[Any, str, Any]] = {
     "remembered operators": (fast_recorder, "key_of", _no_key),
     "repeated steps": (fast_recorder, "choosing_steps", _nothing_chosen),
-    "layers put together": (virtual, "deep_trace", _all_layers),
-    "folding": (traces.ClassTraces, "simulator", _every_rank),
-    "fast-forward": (traces.ClassTraces, "simulator", _every_period),
+    "layers put together": (tracing, "few_layers", _all_layers),
+    "folding": (virtual.ClassTraces, "simulator", _every_rank),
+    "fast-forward": (virtual.ClassTraces, "simulator", _every_period),
     "extrapolation": (search, "Programs", _not_one_program),
     "preloaded": (processes, "START_METHOD", "spawn"),
 }

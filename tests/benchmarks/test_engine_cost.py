@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.memory.replay import replay
 
 
@@ -32,11 +32,11 @@ def cell(ranks: int) -> Cell:
 @pytest.mark.parametrize("path", ["remembered", "plain"])
 def test_trace(benchmark: Any, monkeypatch: pytest.MonkeyPatch, path: str, events: bool, ranks: int) -> None:
     """A trace in a process that has traced such a cell before, with operators remembered and without."""
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1" if path == "plain" else "")
-    trace = benchmark.pedantic(virtual.trace, (cell(ranks),), {"events": events}, rounds=3, warmup_rounds=1)
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1" if path == "plain" else "")
+    trace = benchmark.pedantic(tracing.trace, (cell(ranks),), {"events": events}, rounds=3, warmup_rounds=1)
     assert trace.memory.peak().nbytes > 0
 
 
 def test_replay_of_the_allocator(benchmark: Any) -> None:
-    log = virtual.trace(cell(64)).memory
+    log = tracing.trace(cell(64)).memory
     assert benchmark(replay, log.sizes, log.events, None).out_of_memory is None

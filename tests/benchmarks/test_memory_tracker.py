@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from tests.benchmarks.test_engine_cost import cell
 from tests.measure.engines.memory_tracker import tracked_peak
 
 
 def peak(asked: Cell) -> int:
-    return virtual.trace(asked).memory.peak().nbytes
+    return tracing.trace(asked).memory.peak().nbytes
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.memory.replay import replay
 
 pytestmark = pytest.mark.micro
@@ -36,7 +36,7 @@ def small(strategy: str, ranks: int = 4) -> Cell:
 def test_trace_of_a_rank(benchmark: Any, strategy: str) -> None:
     """With the events that a simulation reads."""
     traced = benchmark.pedantic(
-        virtual.trace, (small(strategy),), {"events": True}, rounds=10, warmup_rounds=1
+        tracing.trace, (small(strategy),), {"events": True}, rounds=10, warmup_rounds=1
     )
     assert traced.memory.peak().nbytes > 0
 
@@ -52,6 +52,6 @@ def test_simulation(benchmark: Any, strategy: str) -> None:
 
 @pytest.mark.benchmark(group="replay of the allocator", timer=time.process_time)
 def test_small_replay(benchmark: Any) -> None:
-    log = virtual.trace(small("ring_self_attention")).memory
+    log = tracing.trace(small("ring_self_attention")).memory
     found = benchmark.pedantic(replay, (log.sizes, log.events, None), rounds=10, warmup_rounds=1)
     assert found.out_of_memory is None

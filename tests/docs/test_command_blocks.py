@@ -18,7 +18,7 @@ import yaml
 from spbench.bench.command_line.cli import cli
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.tools.changes.expectations import MEANT_FILE, TARGETS_FILE, read_meant, read_targets
+from spbench.bench.tools.changes.history import MEANT_FILE, TARGETS_FILE, read_meant, read_targets
 from tests.docs.blocks import ALL_BLOCKS, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands
 from tests.docs.reader import Reader
 

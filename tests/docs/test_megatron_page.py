@@ -11,11 +11,12 @@ import yaml
 
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.measure.scenarios.choices import option_mistakes
-from spbench.bench.tools.jobs.megatron_arguments import known_arguments
+from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends
 
 ROOT = Path(__file__).parents[2]
+ARGUMENTS = argument_table("megatron").arguments
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
 
 
@@ -31,9 +32,9 @@ def rows_of(section: str) -> list[list[str]]:
 def test_every_mapped_argument_is_in_a_row() -> None:
     """Where a row's first column has the arguments."""
     told = set(re.findall(r"`(--[\w-]+)", "\n".join(re.findall(r"^\| (.*?) \|", PAGE, re.MULTILINE))))
-    mapped = {known.name for known in known_arguments().values() if known.outcome == "mapped"}
+    mapped = {known.name for known in ARGUMENTS.values() if known.outcome == "mapped"}
     assert mapped - told == set()
-    assert told <= known_arguments().keys()
+    assert told <= ARGUMENTS.keys()
 
 
 @pytest.mark.parametrize(

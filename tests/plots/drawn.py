@@ -26,10 +26,22 @@ def artists(figure: Figure, gid: str) -> list[Any]:
     return [artist for ax in figure.axes for artist in ax.get_children() if artist.get_gid() == gid]
 
 
-def points(figure: Figure, gid: str) -> list[tuple[float, float]]:
-    """The data of the one line of that id."""
-    (line,) = (artist for artist in artists(figure, gid) if isinstance(artist, Line2D))
-    return [(float(x), float(y)) for x, y in np.column_stack(line.get_data())]
+def data(figure: Figure, gid: str) -> list[Any]:
+    """The points of each line of that id, the length of each bar."""
+    return [
+        artist.get_xydata().tolist() if isinstance(artist, Line2D) else _length(artist)
+        for artist in artists(figure, gid)
+    ]
+
+
+def _length(bar: Any) -> float:
+    """Panels of bars to the right have their levels from the top down."""
+    return float(bar.get_width() if bar.axes.yaxis_inverted() else bar.get_height())
+
+
+def notes(figure: Figure) -> str:
+    """The sentences below the panels."""
+    return "\n".join(text.get_text() for text in artists(figure, "notes"))
 
 
 def labels(figure: Figure) -> list[Text]:
@@ -43,14 +55,19 @@ def legend(figure: Figure) -> list[str]:
     return [text.get_text() for text in [*labels(figure), *entries]]
 
 
-def assert_below_zero(mark: Line2D) -> None:
-    """The mark stands in the panel, below the zero of its y axis."""
+def below_zero(mark: Line2D) -> bool:
+    """Whether the mark stands in the panel, below the zero of its y axis, or of a logarithmic one below all
+    lines; of bars to the right at the left."""
     ax = mark.axes
     assert ax is not None
+    if ax.yaxis_inverted():
+        return bool(np.asarray(mark.get_xdata())[0] < 0.1)
     _, at = mark.get_transform().transform(mark.get_xydata())[0]
     _, foot = ax.transAxes.transform((0, 0))
-    _, zero = ax.transData.transform((1, 0))
-    assert foot < at < zero
+    lines = [line.get_xydata() for line in ax.lines if str(line.get_gid()).startswith("ours ")]
+    values = [y for line in lines if len(line) > 1 for _, y in line]
+    _, zero = ax.transData.transform((1, min(values, default=1) if ax.get_yscale() == "log" else 0))
+    return bool(foot < at < zero)
 
 
 def assert_valid(paths: list[Path], folder: Path, name: str) -> None:

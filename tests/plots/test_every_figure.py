@@ -1,4 +1,5 @@
-"""What holds of the figure of every packaged scenario, drawn of a row for each of its cells."""
+"""What holds of the figure of every packaged scenario, drawn of a row for each of its cells and of the
+committed published numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
@@ -24,6 +26,19 @@ from tests.plots.rows import row_of
 from tests.slow import slow
 
 Row = dict[str, Any]
+REPRODUCTION = Path(__file__).parents[2] / "results" / "reproduction"
+WITHOUT_UNIT = (
+    "number of gpus",
+    "step",
+    "per second",
+    "ours",
+    "gpus",
+    "deviation",
+    "error",
+    "measured",
+    "elements",
+    "over mean",
+)
 GIB = 2**30
 #: lines of these are numbers of GPUs, or backends, and bars of these are mesh axes or placements
 NO_METHODS = ("lasp_scalability", "lasp2_scalability", "lasp_convergence", "placement_imbalance")
@@ -60,22 +75,12 @@ def rows_of(scenario: str) -> list[Row]:
     return rows
 
 
-def comparison_of(rows: list[Row]) -> pd.DataFrame:
-    """Formulas of what is sent, for the figures that draw nothing without them."""
-    return pd.DataFrame(
-        {
-            "claim": f"a formula, {row['cell']['engine']}",
-            "cell": row["key"],
-            "strategy": row["cell"]["strategy"],
-            "quantity": "sent_elements",
-            "published": 1000.0 * row["cell"]["seq_len"],
-            "reproduced": 1000.0 * row["cell"]["seq_len"],
-            "relative_error": 0.0,
-            "status_published": "",
-        }
-        for row in rows
-        if row["cell"].get("seq_len")
-    )
+def comparison_of(scenario: str) -> pd.DataFrame:
+    """The committed comparison of a scenario, as in its comparison.csv."""
+    frames = [pd.read_csv(path) for path in sorted(REPRODUCTION.glob("*.csv"))]
+    known = pd.concat([frame for frame in frames if {"scenario", "published", "table"} <= {*frame}])
+    some = known[known["scenario"] == scenario].reset_index(drop=True)
+    return some.assign(claim=some["table"], numerator=some["cell"], denominator="")
 
 
 def drawing_of(name: str) -> Drawing:
@@ -85,35 +90,57 @@ def drawing_of(name: str) -> Drawing:
     return draw
 
 
-def sent_of(name: str, rows: list[Row]) -> pd.DataFrame:
-    return comparison_of(rows) if name in ("dsp_communication", "lasp_communication") else pd.DataFrame()
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
-def test_of_one_row_which_may_be_lost_and_of_none(scenario: str, name: str) -> None:
-    rows = rows_of(scenario)
-    for few in (rows[-1:], rows[9:10], []):
-        assert_nothing_overlaps(drawing_of(name).figure(few, sent_of(name, rows)))
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [COLUMN_INCHES, slow(PAGE_INCHES)])
 @pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
-def test_text_is_readable_and_colours_are_the_methods(scenario: str, name: str, width: float) -> None:
-    rows = rows_of(scenario)
-    grid = drawing_of(name).grid(rows, sent_of(name, rows))
-    width = PAGE_INCHES if grid.page_only else width
-    figure = grid.draw(width)
-    assert figure.get_figwidth() == width
+def test_every_figure(scenario: str, name: str, width: float) -> None:
+    """Something is drawn; texts are readable; axes say what they show; published numbers are in it; a
+    method has its colour."""
+    rows, comparison = rows_of(scenario), comparison_of(scenario)
+    grid = drawing_of(name).grid(rows, comparison)
+    figure = grid.draw(PAGE_INCHES if grid.page_only else width)
     assert figure.axes
     assert_nothing_overlaps(figure)
+    assert any(ax.lines or ax.patches for ax in figure.axes)
+    assert_axes_are_named(figure)
+    assert_published(figure, comparison)
     if name not in NO_METHODS:
-        found = colors(figure, {row["cell"]["strategy"] for row in rows})
-        assert found
-        for strategy, some in found.items():
+        shown = colors(figure, {row["cell"]["strategy"] for row in rows})
+        assert shown
+        for strategy, some in shown.items():
             expected = {tint(method_color(strategy), strength) for strength in (1, 0.6, 0.35, 0.25)}
             assert some <= expected, strategy
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("scenario", "name"), SCENARIOS.items())
+def test_every_figure_of_one_row_which_may_be_lost_and_of_none(scenario: str, name: str) -> None:
+    rows = rows_of(scenario)
+    for few in (rows[-1:], rows[9:10], []):
+        assert_nothing_overlaps(drawing_of(name).figure(few, comparison_of(scenario)))
+
+
+def assert_axes_are_named(figure: Figure) -> None:
+    """The figure says what is along its axes, with the units of what has one."""
+    names = {name for ax in figure.axes for name in (ax.get_xlabel(), ax.get_ylabel()) if name}
+    assert names
+    for name in names:
+        assert "(" in name or any(word in name.lower() for word in WITHOUT_UNIT), name
+
+
+def assert_published(figure: Figure, comparison: pd.DataFrame) -> None:
+    """The published numbers of each quantity that has lines of ours are in it, and no others."""
+    lines = [line for ax in figure.axes for line in ax.lines]
+    for quantity, some in comparison.dropna(subset="published").groupby("quantity"):
+        numbers = {float(f"{number:.6g}") for number in some["published"]}
+        ours, published = (
+            [line for line in lines if str(line.get_gid()).startswith(f"{side} {quantity} ")]
+            for side in ("ours", "published")
+        )
+        shown = {float(f"{y:.6g}") for line in published for y in np.asarray(line.get_ydata(), dtype=float)}
+        assert shown <= numbers
+        # of formulas the exact ones replace those of papers
+        assert shown == numbers or not ours or quantity == "sent_elements"
 
 
 def colors(figure: Figure, strategies: set[str]) -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import cell_names
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.executor import Installation
+from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES
@@ -30,14 +31,15 @@ groups:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """With naive.py, a strategy, and lm.py, a model; files that a test adds are forgotten afterwards."""
     monkeypatch.setenv(LOOSE_FILES, "")
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "naive.py").write_text(STRATEGY.replace('"gathered_attention"', '"naive"'))
     (tmp_path / "files" / "lm.py").write_text((EXAMPLES / "one_layer_lm.py").read_text())
     code_digest.cache_clear()
-    return tmp_path / "files"
+    yield tmp_path / "files"
+    code_digest.cache_clear()
 
 
 def test_a_scenario_names_files_beside_it(folder: Path) -> None:

@@ -10,46 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 
-from spbench.bench.measure.engines.marked_lists import DeepList, MarkedList, numbered
-from spbench.bench.measure.engines.pipeline_stages import OF_TURNS
-from spbench.bench.measure.engines.repeating_runs import NotAlike
+from spbench.bench.measure.engines.listed import (
+    NotAlike,
+    columns_of,
+    listed_log,
+    listed_program,
+    log_in_order,
+    program_in_order,
+)
+from spbench.bench.measure.engines.repeating_runs import DeepList
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.simulator.program import WAIT, Program
+from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.memory_log import MemoryLog
 
 #: how operators begin that take lists of tensors, of which a deeper model has longer ones
 _OF_LISTS = ("_foreach_", "_fused_")
+#: the phases whose buffers do not grow with the number of layers
+_OF_LAYERS = ("forward", "backward")
 #: what stands for a number that grows
 _GROWS = -1
 #: the most that a column of :attr:`Program.host` can be
 _MOST_HOST_WORK = 2**15 - 1
-#: what ends a traced step, among the phases that begin
-_END = None
 
 
 def _outside(marks: Sequence[tuple[str, int]], length: int) -> np.ndarray:
     """[length]: whether each entry of a list is outside forward and backward."""
     first = [0, *(start for _, start in marks), length]
-    outside = [True, *(name not in OF_TURNS for name, _ in marks)]
+    outside = [True, *(name not in _OF_LAYERS for name, _ in marks)]
     return np.repeat(outside, np.diff(first))
 
 
-def _without_what_grows(
-    shallow: np.ndarray, deeper: np.ndarray, may: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _without_what_grows(columns: Sequence[np.ndarray], may: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Two columns with _GROWS for the numbers of one that the other has not, where entries ``may`` grow."""
-    columns = shallow, deeper
-    others = deeper, shallow
-    made = [
-        np.where(each & ~np.isin(column, other[each_of_other]), _GROWS, column)
-        for column, other, each, each_of_other in zip(columns, others, may, may[::-1], strict=True)
+    return [
+        np.where(here & ~np.isin(column, other[there]), _GROWS, column)
+        for column, other, here, there in zip(columns, columns[::-1], may, may[::-1], strict=True)
     ]
-    return made[0], made[1]
 
 
 def _grown(column: np.ndarray, by_two_layers: np.ndarray, layers: int) -> np.ndarray:
@@ -70,73 +70,25 @@ class _DeepLog:
     def __init__(self, shallow: MemoryLog, deeper: MemoryLog, grows: bool):
         if shallow.place_names != deeper.place_names:
             raise NotAlike("other modules are called in a deeper model")
-        self._log, self._events = deeper, np.asarray(deeper.events, dtype=np.int64)
+        self._log = deeper
         logs = shallow, deeper
-        # of each event, the bytes of its storage
-        sizes = [
-            np.asarray(log.sizes, dtype=np.int64)[np.abs(np.asarray(log.events, dtype=np.int64)) - 1]
-            for log in logs
-        ]
-        may = [grows & self._made_outside(log) for log in logs]
-        alike = _without_what_grows(sizes[0], sizes[1], (may[0], may[1]))
-        self._list = DeepList(*(self._marked(log, each) for log, each in zip(logs, alike, strict=True)))
+        events = [np.asarray(log.events, dtype=np.int64) for log in logs]
+        # of each event, the bytes of its storage, and whether it was made where it may grow
+        pairs = [*zip(logs, events, strict=True)]
+        sizes = [np.asarray(log.sizes, dtype=np.int64)[np.abs(each) - 1] for log, each in pairs]
+        may = [grows & _outside(log.marks, len(each))[each > 0][np.abs(each) - 1] for log, each in pairs]
+        alike = _without_what_grows(sizes, may)
+        self._list = DeepList(
+            *(listed_log(log, each, log.ends) for log, each in zip(logs, alike, strict=True))
+        )
         # of each storage, by its number
         self._growth = np.zeros(len(deeper.sizes))
-        born = self._events > 0
-        self._growth[self._events[born] - 1] = self._list.growth(*sizes)[born]
-
-    @staticmethod
-    def _made_outside(log: MemoryLog) -> np.ndarray:
-        """Of each event, whether its storage was made outside forward and backward."""
-        events = np.asarray(log.events, dtype=np.int64)
-        made = _outside(log.marks, len(events))[events > 0]
-        return made[np.abs(events) - 1]
-
-    @staticmethod
-    def _marked(log: MemoryLog, sizes: np.ndarray) -> MarkedList:
-        events = np.asarray(log.events, dtype=np.int64)
-        number, dies = np.abs(events) - 1, events < 0
-        born_at = np.flatnonzero(~dies)
-        storages = range(len(log.sizes))
-        of_storages = [
-            np.asarray(log.streams or [0] * len(storages), dtype=np.int64),
-            numbered(map(log.tags.get, storages)),
-            numbered(map(log.workspaces.get, storages)),
-        ]
-        marks = [*((_END, end) for end in log.ends), *log.marks]
-        references = np.full(len(events), -1)
-        references[dies] = born_at[number[dies]]
-        return MarkedList([dies, sizes, *(each[number] for each in of_storages)], references, marks)
+        born = events[1] > 0
+        self._growth[events[1][born] - 1] = self._list.growth(*sizes)[born]
 
     def by(self, layers: int) -> MemoryLog:
-        source, references, marks = self._list.by(layers)
-        events = self._events[source]
-        born = events > 0
-        number = np.cumsum(born) - 1
-        like = events[born] - 1  # of each storage, the one that it is a copy of
-        log = self._log
-
-        def of_storages(given: Sequence[int]) -> np.ndarray:
-            return np.asarray(given, dtype=np.int64)[like if given else []]
-
-        def named(given: dict[int, str]) -> dict[int, str]:
-            has = np.zeros(len(log.sizes), dtype=bool)
-            has[[*given]] = True
-            some = np.flatnonzero(has[like])
-            return dict(zip(some.tolist(), map(given.__getitem__, like[some].tolist()), strict=True))
-
-        sizes = np.asarray(log.sizes, dtype=np.int64)
-        return MemoryLog(
-            sizes=_grown(sizes, self._growth, layers)[like].tolist(),
-            events=np.where(born, number + 1, -number[references] - 1).tolist(),
-            marks=[(word, first) for word, first in marks if word is not _END],
-            tags=named(log.tags),
-            ends=[first for word, first in marks if word is _END],
-            workspaces=named(log.workspaces),
-            streams=of_storages(log.streams).tolist(),
-            places=of_storages(log.places).tolist(),
-            place_names=log.place_names,
-        )
+        sizes = _grown(np.asarray(self._log.sizes, dtype=np.int64), self._growth, layers)
+        return log_in_order(self._log, self._list.by(layers), sizes)
 
 
 class _DeepProgram:
@@ -144,54 +96,32 @@ class _DeepProgram:
 
     def __init__(self, shallow: Program, deeper: Program, grows: bool):
         self._program = deeper
-        self._columns = {
-            each.name: column
-            for each in fields(Program)
-            if isinstance(column := getattr(deeper, each.name), np.ndarray)
-        }
-        others = [each.name for each in fields(Program) if each.name not in {*self._columns, "marks"}]
+        columns = columns_of(deeper)
+        others = [each.name for each in fields(Program) if each.name not in {*columns, "marks"}]
         if any(getattr(shallow, name) != getattr(deeper, name) for name in others):
             raise NotAlike("a deeper model calls other operators, or communicates in other groups")
         programs = shallow, deeper
         may = [grows & _outside(program.marks, len(program)) for program in programs]
-        amounts = {
-            name: _without_what_grows(getattr(shallow, name), getattr(deeper, name), (may[0], may[1]))
-            for name in ("nbytes", "flops")
-        }
-        self._list = DeepList(
-            *(
-                self._marked(program, {name: each[number] for name, each in amounts.items()})
-                for number, program in enumerate(programs)
-            )
-        )
-        self._growth = {
-            name: self._list.growth(getattr(shallow, name), getattr(deeper, name))
-            for name in (*amounts, "host")
-        }
-
-    def _marked(self, program: Program, amounts: dict[str, np.ndarray]) -> MarkedList:
-        waits = program.kind == WAIT
-        of_lists = np.array([name.startswith(_OF_LISTS) for name in program.names], dtype=bool)[program.name]
-        columns = {
-            **{name: getattr(program, name) for name in self._columns if name != "host"},
-            **{name: np.where(of_lists, _GROWS, amount) for name, amount in amounts.items()},
-            "partner": np.where(waits, -1, program.partner),
-        }
-        by_column = [each for column in columns.values() for each in column.reshape(len(column), -1).T]
-        return MarkedList(by_column, np.where(waits, program.partner, -1), program.marks)
+        pairs = {name: [getattr(each, name) for each in programs] for name in ("nbytes", "flops", "host")}
+        alike = {name: _without_what_grows(pairs[name], may) for name in ("nbytes", "flops")}
+        lists = []
+        for number, program in enumerate(programs):
+            of_lists = np.array([name.startswith(_OF_LISTS) for name in program.names], dtype=bool)
+            takes_lists = of_lists[program.name]
+            amounts = {name: np.where(takes_lists, _GROWS, both[number]) for name, both in alike.items()}
+            lists.append(listed_program(program, **amounts))
+        self._list = DeepList(*lists)
+        self._growth = {name: self._list.growth(*pair) for name, pair in pairs.items()}
 
     def by(self, layers: int) -> Program:
-        source, references, marks = self._list.by(layers)
         grown = {}
         for name, growth in self._growth.items():
-            wide = _grown(self._columns[name].astype(np.float64), growth, layers)
+            column = getattr(self._program, name)
+            wide = _grown(column.astype(np.float64), growth, layers)
             if name == "host" and (wide > _MOST_HOST_WORK).any():
                 raise NotAlike("the host does more between two events than a program can have")
-            grown[name] = wide.astype(self._columns[name].dtype)
-        columns = {name: column[source] for name, column in (self._columns | grown).items()}
-        partner = np.where(columns["kind"] == WAIT, references, columns["partner"])
-        known: dict[str, Any] = {**columns, "partner": partner}
-        return replace(self._program, **known, marks=tuple((word or "", first) for word, first in marks))
+            grown[name] = wide.astype(column.dtype)
+        return program_in_order(self._program, self._list.by(layers), **grown)
 
 
 class _DeepCounts:
@@ -201,7 +131,7 @@ class _DeepCounts:
         self._shallow, self._deeper = shallow, deeper
         alike = len(shallow.counts) == len(deeper.counts) and shallow.axes == deeper.axes
         for a, b in zip(shallow.counts, deeper.counts, strict=False):
-            may = grows and b.phase not in OF_TURNS
+            may = grows and b.phase not in _OF_LAYERS
             alike = alike and a == (replace(b, payload_bytes=a.payload_bytes) if may else b)
         if not alike:
             raise NotAlike("a deeper model sends other messages")

@@ -26,16 +26,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.measure.engines.engine import Engine
+from spbench.bench.measure.engines.garbage import no_cyclic_collection
 from spbench.bench.measure.engines.host_memory import limit_by_host
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import record_step, refuse_variables
 from spbench.bench.measure.engines.step_times import add_step_time, can_time, utilization
 from spbench.bench.measure.engines.timed_steps import add_timed_steps
-from spbench.bench.measure.engines.traces import ClassTraces, Trace, mismatched
+from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.engines.virtual import ClassTraces, mismatched
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.torchrun import check_gpus
 from spbench.bench.measure.trace.meter import meter_classes
@@ -212,7 +214,7 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
     Raises:
         torch.OutOfMemoryError: a GPU has no room.
     """
-    with virtual.fake_mesh(cell.mesh_sizes, rank, cell.device, BACKEND) as mesh:
+    with tracing.fake_mesh(cell.mesh_sizes, rank, cell.device, BACKEND) as mesh:
         recorder, training, inputs = _metered(cell, mesh)
         trace = Trace.of(cell, rank, recorder)
         timing = cell.timing if timed else cell.timing.model_copy(update={"warmup": 0, "samples": 1})
@@ -234,7 +236,7 @@ def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Record
 
     recorder = Recorder(mesh, events=events, further=meter_classes(cell.meters))
     generator = torch.Generator().manual_seed(SEED)
-    with recorder, virtual.no_cyclic_collection():
+    with recorder, no_cyclic_collection():
         training, inputs = record_step(cell, mesh, recorder, generator, _draw_weights)
     return recorder, training, inputs
 

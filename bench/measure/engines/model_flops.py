@@ -13,6 +13,8 @@ from functools import lru_cache
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Precision
+from spbench.bench.measure.engines.deep_models import with_layers
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
 from spbench.bench.measure.simulator.step_parts import Flops, flops_of
 from spbench.impls import loose_files
@@ -49,15 +51,11 @@ def _of_a_sequence(model: str, precision: Precision, seq_len: int) -> Flops:
     layers = getattr(made, "layers", 0)
     if layers <= 2 * made.period or layers % made.period:
         return _forward(cell)
-    from spbench.bench.measure.engines.deep_models import with_layers
-
     one, two = (_forward(with_layers(cell, n * made.period)) for n in (1, 2))
     return one.plus(two.plus(one.times(-1)).times(layers // made.period - 1))
 
 
 def _forward(cell: Cell) -> Flops:
-    from spbench.bench.measure.engines.virtual import trace  # whose times are made of what this module says
-
     program = trace(cell, events=True).program
     assert program is not None
     return flops_of(program)

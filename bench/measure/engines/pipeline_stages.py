@@ -8,15 +8,26 @@ Stages whose modules have the same form do the same in a turn of the same kind, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import nn
 
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.listed import (
+    Listed,
+    NotAlike,
+    listed_log,
+    listed_program,
+    log_in_order,
+    program_in_order,
+)
+from spbench.bench.measure.engines.plan import RankClass, stage_module
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.simulator.program import WAIT, Program
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.impls.training.pipeline import forwards_ahead
 
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
 #: many turns before it, or of its micro-batch's forward
@@ -29,10 +40,6 @@ OF_TURNS = ("forward", "backward")
 #: (step, turn); the last turn of a step is followed by its end, and set-up is before the first
 _Key = tuple[int, int]
 _SET_UP = (-1, 0)
-
-
-class NotAlike(ValueError):
-    """A trace is not made of turns that depend only on how many micro-batches the stage holds."""
 
 
 @dataclass(frozen=True)
@@ -90,116 +97,93 @@ class Turns:
         raise NotAlike(f"turn {turn} refers to turn {of}")
 
 
-class _Cut:
-    """A list with marks of phases, cut into set-up, the turns of each step, and the ends of steps.
+class _Parts:
+    """A list cut into set-up, the turns of each step, and the ends of steps.
 
     Attributes:
         keys: of the parts, in order.
         starts: the first entry of each part, and the length of the list.
-        marks: of each part, (phase, entry of the part).
+        first: of each part the number of targets before it, and the number of all.
 
     Raises:
         NotAlike: the phases are not those of turns.
     """
 
-    def __init__(self, marks: Sequence[tuple[str, int]], length: int, turns: Turns, steps: int):
-        self.turns, self.steps, self.keys = turns, steps, _keys(turns, steps)
-        names = [name for name, _ in marks]
+    def __init__(self, listed: Listed, turns: Turns, steps: int):
+        self.listed, self.turns, self.steps, self.keys = listed, turns, steps, _keys(turns, steps)
+        places = np.flatnonzero(listed.is_mark)
+        names = listed.words_of(places)
         self.starts, at = [0], 0
-        self.marks: list[list[tuple[str, int]]] = [[]]
         for _, turn in self.keys[1:]:
             end = at
             if turn < len(turns):
                 end += len(turns.phases(turn))
                 if names[at:end] != turns.phases(turn):
-                    raise NotAlike(f"turn {turn} is {', '.join(names[at:end])}")
+                    raise NotAlike(f"turn {turn} is {', '.join(map(str, names[at:end]))}")
             else:
                 while end < len(names) and names[end] not in OF_TURNS:
                     end += 1
-            start = marks[at][1] if at < end else length
-            self.starts.append(start)
-            self.marks.append([(name, first - start) for name, first in marks[at:end]])
+            self.starts.append(int(places[at]) if at < end else len(listed))
             at = end
         if at < len(names):
             raise NotAlike(f"{names[at]} comes after the last step")
-        self.starts.append(length)
+        self.starts.append(len(listed))
+        self._targets = np.flatnonzero(listed.targets)
+        self._numbers = np.concatenate(([0], np.cumsum(listed.targets)))
+        self.first = self._numbers[self.starts]
 
-    def part(self, at: int) -> slice:
-        """The entries of the part at a place of :attr:`keys`."""
-        return slice(self.starts[at], self.starts[at + 1])
+    def entries(self, part: int) -> np.ndarray:
+        """The entries of a part."""
+        return np.arange(self.starts[part], self.starts[part + 1])
+
+    def in_turns(self, turns: Turns) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The list of a stage with other turns.
+
+        Returns:
+            (of each entry, the one of this list that it is a copy of; what it refers to, -1: nothing; for
+            each part of the other turns, the part that it is a copy of)
+
+        Raises:
+            NotAlike: it cannot be told what one refers to.
+        """
+        keys, part_of = _keys(turns, self.steps), {key: part for part, key in enumerate(self.keys)}
+        likes = [part_of[step, turns.like(turn, self.turns) if step >= 0 else turn] for step, turn in keys]
+        place_of = {key: place for place, key in enumerate(keys)}
+        begins = np.cumsum([0, *(self.first[part + 1] - self.first[part] for part in likes)])
+        like = np.concatenate([self.entries(part) for part in likes])
+        targets, pieces = np.flatnonzero(self.listed.targets[like]), []
+        for (step, turn), part in zip(keys, likes, strict=True):
+            refers = self.listed.references[self.entries(part)]
+            numbers = self._numbers[refers[refers >= 0]]
+            owners = np.searchsorted(self.first[1:], numbers, side="right")
+            for owner in np.unique(owners).tolist():
+                key = self._referred(owner, self.keys[part], (step, turn), turns)
+                if key not in place_of:
+                    raise NotAlike(f"there is no turn {key}")
+                copied = likes[place_of[key]]
+                if copied != owner and not np.array_equal(self._kinds(copied), self._kinds(owner)):
+                    raise NotAlike(f"parts {self.keys[copied]} and {self.keys[owner]} differ")
+                numbers[owners == owner] += begins[place_of[key]] - self.first[owner]
+            pieces.append(refers.copy())
+            pieces[-1][refers >= 0] = targets[numbers]
+        return like, np.concatenate(pieces), likes
+
+    def _kinds(self, part: int) -> np.ndarray:
+        """What may be referred to in a part."""
+        return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
+
+    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: Turns) -> _Key:
+        """The part of other turns that the one ``of`` refers to, where its like refers to ``owner``."""
+        (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
+        if step < 0:
+            return self.keys[owner]
+        if step < there:  # as seen from the end of that step
+            at, to = len(self.turns), len(turns)
+        return step, self.turns.moved(at, turn, turns, to)
 
 
 def _keys(turns: Turns, steps: int) -> list[_Key]:
     return [_SET_UP, *((step, turn) for step in range(steps) for turn in range(len(turns) + 1))]
-
-
-class _Rearranged:
-    """The parts of a cut list, put together for other turns, and what is numbered through them.
-
-    Args:
-        first: of each part the first number that is given in it, and the number of all.
-        kinds: of each number, what it must have in common with the one that stands in its place.
-
-    Attributes:
-        likes: for each part of the other turns, the place of the part that it is a copy of.
-        shifts: by how much the numbers of that part are larger there.
-    """
-
-    def __init__(self, cut: _Cut, turns: Turns, first: Sequence[int], kinds: np.ndarray):
-        self.cut, self.turns, self.first, self.kinds = cut, turns, first, kinds
-        place = {key: at for at, key in enumerate(cut.keys)}
-        self.keys = _keys(turns, cut.steps)
-        self.likes = [
-            place[step, turns.like(turn, cut.turns) if step >= 0 else turn] for step, turn in self.keys
-        ]
-        counts = [first[at + 1] - first[at] for at in self.likes]
-        begins = np.concatenate(([0], np.cumsum(counts)))
-        self.place = {key: at for at, key in enumerate(self.keys)}
-        self.shifts = [int(begin) - first[like] for begin, like in zip(begins, self.likes, strict=False)]
-
-    def renumbered(self, place: int, numbers: np.ndarray) -> np.ndarray:
-        """The numbers that a part refers to, as the part at that place of the other turns does.
-
-        Raises:
-            NotAlike: they are of other kinds, or it cannot be told which they are.
-        """
-        owners = np.searchsorted(self.first[1:], numbers, side="right")
-        by = np.zeros(len(self.first), dtype=np.int64)
-        for owner in np.unique(owners).tolist():
-            there = self._place_of(owner, place)
-            like = self.likes[there]
-            if like != owner and not np.array_equal(self._kinds(like), self._kinds(owner)):
-                raise NotAlike(f"parts {self.cut.keys[like]} and {self.cut.keys[owner]} differ")
-            by[owner] = self.shifts[there] + self.first[like] - self.first[owner]
-        return numbers + by[owners]
-
-    def _kinds(self, at: int) -> np.ndarray:
-        return self.kinds[self.first[at] : self.first[at + 1]]
-
-    def _place_of(self, owner: int, place: int) -> int:
-        """The place of the part that the one at ``place`` refers to, where its like refers to ``owner``."""
-        (step, turn), (step_there, to) = self.cut.keys[owner], self.keys[place]
-        if step < 0:
-            return owner
-        of_like = self.cut.keys[self.likes[place]][1]
-        if step < step_there:  # as seen from the end of that step
-            of_like, to = len(self.cut.turns), len(self.turns)
-        key = step, self.cut.turns.moved(of_like, turn, self.turns, to)
-        if key not in self.place:
-            raise NotAlike(f"there is no turn {key}")
-        return self.place[key]
-
-    def joined(self, values: np.ndarray) -> np.ndarray:
-        """What each part has of a list, for all parts of the other turns."""
-        return np.concatenate([values[self.cut.part(at)] for at in self.likes])
-
-    def marks(self) -> list[tuple[str, int]]:
-        """The marks of the phases."""
-        found, start = [], 0
-        for at in self.likes:
-            found += [(name, start + first) for name, first in self.cut.marks[at]]
-            start += self.cut.starts[at + 1] - self.cut.starts[at]
-        return found
 
 
 def put_together(trace: Trace, held: Turns, turns: Turns) -> Trace:
@@ -208,78 +192,88 @@ def put_together(trace: Trace, held: Turns, turns: Turns) -> Trace:
     Raises:
         NotAlike: it cannot be told from that trace.
     """
-    program = None if trace.program is None else _program(trace.program, held, turns)
+    program = None
+    if trace.program is not None:
+        parts = _Parts(listed_program(trace.program), held, 1)
+        like, references, _ = parts.in_turns(turns)
+        program = program_in_order(trace.program, parts.listed.order(like, references))
     memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
     return replace(trace, memory=memory, host_memory=on_host, program=program)
 
 
 def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
-    events, sizes = np.asarray(log.events, dtype=np.int64), np.asarray(log.sizes, dtype=np.int64)
-    cut = _Cut(log.marks, len(events), held, len(log.step_ends))
-    first = np.concatenate(([0], np.cumsum(events > 0)))[cut.starts].tolist()
-    whole = _Rearranged(cut, turns, first, sizes)
-    numbers = [
-        np.sign(part) * (whole.renumbered(place, np.abs(part) - 1) + 1)
-        for place, part in enumerate(events[cut.part(at)] for at in whole.likes)
+    sizes = np.asarray(log.sizes, dtype=np.int64)
+    listed = listed_log(log, sizes[np.abs(np.asarray(log.events, dtype=np.int64)) - 1], ())
+    parts = _Parts(listed, held, len(log.step_ends))
+    like, references, likes = parts.in_turns(turns)
+    together = log_in_order(log, listed.order(like, references))
+    # of each part its first event, in both logs; a step ends as long after its last part begins
+    begins = np.concatenate(([0], np.cumsum(~listed.is_mark)))[parts.starts]
+    begins_there = np.cumsum([0, *(begins[part + 1] - begins[part] for part in likes)])
+    last = [place for place, (_, turn) in enumerate(_keys(turns, parts.steps)) if turn == len(turns)]
+    together.ends = [
+        int(begins_there[place] + end - begins[likes[place]])
+        for place, end in zip(last, log.ends, strict=False)
     ]
-
-    def of_storages(known: Mapping[int, str]) -> dict[int, str]:
-        by_part: list[list[int]] = [[] for _ in cut.keys]
-        for number, part in zip(known, np.searchsorted(first[1:], [*known], side="right"), strict=True):
-            by_part[part].append(number)
-        pairs = zip(whole.likes, whole.shifts, strict=True)
-        return {number + by: known[number] for like, by in pairs for number in by_part[like]}
-
-    ends: list[int] = []
-    start = 0
-    for (_, turn), like, part in zip(whole.keys, whole.likes, numbers, strict=True):
-        if turn == len(turns) and log.ends:
-            ends.append(start + log.ends[len(ends)] - cut.starts[like])
-        start += len(part)
-
-    def born(of_storages: np.ndarray) -> list[int]:
-        parts = [of_storages[first[at] : first[at + 1]] for at in whole.likes]
-        return np.concatenate(parts).tolist() if len(of_storages) else []
-
-    return MemoryLog(
-        sizes=born(sizes),
-        events=np.concatenate(numbers).tolist(),
-        marks=whole.marks(),
-        tags=of_storages(log.tags),
-        ends=ends,
-        workspaces=of_storages(log.workspaces),
-        places=born(np.asarray(log.places)),
-        streams=born(np.asarray(log.streams)),
-        place_names=log.place_names,
-    )
+    return together
 
 
-def _program(program: Program, held: Turns, turns: Turns) -> Program:
-    cut = _Cut(program.marks, len(program), held, 1)
-    whole = _Rearranged(cut, turns, cut.starts, program.kind)
-    columns: dict[str, Any] = {
-        field.name: whole.joined(column)
-        for field in fields(program)
-        if isinstance(column := getattr(program, field.name), np.ndarray)
+def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> list[Trace]:
+    """The trace of the first rank of each of a cell's rank classes; arguments as of :func:`trace`."""
+    alike: dict[Hashable, dict[int, list[int]]] = {}
+    for each in classes:
+        ahead = forwards_ahead(cell.training.schedule, each.stage, cell.training.micro_batches)
+        alike.setdefault(_form(cell, each), {}).setdefault(ahead, []).append(each.first)
+    traces = {
+        rank: replace(made, rank=rank)
+        for by_ahead in alike.values()
+        for ranks, made in _by_ahead(by_ahead, cell, events)
+        for rank in ranks
     }
-    partners = []
-    for place, at in enumerate(whole.likes):
-        partner = program.partner[cut.part(at)].copy()
-        waits = program.kind[cut.part(at)] == WAIT
-        partner[waits] = whole.renumbered(place, partner[waits])
-        partners.append(partner)
-    return replace(program, **columns | {"partner": np.concatenate(partners), "marks": tuple(whole.marks())})
+    return [traces[each.first] for each in classes]
 
 
-def same(ours: Trace, theirs: Trace) -> bool:
-    """Whether two traces have the same memory logs, counts of communication and program."""
-    if ours.memory != theirs.memory or ours.communication.counts != theirs.communication.counts:
-        return False
-    if ours.host_memory != theirs.host_memory:
-        return False
-    if ours.program is None or theirs.program is None:
-        return ours.program is theirs.program
-    pairs = [
-        (getattr(ours.program, field.name), getattr(theirs.program, field.name)) for field in fields(Program)
-    ]
-    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+def _by_ahead(
+    ranks: Mapping[int, Sequence[int]], cell: Cell, events: bool
+) -> Iterator[tuple[Sequence[int], Trace]]:
+    """Ranks whose stages have the same form, and the trace of each of them.
+
+    The two traced stages with the fewest micro-batches give the proof: the trace of the second, put together
+    from that of the first, must equal the traced one in every field. If it does not, each stage is traced.
+
+    Args:
+        ranks: by how many micro-batches they run ahead; ranks that hold as many have one trace.
+    """
+    source: tuple[Trace, Turns] | None = None
+    proved = False
+    for ahead in sorted(ranks):
+        turns, made = Turns(cell.training.micro_batches, ahead), None
+        if source is not None and turns.complete:
+            try:
+                made = put_together(*source, turns)
+            except NotAlike:
+                source, proved = None, False
+        if made is None or not proved:
+            traced = trace(cell, ranks[ahead][0], events=events)
+            if made is not None:
+                proved = made.same(traced)
+            if turns.complete and not proved:
+                source = traced, turns
+            made = traced
+        yield ranks[ahead], made
+
+
+def _form(cell: Cell, each: RankClass) -> Hashable:
+    """What the trace of a rank depends on, beside how many micro-batches its stage holds: whether the stage
+    is the first or the last, the rank's place in its strategy, and its modules with their settings."""
+    if cell.training.schedule == "interleaved":
+        return each.first
+    modules = tuple(_settings(module) for module in stage_module(cell, each).modules())
+    return each.stage.first, each.stage.last, tuple(each.coordinates.items()), modules
+
+
+def _settings(module: nn.Module) -> Hashable:
+    own = vars(module).items()
+    plain = tuple((name, value) for name, value in own if isinstance(value, (bool, int, float, str)))
+    shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in module.named_parameters(recurse=False))
+    return type(module), plain, shapes

@@ -13,32 +13,12 @@ number of layers: backward frees in its block j what forward made in block n - 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from spbench.bench.measure.engines.listed import Listed, NotAlike, Order
 from spbench.bench.measure.memory.repeated_events import in_common
-
-
-class NotAlike(ValueError):
-    """Lists of two depths do not say what that of a third is."""
-
-
-@dataclass(frozen=True)
-class Entries:
-    """A list in order.
-
-    Attributes:
-        tokens: [entries]: what each is, all but what it refers to.
-        references: [entries]: the entry that each refers to; -1: none.
-    """
-
-    tokens: np.ndarray
-    references: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 class Run(NamedTuple):
@@ -105,7 +85,7 @@ def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
     return found
 
 
-class Deepened:
+class DeepList:
     """What the lists of two models say of that of a deeper one.
 
     Args:
@@ -119,9 +99,9 @@ class Deepened:
         NotAlike: they do not say it.
     """
 
-    def __init__(self, shallow: Entries, deeper: Entries):
+    def __init__(self, shallow: Listed, deeper: Listed):
         self._runs = runs_of(shallow.tokens, deeper.tokens)
-        self._deeper = deeper
+        self._shallow, self._deeper = shallow, deeper
         # of each entry its place in the first block of its run, the number of its block (-1: the part before
         # the first), and its run (-1: it is in none); of the shallower list in terms of the deeper one
         self._base, self._block = np.arange(len(deeper)), np.zeros(len(deeper), dtype=np.int64)
@@ -190,11 +170,17 @@ class Deepened:
             # blocks in reverse count from the last layer on, others from the first
             self._by_layer[here] = by_block < 0
 
-    def by(self, layers: int) -> tuple[np.ndarray, np.ndarray]:
-        """The list of a model with that many layers more than the shallower one.
+    def growth(self, of_shallow: np.ndarray, of_deeper: np.ndarray) -> np.ndarray:
+        """By how much a column of the list grows with two layers, for each row of the deeper one."""
+        both = (self.counterpart >= 0) & ~self._deeper.is_mark
+        row, row_there = self._deeper.source[both], self._shallow.source[self.counterpart[both]]
+        growth = np.zeros(of_deeper.shape, dtype=np.float64)
+        growth[row] = of_deeper[row].astype(np.float64) - of_shallow[row_there]
+        return growth
 
-        Returns:
-            (of each entry, the one of the deeper list that it is a copy of; what each refers to, -1 nothing)
+    def by(self, layers: int) -> Order:
+        """The list of a model with that many layers more than the shallower one, of copies of entries of the
+        deeper one.
 
         Raises:
             NotAlike: something would refer to what is not there.
@@ -224,4 +210,4 @@ class Deepened:
             raise NotAlike("an entry refers to a block that is not there")
         references = np.full(len(like), -1)
         references[refers] = begins[target[of]] + block * lengths[of]
-        return like, references
+        return self._deeper.order(like, references)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.extrapolate import DEPTHS, NotOneProgram, Programs
 from spbench.bench.measure.engines.host_memory import host_is_full
@@ -22,8 +22,9 @@ from spbench.bench.measure.engines.quantities import Candidates
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.shallow_needs import ShallowNeeds
 from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.engines.traces import ClassTraces, Trace
+from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measurement import Measurement
@@ -105,7 +106,7 @@ class Boundary:
         if layers is not None:
             options = {**cell.model_options, "layers": layers * cell.sizes.pp * self.period}
             cell = cell.model_copy(update={"model_options": options})
-        return virtual.trace(cell, rank_classes(cell)[self.predicted].first)
+        return tracing.trace(cell, rank_classes(cell)[self.predicted].first)
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.model_flops import checked_flops, model_flops
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.measure.simulator.substitutes import Substitute
+from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
 from spbench.impls.models.model import model_preset
-
-if TYPE_CHECKING:
-    from spbench.bench.cell import Cell
-    from spbench.bench.measure.simulator.substitutes import Substitute
-    from spbench.bench.measure.simulator.timeline import Timeline
 
 #: the least share of a step for which it is named what some work is priced by
 NAMED = 0.01

@@ -18,9 +18,9 @@ import json
 import logging
 import platform
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -76,22 +76,30 @@ def used() -> Iterator[None]:
         _cache = before
 
 
-def kept(cell: Cell, rank: int, events: bool, trace: Callable[[], Trace]) -> Trace:
-    """What ``trace`` returns, or has returned in an earlier run.
+@dataclass
+class Kept:
+    """A trace that is kept, or will be; None: it is yet to be made."""
+
+    trace: Trace | None = None
+
+
+@contextmanager
+def making(cell: Cell, rank: int, events: bool) -> Iterator[Kept]:
+    """The trace of a rank of a cell as an earlier run has kept it, and if there is none, the place for the
+    one that is made inside; one process at a time is inside for the same trace.
 
     Args:
         events: whether the trace has a program.
-        trace: makes the trace of that rank of the cell.
     """
     if _cache is None:
-        return trace()
+        yield Kept()
+        return
     key = trace_key(cell, rank, events)
     with _cache.making(key):
-        if (found := _read(_cache, key, cell)) is not None:
-            return found
-        made = trace()
-        _cache.write(key, to_bytes(made))
-        return made
+        kept = Kept(earlier := _read(_cache, key, cell))
+        yield kept
+        if kept.trace is not None and kept.trace is not earlier:
+            _cache.write(key, to_bytes(kept.trace))
 
 
 def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:

@@ -1,30 +1,22 @@
-"""Traces: what the meters saw of a rank's step, and of all classes of ranks that run the same program."""
+"""A trace: what the meters saw of a rank's step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines.garbage import no_cyclic_collection
-from spbench.bench.measure.engines.host_memory import host_peaks, limit_by_host
-from spbench.bench.measure.engines.memory_hints import needs
-from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
-from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of
-from spbench.bench.measure.engines.step_times import add_simulated_time
-from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
-from spbench.bench.measure.simulator.costs import RatesUnknown
+from spbench.bench.measure.engines.host_memory import host_peaks
+from spbench.bench.measure.engines.plan import Plan, plan
+from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, needs
 from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measurement import Measurement
-from spbench.impls.models.model import model_preset
 
 
 @dataclass(frozen=True)
@@ -52,6 +44,15 @@ class Trace:
         log, on_host = recorder.memory.stop(), recorder.host_memory.stop()
         program = recorder.events.program() if recorder.events is not None else None
         return cls(cell, rank, log, recorder.communication, program, recorder.found(), on_host)
+
+    def same(self, other: Trace) -> bool:
+        """Whether both have the same logs of memory, counts of communication, and program."""
+        ours, theirs = self.program, other.program
+        return (
+            (self.memory, self.host_memory) == (other.memory, other.host_memory)
+            and self.communication.counts == other.communication.counts
+            and (ours is theirs if ours is None or theirs is None else _same_program(ours, theirs))
+        )
 
     def measurement(
         self, capacity: int | None, planned: Plan | None = None, whole: bool = False
@@ -92,124 +93,6 @@ class Trace:
         return measurement
 
 
-def largest(by_rank: Sequence[Measurement]) -> Measurement:
-    """The measurement with the largest peak, or of a rank that runs out of memory."""
-    return max(by_rank, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
-
-
-def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
-    """The measurement of a cell from those of its ranks, of which there is at least the first of each class.
-
-    Memory is that of the rank with the largest peak, or of one that runs out of memory, and of a node's host
-    where its ranks hold something there: status oom if that is more than it has. Communication and
-    closed form are those of the ranks that send most in its pipeline stage (the last of a ring may send
-    nothing). A rank that sends other bytes than its closed form says makes the status mismatch.
-    """
-    worst = largest(by_rank)
-    by_class = [entry for m in by_rank for entry in m.by_class if entry["rank"] == m.peak_rank]
-    sender = sending_class(cell, worst.peak_rank).first
-    sends = next(m for m in by_rank if m.peak_rank == sender)
-    differences = [entry for m in by_rank for entry in m.formula_difference]
-    changes = {
-        "by_class": by_class,
-        "communication": sends.communication,
-        "formula": sends.formula,
-        "formula_difference": differences,
-        "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
-    }
-    found = worst.model_copy(update=changes)
-    return mismatched(limit_by_host(found, cell, by_rank))
-
-
-def mismatched(found: Measurement) -> Measurement:
-    """The measurement, with the status mismatch where meter and closed form disagree."""
-    if found.formula_difference:
-        found.status, found.reason = "mismatch", _mismatch(found.formula_difference)
-    return found
-
-
-def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
-    first = differences[0]
-    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    return (
-        f"{first['phase']} {first['collective']} on rank {first['rank']}: {first['metered_bytes']} bytes, "
-        f"{first['formula_bytes']} by the closed form{more}"
-    )
-
-
-@dataclass(frozen=True)
-class ClassTraces:
-    """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
-
-    Attributes:
-        fold: whether a simulation leaves out ranks and periods that do as others do, see :class:`Simulator`,
-            and a replay of memory what repeats.
-    """
-
-    cell: Cell
-    classes: Sequence[RankClass]
-    traces: Sequence[Trace]
-    fold: bool = True
-
-    @cached_property
-    @no_cyclic_collection()
-    def by_class(self) -> list[Measurement]:
-        """The measurement of each class, without times."""
-        capacity = usable_memory_bytes(self.cell)
-        planned = plan(self.cell)
-        return [trace.measurement(capacity, planned, whole=not self.fold) for trace in self.traces]
-
-    def measurement(self) -> Measurement:
-        """The cell's measurement, with times where the programs were recorded and the step fits."""
-        found = self.memory_measurement()
-        if found.status == "ok":
-            self.add_time(found)
-        return found
-
-    @no_cyclic_collection()
-    def add_time(self, found: Measurement) -> None:
-        """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
-        a rate that they need, the reason says so."""
-        if not self.timed:
-            return
-        try:
-            timeline = self.simulator()()
-        except RatesUnknown as error:
-            found.reason = found.reason or f"no time: {error}"
-        else:
-            add_simulated_time(found, self.cell, timeline)
-
-    def memory_measurement(self) -> Measurement:
-        """The cell's measurement without times."""
-        return merged(self.cell, self.by_class).model_copy(update={"imbalance": imbalance(self.cell)})
-
-    @property
-    def timed(self) -> bool:
-        """Whether the order of events was recorded, which a step time needs."""
-        return all(trace.program is not None for trace in self.traces)
-
-    def worst(self) -> Trace:
-        """The trace of the class with the largest peak, or of one that runs out of memory."""
-        return self.traces[self.by_class.index(largest(self.by_class))]
-
-    def simulator(self, cluster: Cluster | None = None) -> Simulator:
-        """The simulation of the whole world; on the cell's own cluster if none is given.
-
-        Raises:
-            RatesUnknown: the cluster lacks a figure.
-            ValueError: the programs were not recorded.
-        """
-        axis = marked_axis(self.cell)
-        programs = [trace.program for trace in self.traces if trace.program is not None]
-        if len(programs) < len(self.traces):
-            raise ValueError(f"{self.cell.key} was traced without its events, which a simulation needs")
-        return Simulator(
-            programs,
-            [each.ranks for each in self.classes],
-            cluster or load_cluster(self.cell.cluster),
-            self.cell.precision,
-            model_parameters(self.cell),
-            self.fold,
-            model_preset(*self.cell.model_arguments).attention_kernel,
-            None if axis is None else [*self.cell.mesh_sizes].index(axis),
-        )
+def _same_program(ours: Program, theirs: Program) -> bool:
+    pairs = [(getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(Program)]
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)

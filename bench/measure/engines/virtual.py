@@ -1,56 +1,28 @@
-"""The virtual engine: the real training step of one rank of N, on fake tensors and a fake process group.
-
-No data exists, so a laptop plays any rank of any world at the paper's full shapes. What is measured
-comes from the same meters that watch real ranks.
-"""
+"""The virtual engine: a rank of each class of ranks is traced, and the time of all is simulated."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import trace_cache
-from spbench.bench.measure.engines.deep_models import deep_trace
+from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.garbage import no_cyclic_collection
-from spbench.bench.measure.engines.pipeline_stages import NotAlike, Turns, put_together, same
-from spbench.bench.measure.engines.plan import RankClass, plan, rank_classes, stage_module
-from spbench.bench.measure.engines.setup import record_step, workspace_bytes
-from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.engines.traces import ClassTraces, Trace
-from spbench.bench.measure.processes.starting import environment_with
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
-from spbench.bench.measure.trace.meter import meter_classes
-from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.trace.torch_internals import (
-    FakeStore,
-    FakeTensorMode,
-    check_internals,
-    disable_fake_tensor_cache,
-    too_large_unsupported,
-)
+from spbench.bench.measure.engines.host_memory import limit_by_host
+from spbench.bench.measure.engines.pipeline_stages import stage_traces
+from spbench.bench.measure.engines.plan import RankClass, model_parameters, plan, rank_classes, sending_class
+from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
+from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.tracing import takes_plain_path, trace
+from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.simulator.costs import RatesUnknown
+from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement
-from spbench.impls.axes import device_mesh, ranks_along
-from spbench.impls.training.pipeline import forwards_ahead
-
-#: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
-#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, the allocator serves each
-#: event, and every step of every rank is simulated (:mod:`measure.simulator.folding`,
-#: :mod:`measure.simulator.fast_forward`)
-PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
-
-
-def only_plain_traces() -> AbstractContextManager[None]:
-    """Inside, this process and those that it starts take the plain path; see :data:`PLAIN_TRACE`."""
-    return environment_with({PLAIN_TRACE: "1"})
+from spbench.impls.models.model import model_preset
 
 
 class VirtualEngine(Engine):
@@ -78,65 +50,127 @@ class VirtualEngine(Engine):
         return trace_classes(cell, events=can_time(cell)).measurement()
 
 
-@contextmanager
-def fake_mesh(
-    sizes: Mapping[str, int], rank: int, device: str = "cpu", backend: str = "fake"
-) -> Iterator[DeviceMesh]:
-    """A device mesh as ``rank`` of a world of fake ranks sees it.
+def largest(by_rank: Sequence[Measurement]) -> Measurement:
+    """The measurement with the largest peak, or of a rank that runs out of memory."""
+    return max(by_rank, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
 
-    Args:
-        sizes: ranks along each axis, in the order of the mesh; axes that are left out have one.
-        device: type of the device on which tensors are.
-        backend: of torch.distributed, whose groups need no other process.
+
+def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
+    """The measurement of a cell from those of its ranks, of which there is at least the first of each class.
+
+    Memory is that of the rank with the largest peak, or of one that runs out of memory, and of a node's host
+    where its ranks hold something there: status oom if that is more than it has. Communication and
+    closed form are those of the ranks that send most in its pipeline stage (the last of a ring may send
+    nothing). A rank that sends other bytes than its closed form says makes the status mismatch.
     """
-    if dist.is_initialized():
-        raise RuntimeError("a process group exists already; the virtual engine makes its own")
-    dist.init_process_group(backend, rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
-    try:
-        yield device_mesh(sizes, device)
-    finally:
-        dist.destroy_process_group()
+    worst = largest(by_rank)
+    by_class = [entry for m in by_rank for entry in m.by_class if entry["rank"] == m.peak_rank]
+    sender = sending_class(cell, worst.peak_rank).first
+    sends = next(m for m in by_rank if m.peak_rank == sender)
+    differences = [entry for m in by_rank for entry in m.formula_difference]
+    changes = {
+        "by_class": by_class,
+        "communication": sends.communication,
+        "formula": sends.formula,
+        "formula_difference": differences,
+        "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
+    }
+    found = worst.model_copy(update=changes)
+    return mismatched(limit_by_host(found, cell, by_rank))
 
 
-def _plain() -> bool:
-    return bool(os.environ.get(PLAIN_TRACE))
+def mismatched(found: Measurement) -> Measurement:
+    """The measurement, with the status mismatch where meter and closed form disagree."""
+    if found.formula_difference:
+        found.status, found.reason = "mismatch", _mismatch(found.formula_difference)
+    return found
 
 
-def trace(cell: Cell, rank: int = 0, *, events: bool = False) -> Trace:
-    """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
-    cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
+def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
+    first = differences[0]
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    return (
+        f"{first['phase']} {first['collective']} on rank {first['rank']}: {first['metered_bytes']} bytes, "
+        f"{first['formula_bytes']} by the closed form{more}"
+    )
 
-    Raises:
-        Unsupported: the strategy cannot run these sizes.
+
+@dataclass(frozen=True)
+class ClassTraces:
+    """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
+
+    Attributes:
+        fold: whether a simulation leaves out ranks and periods that do as others do, see :class:`Simulator`,
+            and a replay of memory what repeats.
     """
-    plan(cell)
-    if cell.meters or _plain():
-        made = _traced(cell, rank, events)
-    else:
 
-        def kept(one: Cell) -> Trace:
-            return trace_cache.kept(one, rank, events, lambda: _traced(one, rank, events))
+    cell: Cell
+    classes: Sequence[RankClass]
+    traces: Sequence[Trace]
+    fold: bool = True
 
-        # what is put together is not kept: that takes longer than putting it together again
-        made = deep_trace(cell, rank, kept)
-    return replace(made, memory=made.memory.with_workspaces(workspace_bytes(cell)))
+    @cached_property
+    @no_cyclic_collection()
+    def by_class(self) -> list[Measurement]:
+        """The measurement of each class, without times."""
+        capacity = usable_memory_bytes(self.cell)
+        planned = plan(self.cell)
+        return [trace.measurement(capacity, planned, whole=not self.fold) for trace in self.traces]
 
+    def measurement(self) -> Measurement:
+        """The cell's measurement, with times where the programs were recorded and the step fits."""
+        found = self.memory_measurement()
+        if found.status == "ok":
+            self.add_time(found)
+        return found
 
-def _traced(cell: Cell, rank: int, events: bool) -> Trace:
-    check_internals()
-    further = meter_classes(cell.meters)
-    with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():
-        mode = FakeTensorMode()
-        recorder: Recorder
-        cache: AbstractContextManager[None]
-        if further or _plain():
-            recorder, cache = Recorder(mesh, events=events, further=further), nullcontext()
+    @no_cyclic_collection()
+    def add_time(self, found: Measurement) -> None:
+        """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
+        a rate that they need, the reason says so."""
+        if not self.timed:
+            return
+        try:
+            timeline = self.simulator()()
+        except RatesUnknown as error:
+            found.reason = found.reason or f"no time: {error}"
         else:
-            # what it remembers stands before the mode's own cache, which would only cost its entries
-            recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
-        with mode, recorder, cache, too_large_unsupported():
-            record_step(cell, mesh, recorder)
-        return Trace.of(cell, rank, recorder)
+            add_simulated_time(found, self.cell, timeline)
+
+    def memory_measurement(self) -> Measurement:
+        """The cell's measurement without times."""
+        return merged(self.cell, self.by_class).model_copy(update={"imbalance": imbalance(self.cell)})
+
+    @property
+    def timed(self) -> bool:
+        """Whether the order of events was recorded, which a step time needs."""
+        return all(trace.program is not None for trace in self.traces)
+
+    def worst(self) -> Trace:
+        """The trace of the class with the largest peak, or of one that runs out of memory."""
+        return self.traces[self.by_class.index(largest(self.by_class))]
+
+    def simulator(self, cluster: Cluster | None = None) -> Simulator:
+        """The simulation of the whole world; on the cell's own cluster if none is given.
+
+        Raises:
+            RatesUnknown: the cluster lacks a figure.
+            ValueError: the programs were not recorded.
+        """
+        axis = marked_axis(self.cell)
+        programs = [trace.program for trace in self.traces if trace.program is not None]
+        if len(programs) < len(self.traces):
+            raise ValueError(f"{self.cell.key} was traced without its events, which a simulation needs")
+        return Simulator(
+            programs,
+            [each.ranks for each in self.classes],
+            cluster or load_cluster(self.cell.cluster),
+            self.cell.precision,
+            model_parameters(self.cell),
+            self.fold,
+            model_preset(*self.cell.model_arguments).attention_kernel,
+            None if axis is None else [*self.cell.mesh_sizes].index(axis),
+        )
 
 
 def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
@@ -145,78 +179,9 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    classes = rank_classes(cell)
-
-    def traced(rank: int) -> Trace:
-        return trace(cell, rank, events=events)
-
-    if cell.sizes.pp == 1 or cell.meters or _plain():
-        traces = [traced(each.first) for each in classes]
+    classes, plain = rank_classes(cell), takes_plain_path()
+    if cell.sizes.pp == 1 or cell.meters or plain:
+        traces = [trace(cell, each.first, events=events) for each in classes]
     else:
-        traces = stage_traces(cell, classes, traced)
-    return ClassTraces(cell, classes, traces, fold=not _plain())
-
-
-def stage_traces(cell: Cell, classes: Sequence[RankClass], trace: Callable[[int], Trace]) -> list[Trace]:
-    """The trace of the first rank of each of a cell's rank classes.
-
-    Args:
-        trace: traces a rank.
-    """
-    alike: dict[Hashable, dict[int, list[int]]] = {}
-    for each in classes:
-        ahead = forwards_ahead(cell.training.schedule, each.stage, cell.training.micro_batches)
-        alike.setdefault(_form(cell, each), {}).setdefault(ahead, []).append(each.first)
-    traces = {
-        rank: replace(made, rank=rank)
-        for by_ahead in alike.values()
-        for ranks, made in _by_ahead(by_ahead, cell.training.micro_batches, trace)
-        for rank in ranks
-    }
-    return [traces[each.first] for each in classes]
-
-
-def _by_ahead(
-    ranks: Mapping[int, Sequence[int]], micro_batches: int, trace: Callable[[int], Trace]
-) -> Iterator[tuple[Sequence[int], Trace]]:
-    """Ranks whose stages have the same form, and the trace of each of them.
-
-    The two traced stages with the fewest micro-batches give the proof: the trace of the second, put together
-    from that of the first, must equal the traced one in every field. If it does not, each stage is traced.
-
-    Args:
-        ranks: by how many micro-batches they run ahead; ranks that hold as many have one trace.
-    """
-    source: tuple[Trace, Turns] | None = None
-    proved = False
-    for ahead in sorted(ranks):
-        turns, made = Turns(micro_batches, ahead), None
-        if source is not None and turns.complete:
-            try:
-                made = put_together(*source, turns)
-            except NotAlike:
-                source, proved = None, False
-        if made is None or not proved:
-            traced = trace(ranks[ahead][0])
-            if made is not None:
-                proved = same(made, traced)
-            if turns.complete and not proved:
-                source = traced, turns
-            made = traced
-        yield ranks[ahead], made
-
-
-def _form(cell: Cell, each: RankClass) -> Hashable:
-    """What the trace of a rank depends on, beside how many micro-batches its stage holds: whether the stage
-    is the first or the last, the rank's place in its strategy, and its modules with their settings."""
-    if cell.training.schedule == "interleaved":
-        return each.first
-    modules = tuple(_settings(module) for module in stage_module(cell, each).modules())
-    return each.stage.first, each.stage.last, tuple(each.coordinates.items()), modules
-
-
-def _settings(module: nn.Module) -> Hashable:
-    own = vars(module).items()
-    plain = tuple((name, value) for name, value in own if isinstance(value, (bool, int, float, str)))
-    shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in module.named_parameters(recurse=False))
-    return type(module), plain, shapes
+        traces = stage_traces(cell, classes, events=events)
+    return ClassTraces(cell, classes, traces, fold=not plain)

@@ -49,7 +49,7 @@ _OPERATORS = {
 
 
 class _Board:
-    """What the ranks of a job leave for each other.
+    """Messages and collectives under way among the ranks of a job.
 
     Attributes:
         lock: of the rank whose turn it is.
@@ -119,15 +119,15 @@ class _Meeting(dist.Work):
 class LockstepGroup(dist.ProcessGroup):
     """A process group of ranks in threads of this process; see :mod:`measure.processes.lockstep_ranks`."""
 
-    def __init__(self, made: Any, options: object = None):
-        super().__init__(made.group_rank, made.group_size)
+    def __init__(self, place: Any, options: object = None):
+        super().__init__(place.group_rank, place.group_size)
         self._board: _Board = _here.board
         self._mine: int = _here.rank
-        self._ranks = tuple(made.global_ranks_in_group) or tuple(range(made.group_size))
-        self._name, self._number = made.group_id, 0
-        self._key = made.group_id, self._ranks
+        self._ranks = tuple(place.global_ranks_in_group) or tuple(range(place.group_size))
+        self._name, self._number = place.group_id, 0
+        self._key = place.group_id, self._ranks
         # torch's fake group is below, so that meters see the operators of collectives
-        fake = FakeProcessGroup._create_internal(made.group_rank, made.group_size)
+        fake = FakeProcessGroup._create_internal(place.group_rank, place.group_size)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
 
@@ -241,7 +241,7 @@ def _worlds() -> Iterator[None]:
 
 
 class LockstepRanks(Ranks):
-    """Any number of ranks that take turns in this process; A job of theirs has no limit of time."""
+    """Any number of ranks that take turns in this process; their jobs have no time limit."""
 
     size = 2**16
 

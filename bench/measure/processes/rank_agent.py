@@ -32,14 +32,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.processes.child import when_parent_is_gone
 from spbench.bench.measure.processes.rank_job import Answer, Job
-from spbench.bench.measure.processes.rank_process import RankProcess, Rendezvous
-from spbench.bench.measure.processes.starting import (
-    STACKS_FOLDER,
-    stacks_of,
-    starting_context,
-    when_parent_is_gone,
-)
+from spbench.bench.measure.processes.rank_pool import RankProcess, Rendezvous
+from spbench.bench.measure.processes.stacks import STACKS_FOLDER, stacks_of
+from spbench.bench.measure.processes.starting import starting_context
 
 #: seconds between two signs of life of an agent, and without one until its machine is taken for lost
 BEAT_S, LOST_S = 1.0, 15.0
@@ -153,21 +150,21 @@ class _Agent:
             environment = {**os.environ, STACKS_FOLDER: str(self.folder)}
             self.process = RankProcess(self.launched.rendezvous, self.launched.local_rank, environment)
         process = self.process
-        process.send(job, self.launched.rank)
+        process.give(job, self.launched.rank)
         while not process.connection.poll(_POLL_S):
             if self.store.check([f"over/{job.number}"]):
                 wanted = self.store.check([f"stacks/{job.number}"])
                 log = stacks_of(self.folder, [process.process.pid]) if wanted else ""
                 self._end_process()
                 return Answer(self.launched.rank, status="failed", text="ended with its job", log=log)
-        answer = process.receive()
+        answer = process.answer()
         if process.busy:  # dead
             self._end_process()
         return answer  # the process stays until the next job, as other ranks may still read from it
 
     def _end_process(self) -> None:
         if self.process is not None:
-            self.process.kill()
+            self.process.end()
             self.process = None
 
     def _beat(self, store: dist.Store) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,14 +21,6 @@ NO_END = "no end within its limit of"
 
 #: of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
 Fate = Literal["failed", "oom", "timeout"]
-
-
-def fate(exitcode: int | None) -> str:
-    """How a process ended, as the rest of a sentence."""
-    if exitcode is None or exitcode >= 0:
-        return f"ended by itself with exit code {exitcode}"
-    guess = " (was the machine out of memory?)" if exitcode == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-exitcode).name}{guess}"
 
 
 class RankError(RuntimeError):

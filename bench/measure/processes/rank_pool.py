@@ -1,10 +1,12 @@
-"""What runs jobs on ranks, and the one on this machine: long-lived processes that run one job after another.
+"""Ranks as processes that run one job after another, each job in a process group of its own: how a process
+acts as a rank, and the pool of those on this machine.
 
-The processes are started once. Each job makes a process group of its own on as many of them as it needs.
+The processes are started once. A job takes as many of them as it needs.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pickle
@@ -14,19 +16,29 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from multiprocessing.connection import wait
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.rank_job import Answer, Job, RankError, collect
-from spbench.bench.measure.processes.rank_process import RankProcess, Rendezvous
-from spbench.bench.measure.processes.start_failures import FILES_OF_GROUP, FILES_OF_RANK, check_open_files
-from spbench.bench.measure.processes.starting import STACKS_FOLDER, stacks_of
-from spbench.impls.axes import whole_mesh
+from spbench.bench.measure.processes.stacks import (
+    STACKS_FOLDER,
+    stacks_of,
+    write_collectives_on_signal,
+    write_stacks_on_signal,
+)
+from spbench.bench.measure.processes.staged_group import STAGED, register
+from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, check_open_files
+from spbench.impls import loose_files
+from spbench.impls.axes import device_mesh, whole_mesh
+from spbench.impls.outside_code import exits_refused, printed, told
 
 __all__ = ["RankError", "RankPool", "Ranks"]
 
@@ -36,6 +48,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _LOOPBACK = "127.0.0.1"
 #: seconds that a connection on this machine may take
 _REACHED_S = 10.0
+#: a collective that waits for a rank fails so many seconds after its job, whose end says which rank it was
+_LATER_S = 60.0
+#: how torch's CPU allocator begins what it says when the system gives it no memory
+_NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 class Ranks(ABC):
@@ -94,6 +110,114 @@ class Ranks(ABC):
         self.close()
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where ranks meet: a TCPStore that another process holds, and the prefix of their keys in it."""
+
+    host: str
+    port: int
+    prefix: str = "spbench"
+
+    def store(self) -> dist.Store:
+        """A connection to it, with a timeout of 300 seconds.
+
+        Raises:
+            torch.distributed.DistError: nobody listens there.
+        """
+        return dist.PrefixStore(self.prefix, dist.TCPStore(self.host, self.port, is_master=False))
+
+
+class RankProcess(Child):
+    """A process that acts as a rank of one job after another; ``busy`` while it owes an answer.
+
+    Args:
+        local_rank: its number on this machine, which is also that of its GPU.
+        environment: of the process.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, local_rank: int, environment: Mapping[str, str]):
+        super().__init__(_serve_jobs, rendezvous, local_rank, environment=environment)
+        self.busy, self.rank = False, local_rank
+
+    def give(self, job: Job, rank: int) -> None:
+        """Start a job, as that rank of it."""
+        self.busy, self.rank = True, rank
+        self.send((job, rank))
+
+    def answer(self) -> Answer:
+        """Wait for its answer; the answer of a dead process, which stays busy, is that it failed."""
+        try:
+            answer: Answer = self.receive()
+        except ChildGone as gone:
+            return Answer(self.rank, status="failed", text=f"the process {gone}")
+        self.busy = False
+        return answer
+
+
+def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int) -> None:
+    when_parent_is_gone()
+    os.environ["LOCAL_RANK"] = str(local_rank)  # device meshes of GPUs look there
+    rank_name = os.environ.get("RANK", local_rank)
+    write_stacks_on_signal(f"stacks of rank {rank_name}")
+    write_collectives_on_signal(f"last collectives of rank {rank_name}")
+    torch.set_num_threads(1)
+    store = rendezvous.store()
+    gc.freeze()  # a collection after a job then takes milliseconds
+    for job, rank in requests(connection):
+        try:
+            answer = pickle.dumps(Answer(rank, _run(store, job, rank, local_rank)))
+        except BaseException as error:
+            # counted before the group is destroyed, and so before other ranks fail for that reason
+            place = store.add(f"failures{job.number}", 1)
+            answer = pickle.dumps(_answer_of(error, rank, place))
+        connection.send_bytes(answer)  # first, as NCCL may not end a group in which a collective hangs
+        if dist.is_initialized():
+            # also closes the connections, so that ranks that wait for this one fail too
+            dist.destroy_process_group()
+        # cycles of groups and device meshes, or of tracebacks and their frames, would keep a group alive, and
+        # with it a thread of Gloo that wakes up every 10 ms
+        gc.collect()
+
+
+def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
+    return Answer(
+        rank,
+        status="oom" if is_out_of_memory(error) else "failed",
+        place=place,
+        text=printed(error),
+        raised=str(error) if isinstance(error, UserError) else told(error),
+    )
+
+
+def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
+    loose_files.share(job.files)
+    check_open_files(FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks")
+    if job.backend == STAGED:
+        register()
+        local_rank %= max(1, torch.cuda.device_count())
+    if job.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        job.backend,
+        store=dist.PrefixStore(f"job{job.number}", store),
+        rank=rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=job.timeout_s + _LATER_S),
+        device_id=torch.device("cuda", local_rank) if job.backend == "nccl" else None,
+    )
+    mesh = device_mesh(job.sizes, job.device)
+    with exits_refused():
+        function, args = pickle.loads(job.work)  # may import files of users
+        return function(mesh, *args)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or in main memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_CPU_MEMORY)
+
+
 class RankPool(Ranks):
     """Processes of this machine that act as the ranks of one process group after another.
 
@@ -129,7 +253,7 @@ class RankPool(Ranks):
             self._processes.append(RankProcess(place, len(self._processes), self._environment))
         try:
             for rank, process in enumerate(self._processes[: job.ranks]):
-                process.send(job, rank)
+                process.give(job, rank)
             return collect(job.ranks, job.timeout_s, self._next_answer)
         except RankError as error:
             if error.status == "timeout":
@@ -149,11 +273,11 @@ class RankPool(Ranks):
     def _next_answer(self, waiting: Collection[int], timeout_s: float) -> Answer | None:
         by_connection = {self._processes[rank].connection: self._processes[rank] for rank in waiting}
         ready = wait(list(by_connection), timeout_s)
-        return by_connection[ready[0]].receive() if ready else None  # type: ignore[index]
+        return by_connection[ready[0]].answer() if ready else None  # type: ignore[index]
 
     def _kill(self) -> None:
         for process in self._processes:
-            process.kill()
+            process.end()
         self._processes = []
 
 

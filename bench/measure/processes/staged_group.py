@@ -41,11 +41,11 @@ class _Staged(dist.Work):
 class StagedGroup(dist.ProcessGroup):
     """Gloo on copies of the tensors; see :mod:`measure.processes.staged_group`."""
 
-    def __init__(self, made: Any, options: object = None):
-        super().__init__(made.group_rank, made.group_size)
-        self._name: str = made.group_id
-        size = made.group_size
-        self._gloo: Any = dist.ProcessGroupGloo(made.store, made.group_rank, size, made.timeout)
+    def __init__(self, place: Any, options: object = None):
+        super().__init__(place.group_rank, place.group_size)
+        self._name: str = place.group_id
+        size = place.group_size
+        self._gloo: Any = dist.ProcessGroupGloo(place.store, place.group_rank, size, place.timeout)
 
     def getBackendName(self) -> str:
         return STAGED

@@ -1,4 +1,4 @@
-"""What workers and ranks share as processes: how they start, their cores, and their stacks on demand.
+"""What processes share: how they start, their environment and cores, and why they cannot start.
 
 On Linux they are forked from a server (multiprocessing's start method forkserver), which has imported what a
 cell needs and does nothing else. A process with torch is then there in milliseconds instead of seconds. The
@@ -8,36 +8,31 @@ process is spawned and imports everything itself.
 
 from __future__ import annotations
 
-import faulthandler
+import errno
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.processes.start_failures import limits_of_process, no_process
-
-#: of the environment: the folder into which a worker and its ranks write their stacks
-STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
 
 #: how processes are started, for multiprocessing and for torchrun's launcher
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
 
-#: seconds that processes have to write their stacks
-STACKS_S = 6.0
+#: files that a process opens for a process group, beside one for each of its ranks: its store, what Gloo
+#: listens on and polls
+FILES_OF_GROUP = 4
+#: files that the parent of a rank opens for it at least: pipes, and sockets to the server that forks it
+FILES_OF_RANK = 4
 
 #: what the server imports first and last
 _PRELOADED, _SERVER = "spbench.bench.measure.processes.preloaded", "spbench.bench.measure.processes.server"
@@ -84,6 +79,7 @@ def starting_context() -> BaseContext:
     Raises:
         UserError: the server cannot start, mostly for want of memory or of room for its socket.
     """
+    allow_children()
     context = multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
         try:
@@ -98,6 +94,19 @@ def starting_context() -> BaseContext:
             raise UserError(no_process(error, pid)) from error
         first.join()
     return context
+
+
+def allow_children() -> None:
+    """Let this process start others. multiprocessing ends daemons at the exit of the one that has started
+    them, as is wanted, but refuses them children: a worker's ranks, or a worker below a Dask worker."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def stop_server() -> None:
+    """End the server of this process, if there is one: the next one imports the code as it is then."""
+    if START_METHOD == "forkserver" and not _server_is_shared:
+        server: Any = forkserver._forkserver
+        server._stop()
 
 
 def _do_nothing() -> None:
@@ -163,6 +172,17 @@ def server_is_ready() -> None:
     _environment_at_start = dict(os.environ)
 
 
+def limits_of_process() -> dict[int, tuple[int, int]]:
+    """The limits of resources of this process, soft and hard, by the numbers of :mod:`resource`; none but on
+    Linux."""
+    if sys.platform != "linux":
+        return {}
+    import resource
+
+    every = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+    return {limit: resource.getrlimit(limit) for limit in every}
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """Environment, usable cores, limits of resources and server of the process that starts another.
@@ -221,82 +241,67 @@ def main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def when_parent_is_gone(act: Callable[[], object] = lambda: os._exit(1)) -> threading.Thread:
-    """Call ``act``, by default the end of this process, in a thread once the process that has started this
-    one is gone, however that ended; returns the thread."""
-    starter, parent = multiprocessing.parent_process(), os.getppid()
-
-    def watch() -> None:
-        if starter is not None:  # one that was forked from a server has that for its parent
-            starter.join()
-        else:
-            while os.getppid() == parent:
-                time.sleep(1.0)
-        act()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
-def write_stacks_on_signal(name: str) -> None:
-    """From now on SIGUSR1 makes this process write the stacks of all its threads, and go on.
-
-    They go to the file ``name`` in the folder :data:`STACKS_FOLDER`, if the environment has one. The handler
-    is C code, so it answers while a thread waits inside a library.
-    """
-    if folder := os.environ.get(STACKS_FOLDER):
-        # stays open for as long as the process lives
-        descriptor = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        faulthandler.register(signal.SIGUSR1, descriptor, all_threads=True, chain=False)
-
-
-def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
-    """The stacks and last collectives that processes write into a folder on signals, each file under its
-    name; then, if py-spy is installed, what it sees, which names the lines of Python below C code.
-
-    Takes up to twice :data:`STACKS_S` seconds.
-    """
-    living = [pid for pid in pids if pid is not None]
-    text = ""
-    # one after the other: the stacks of a thread that runs are written while they change
-    for times, number in enumerate((signal.SIGUSR1, signal.SIGUSR2), start=1):
-        for pid in living:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        text = written_stacks(folder, times * len(living))
-    return text + "".join(_seen_by_py_spy(pid) for pid in living)
-
-
-def written_stacks(folder: Path, files: int | None = None) -> str:
-    """What signalled processes write into files of a folder, each under its name.
+def check_open_files(further: int, purpose: str) -> None:
+    """Refuse what needs more files than this process may open: Gloo would wait for minutes, and then name
+    addresses.
 
     Args:
-        files: how many have something; None: all that there are. They are waited for, and until nothing more
-            is written, for up to :data:`STACKS_S` seconds.
+        further: files beside those that are open.
+        purpose: as the end of a sentence, "to start 4 ranks".
+
+    Raises:
+        UserError: names the limit.
     """
-    deadline, before, sizes = time.monotonic() + STACKS_S, [-1], [0]
-    while time.monotonic() < deadline:
-        written = sum(size > 0 for size in sizes)
-        if sizes == before and written >= (len(sizes) if files is None else files):
-            break
-        time.sleep(STACKS_S / 20)
-        before, sizes = sizes, [file.stat().st_size for file in _files(folder)]
-    texts = {file.name: file.read_text(errors="replace", encoding="utf-8") for file in _files(folder)}
-    return "".join(f"-- {name} --\n{text.rstrip()}\n" for name, text in texts.items() if text)
+    if not (limits := limits_of_process()):
+        return
+    import resource
+
+    allowed = limits[resource.RLIMIT_NOFILE][0]
+    needed = len(os.listdir("/proc/self/fd")) + further
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise UserError(
+            f"this process may open {allowed} files, and needs at least {needed} {purpose}; raise the limit: "
+            f"ulimit -n {max(1024, 2 * needed)}"
+        )
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(filter(Path.is_file, folder.rglob("*")))
+def no_process(error: BaseException, server: int | None) -> str:
+    """Why this process could not have one forked, and what to do.
+
+    Args:
+        error: what was raised as it tried.
+        server: pid of the server that forks processes, a child of this process; None: it is no child.
+    """
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    gone = isinstance(error, EOFError | ConnectionError | FileNotFoundError)
+    if gone and server is None:
+        return f"the process that forks ranks and workers is gone ({what}); run the same command again"
+    if gone and (code := _exit_code(server)) is not None:
+        return (
+            f"the process that forks ranks and workers {fate(code)}; run the same command again, and if that "
+            "fails too, look at the limit of memory (ulimit -v, a container's)"
+        )
+    files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    where = (
+        "the limit of open files (ulimit -n)" if files else "the limits of memory and processes (ulimit -a)"
+    )
+    return f"cannot start processes ({what}); look at {where} and at TMPDIR"
 
 
-def _seen_by_py_spy(pid: int) -> str:
-    program = shutil.which("py-spy")
-    if program is None:
-        return ""
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        seen = subprocess.run(command, capture_output=True, text=True, timeout=STACKS_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # mostly that it may not look into the process
-        return ""
-    return f"-- process {pid} as py-spy sees it --\n{seen.rstrip()}\n"
+def _exit_code(pid: int | None) -> int | None:
+    """How a child of this process has ended, as multiprocessing says it; None: it has not within a second.
+    Whoever waits for it finds it still there."""
+    for _ in range(20) if pid is not None else ():
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # type: ignore[arg-type]
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        time.sleep(0.05)
+    return None
+
+
+def fate(exitcode: int | None) -> str:
+    """How a process ended, as the rest of a sentence."""
+    if exitcode is None or exitcode >= 0:
+        return f"ended by itself with exit code {exitcode}"
+    guess = " (was the machine out of memory?)" if exitcode == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-exitcode).name}{guess}"

@@ -16,25 +16,19 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.processes.child import Child, when_parent_is_gone
 from spbench.bench.measure.processes.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for
 from spbench.bench.measure.processes.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
-from spbench.bench.measure.processes.rank_pool import RankPool, Ranks, loopback_store
-from spbench.bench.measure.processes.rank_process import Rendezvous
+from spbench.bench.measure.processes.rank_pool import RankPool, Ranks, Rendezvous, loopback_store
+from spbench.bench.measure.processes.stacks import STACKS_S
 from spbench.bench.measure.processes.staged_group import STAGED
-from spbench.bench.measure.processes.starting import (
-    STACKS_S,
-    Surroundings,
-    interrupts_blocked,
-    main_module_hidden,
-    starting_context,
-    when_parent_is_gone,
-)
 from spbench.impls.layout import Unavailable
 
 #: seconds that an agent has to appear before a job of its rank fails
@@ -59,10 +53,7 @@ def coordinating(launched: Launched) -> Iterator[None]:
     except (OSError, dist.DistError) as error:
         place = f"MASTER_ADDR={launched.rendezvous.host} MASTER_PORT={launched.rendezvous.port}"
         raise UserError(f"ranks cannot meet at {place}: {str(error).splitlines()[0]}") from error
-    context = starting_context()
-    agent = context.Process(target=_agent, args=(Surroundings(), launched))  # type: ignore[attr-defined]
-    with interrupts_blocked(), main_module_hidden():
-        agent.start()
+    agent = Child(_be_agent, launched)
     os.environ[AGENTS] = pickle.dumps((launched.agents, launched.rendezvous)).hex()
     when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
@@ -72,8 +63,7 @@ def coordinating(launched: Launched) -> Iterator[None]:
         with suppress(dist.DistError):  # the store is gone with the launcher
             number = _post(store, None)
             wait_for(store, f"left/{number}/{launched.agents}", _LEAVE_S)  # it may end with this process
-        agent.join(GRACE_S)
-        agent.kill()
+        agent.end(GRACE_S)
         del holder
 
 
@@ -84,11 +74,9 @@ def _listening(place: Rendezvous) -> dist.TCPStore:
     return dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
 
 
-def _agent(surroundings: Surroundings, launched: Launched) -> None:
-    """The agent of rank 0, in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator's to handle
+def _be_agent(connection: Connection, launched: Launched) -> None:
+    """The agent of rank 0, in a process of its own, which the coordinator hands jobs by the store alone."""
     when_parent_is_gone()
-    surroundings.take_on()
     serve(launched)
 
 

@@ -8,63 +8,22 @@ next does what this one did, so much later, and so do all after it while the pro
 
 Two things make this exact, to the bit. Sums of floats depend on their order and on how large they have grown;
 so the costs of a program with periods are whole ticks, of a power of two so small that a float holds the
-whole step in ticks (:func:`tick_of`), and their sums have no rounding. And hosts wait for what their devices
-did many periods ago; this is looked at for each period that is written down
+whole step in ticks (:func:`measure.simulator.occupancy.tick_of`), and their sums have no rounding. And hosts
+wait for what their devices did many periods ago; this is looked at for each period that is written down
 (:meth:`HostClock.written_on`), and what would go otherwise is simulated.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from spbench.bench.measure.simulator.occupancy import Channels, ProcessGroups
+from spbench.bench.measure.simulator.host_clock import HostClock, Ran
 from spbench.bench.measure.simulator.periods import Periods
-from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, SEND, WAIT
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, SEND, WAIT
+from spbench.bench.measure.simulator.simulation_state import SimulationState
 
-if TYPE_CHECKING:
-    from spbench.bench.measure.simulator.costs import Costs
-    from spbench.bench.measure.simulator.host_clock import HostClock, Ran
-    from spbench.bench.measure.simulator.message_matching import World
-    from spbench.bench.measure.simulator.simulation import Simulation
-
-#: bits of a float's mantissa
-_BITS = 53
 #: periods that are looked at one by one before some are let pass
 _PATIENCE = 16
-
-
-def tick_of(world: World, costs: Costs, kernels_s: np.ndarray, host_s: np.ndarray | None) -> float:
-    """The tick of a world of one program, in seconds: the smallest power of two of which a float can count as
-    many as its step can take.
-
-    Args:
-        kernels_s: of each of the program's events, with the gap after it.
-        host_s: of each, what it takes the host; None: hosts take no time.
-    """
-    (steps,) = world.steps
-    seconds = float(kernels_s.sum())
-    if costs.host is not None and host_s is not None:
-        latency, begun = costs.host.seconds("launch_latency_s"), costs.host.seconds("step_s")
-        seconds += begun + float(host_s.sum()) + latency * len(host_s)
-    channels, groups = Channels(world, costs), dict[int, ProcessGroups]()
-    kinds, _, partners = steps.columns
-    sends = np.flatnonzero(kinds == SEND).tolist()
-    alike = [(steps.partners[step], steps.at_once[step], steps.nbytes[step]) for step in sends]
-    step_of = dict(zip(alike, sends, strict=True))
-    for send, count in Counter(alike).items():
-        channel = channels.of(0, step_of[send])
-        seconds += count * float((channel.latency + channel.seconds).max())
-    for step in np.flatnonzero(kinds == COLLECTIVE).tolist():
-        if (group := int(partners[step])) not in groups:
-            groups[group] = ProcessGroups(world, costs, 0, group)
-        name = steps.program.names[steps.program.name[steps.at[step]]]
-        lasted = groups[group].seconds(name, steps.nbytes[step])
-        seconds += (1 + costs.overlap_loss) * float(lasted.max())
-    return math.ldexp(1.0, math.frexp(seconds)[1] - _BITS)
 
 
 class FastForward:
@@ -74,7 +33,7 @@ class FastForward:
         next: the step at which it is to be called; -1: at none any more.
     """
 
-    def __init__(self, simulation: Simulation):
+    def __init__(self, simulation: SimulationState):
         self._simulation = simulation
         losses = simulation.losses[0]
         periods = simulation.world.periods[0]

@@ -16,17 +16,15 @@ the longest way through both: up to the launch of a kernel on the host, then on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spbench.bench.measure.clusters.host import Host
-from spbench.bench.measure.simulator.message_matching import Steps
+from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.periods import Periods
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, RECORD, WAIT, Program
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.steps import Steps
 
 #: the most events between two moments at which the host waits for a device that is too far behind
 PIECE = 128

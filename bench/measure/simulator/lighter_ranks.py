@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from spbench.bench.measure.simulator.message_matching import Steps
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, WAIT
+from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.waits import Times
 from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, WAIT, Program
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.simulator.message_matching import Meeting, Steps
+from spbench.bench.measure.simulator.steps import Meeting, Steps
 
 #: the fewest periods that are looked at, and the most sends of one
 LEAST, MOST_SENDS = 32, 8

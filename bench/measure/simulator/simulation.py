@@ -25,17 +25,16 @@ from heapq import heappop, heappush
 import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.fast_forward import FastForward, tick_of
-from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
-from spbench.bench.measure.simulator.lighter_ranks import unlike_work
+from spbench.bench.measure.simulator.fast_forward import FastForward
 from spbench.bench.measure.simulator.message_matching import Deadlock, World
-from spbench.bench.measure.simulator.occupancy import Channels, ProcessGroups
+from spbench.bench.measure.simulator.occupancy import ProcessGroups
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
+from spbench.bench.measure.simulator.simulation_state import SimulationState
 from spbench.bench.measure.simulator.timeline import Timeline
 
 
-class Simulation:
-    """One simulation. Arrays are [steps, ranks of the program]; nan: not yet.
+class Simulation(SimulationState):
+    """One simulation.
 
     Args:
         fast_forward: write down periods of which it is known what they do; the times are the same.
@@ -43,40 +42,7 @@ class Simulation:
     """
 
     def __init__(self, world: World, costs: Costs, fast_forward: bool = True, unlike_axis: int | None = None):
-        self.world, self.steps = world, world.steps
-        self.works = unlike_work(world.steps, unlike_axis)
-        shapes = [(len(s), len(s.ranks)) for s in self.steps]
-        #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
-        #: stream, starts and ends
-        self.reached, self.left, self.start, self.end = (
-            [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
-        )
-        #: of each step, how many ranks have posted it, and of how many it has an end
-        self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
-        #: when each stream has done what was issued so far; [streams, ranks of the program]
-        self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
-        self.kernel_s = [costs.kernels(steps.program) for steps in self.steps]
-        launched = [None if costs.host is None else host_seconds(costs.host, s.program) for s in self.steps]
-        if any(world.periods):
-            gaps = costs.launch_s * (self.steps[0].program.kind == KERNEL)
-            costs = costs.in_ticks(tick_of(world, costs, self.kernel_s[0] + gaps, launched[0]))
-            self.kernel_s = [costs.whole(self.kernel_s[0])]
-        self.costs = costs
-        #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
-        self.taken: list[list[float]] = []
-        self.before: list[list[float]] = []
-        self.hosts: list[HostClock | None] = []
-        for steps, seconds, work, periods in zip(
-            self.steps, self.kernel_s, launched, world.periods, strict=True
-        ):
-            program = steps.program
-            taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
-            spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
-            self.taken.append(taken[steps.at].tolist())
-            self.hosts.append(None if work is None else HostClock(costs, steps, taken, work, periods))
-            self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
-        self.losses = [steps.beside_computing(bool(costs.overlap_loss)) for steps in self.steps]
-        self.channels = Channels(world, costs)
+        super().__init__(world, costs, unlike_axis)
         self._forward = FastForward(self) if fast_forward and any(world.periods) else None
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
         #: (step, program) that some ranks, given as a mask, can go on from

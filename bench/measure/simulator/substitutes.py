@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from spbench.bench.measure.clusters.cluster import Grade
 from spbench.bench.measure.clusters.links import Link
 from spbench.bench.measure.clusters.rates import AttentionRate
 from spbench.bench.measure.clusters.sourced import Sourced
 from spbench.bench.measure.simulator.attention_calls import AttentionCall, attention_calls
+from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
@@ -30,11 +32,7 @@ from spbench.bench.measure.simulator.program import (
     SEND,
     Program,
 )
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.clusters.cluster import Grade
-    from spbench.bench.measure.simulator.costs import Costs
-    from spbench.bench.measure.simulator.message_matching import Steps
+from spbench.bench.measure.simulator.steps import Steps
 
 #: what attention counts as that a card has no rate of
 AS_PRODUCTS = "matrix products"

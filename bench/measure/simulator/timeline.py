@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.host_clock import HostClock
 from spbench.bench.measure.simulator.lighter_ranks import Alike, UnlikeWork
+from spbench.bench.measure.simulator.message_matching import World
 from spbench.bench.measure.simulator.program import (
     CATEGORIES,
     COLLECTIVE,
@@ -26,11 +29,6 @@ from spbench.bench.measure.simulator.program import (
 from spbench.bench.measure.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.simulator.costs import Costs
-    from spbench.bench.measure.simulator.host_clock import HostClock
-    from spbench.bench.measure.simulator.message_matching import World
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.simulator.costs import node_of
+from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.host_clock import posted_late
 from spbench.bench.measure.simulator.intervals import column_sums, covered, covered_within
 from spbench.bench.measure.simulator.program import (
@@ -18,10 +18,7 @@ from spbench.bench.measure.simulator.program import (
     WAIT,
     shifted_ranks,
 )
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.simulator.costs import Costs
-    from spbench.bench.measure.simulator.message_matching import Steps
+from spbench.bench.measure.simulator.steps import Steps
 
 #: times of one kind that are copied at a time
 _AT_A_TIME = 2**19

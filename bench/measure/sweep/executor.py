@@ -1,104 +1,130 @@
-"""What runs the cells of a sweep on other machines.
+"""Cells on the workers of a Dask cluster (https://distributed.dask.org), which may come and go meanwhile.
 
-The name of a class derived from :class:`Executor` is the scheme of its addresses, as in dask://HOST:PORT.
+Dask decides which of its workers takes a cell, and gives the cell to another when that worker is gone, at
+most ``distributed.scheduler.allowed-failures`` times. Its workers need no files of the machine that sends
+cells: a cell travels with its cluster. What they do is in :mod:`measure.sweep.dask_task`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+import logging
+import os
+import pickle
+import queue
+import re
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
 
 from spbench.bench.cell import Cell
+from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.run_cell import Run
-from spbench.bench.measured_code import code_digest
+from spbench.bench.measure.processes.rank_job import AGENTS
+from spbench.bench.measure.processes.stacks import STACKS_FOLDER
+from spbench.bench.measure.sweep.dask_task import (
+    Installation,
+    OtherInstallation,
+    SweepOnDask,
+    end_workers,
+    run_cell_here,
+)
 from spbench.bench.measurement import Outcome
 from spbench.bench.yaml_text import dump
-from spbench.impls import loose_files
-from spbench.impls.discovery import installed_version, plugin_entries
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+#: seconds for the scheduler to answer at first
+CONNECT_LIMIT_S = 10.0
+
+#: seconds for the first worker to be there
+WORKERS_LIMIT_S = 30.0
+
+#: seconds between two looks at how many workers there are
+_LOOK_S = 1.0
+
+#: seconds for the scheduler to take note, on leaving
+_FAREWELL_S = 10.0
+
+#: addresses of executors, for messages
+_SCHEME, _FORM = "dask", "dask://HOST:PORT"
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Installation:
-    """Attributes:
-    spbench, torch: their versions, as the package metadata has them.
-    plugins: the entry points of plug-ins, each as GROUP:NAME, and files in no package, as file:NAME.py.
-    code: :func:`code_digest`.
+def opened(address: str) -> Executor:
+    """The executor of an address such as dask://HOST:PORT, connected and checked.
+
+    Raises:
+        UserError: as :class:`Executor`; or the address has another form.
     """
-
-    spbench: str
-    torch: str
-    plugins: frozenset[str]
-    code: str
-
-    @classmethod
-    def here(cls) -> Installation:
-        """That of this machine, as its files are now."""
-        code_digest.cache_clear()
-        return cls(
-            spbench=installed_version("spbench") or "none",
-            torch=installed_version("torch") or "none",
-            plugins=frozenset(
-                [
-                    *(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
-                    *(f"file:{path.name}" for path in loose_files.paths()),
-                ]
-            ),
-            code=code_digest(),
-        )
-
-    def difference(self, other: Installation) -> str:
-        """How the other one differs, and the remedy, as the end of a sentence; "" if it does not.
-
-        The digest of the code decides, not spbench's version, which an editable checkout may lack.
-        """
-        if lacking := self.plugins - other.plugins:
-            return f"lacks the plug-ins {_listed(lacking)}; install them there and start it again"
-        if unknown := other.plugins - self.plugins:
-            return f"has the plug-ins {_listed(unknown)}, which are not here; install the same on both"
-        if self.torch != other.torch:
-            return f"has torch {other.torch}, not {self.torch}; install the same there and start it again"
-        if self.code != other.code:
-            return (
-                f"has other code of spbench or its plug-ins (version {other.spbench}, digest {other.code}; "
-                f"here {self.spbench}, {self.code}); install the same there and start it again"
-            )
-        return ""
+    scheme, separator, place = address.partition("://")
+    if not separator or scheme != _SCHEME:
+        hint = suggestion(scheme, [_SCHEME]).split(" (known")[0] if separator else ""
+        raise UserError(f"no executor has the address {address!r}{hint}; addresses look like {_FORM}")
+    return Executor(place)
 
 
-def _listed(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-class Executor(ABC):
-    """Runs cells on other machines, for one sweep or for several in turn.
+class Executor:
+    """Runs cells on the workers of the Dask scheduler at HOST:PORT, for one sweep or for several in turn; on
+    each worker as many cells at a time as it has threads.
 
     Leaving the context cancels the cells that have not ended, and leaves nothing behind on the machines.
-
-    Args:
-        address: without ``name://``.
 
     Raises:
         UserError: nothing is at that address, or it cannot run cells; with the remedy.
     """
 
-    #: the scheme of its addresses
-    name: ClassVar[str]
-    #: an address as it is typed, for messages
-    form: ClassVar[str]
+    def __init__(self, address: str):
+        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5}", address):
+            raise UserError(f"dask://{address}: the address of a Dask scheduler looks like {_FORM}")
+        self.address = address
+        self.running: dict[Future, Cell] = {}
+        self._has_workers = True
+        self.identity = uuid.uuid4().hex
+        self.installation = Installation.here()
+        self.client = _connected(address)
+        try:
+            self._check_workers()
+        except BaseException:
+            self.client.close()
+            raise
 
-    @abstractmethod
-    def __init__(self, address: str): ...
+    def _check_workers(self) -> None:
+        """UserError if there is no worker, or one that has another installation."""
+        try:
+            self.client.wait_for_workers(1, timeout=WORKERS_LIMIT_S)
+        except TimeoutError:
+            raise UserError(
+                f"the Dask scheduler at {self.address} has no workers; start some, by: "
+                f"dask worker {self.address} --nworkers auto --nthreads 1"
+            ) from None
+        for worker, answer in self.client.run(Installation.here, on_error="return").items():
+            if isinstance(answer, Installation):
+                problem = self.installation.difference(answer)
+            else:
+                # Dask puts an error that it cannot pass on into a plain Exception
+                what = str(answer) if type(answer) is Exception else f"{type(answer).__name__}: {answer}"
+                problem = f"cannot load spbench ({what}); install the same as here and start it again"
+            if problem:
+                raise UserError(f"the Dask worker {worker} {problem}")
 
     @property
-    @abstractmethod
     def at_once(self) -> int:
         """How many cells can run at a time now; at least 1."""
+        try:
+            workers = self.client.nthreads()
+        except (OSError, ValueError) as error:
+            raise self._gone() from error
+        if self._has_workers and not workers:
+            _log.warning("dask://%s has no workers any more; waiting for one", self.address)
+        self._has_workers = bool(workers)
+        return max(1, sum(workers.values()))
 
-    @abstractmethod
     def outcomes(
         self, cells: Sequence[Cell], run: Run, on_start: Callable[[Cell], None]
     ) -> Iterator[tuple[Cell, Outcome]]:
@@ -111,46 +137,88 @@ class Executor(ABC):
         Raises:
             UserError: the machines cannot go on; earlier outcomes stay valid.
         """
+        sweep = SweepOnDask(self.identity, pickle.dumps(run), _environment(), self.installation)
+        waiting = deque(cells)
+        ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        while waiting or self.running:
+            # no more than can run at a time: Dask counts the death of a worker against every task it has
+            room = self.at_once
+            while waiting and len(self.running) < room:
+                cell = waiting.popleft()
+                on_start(cell)
+                # not pure: a cell that was sent before is a new task
+                cluster = load_cluster(cell.cluster)  # as its file is now
+                sent = sweep, cell, cluster.name, dump(cluster.content)
+                future = self.client.submit(run_cell_here, *sent, pure=False)
+                self.running[future] = cell
+                future.add_done_callback(ended.put)
+            with suppress(queue.Empty):
+                future = ended.get(timeout=_LOOK_S)
+                outcome = self._outcome(future)
+                yield self.running.pop(future), outcome
+
+    def _outcome(self, future: Future) -> Outcome:
+        from distributed.scheduler import KilledWorker
+
+        if future.cancelled():
+            raise self._gone()
+        error: Any = future.exception()
+        match error:
+            case None:
+                return future.result()
+            case OtherInstallation():
+                raise UserError(f"a Dask worker {error}; the same command goes on")
+            case KilledWorker():
+                return Outcome(
+                    "failed",
+                    f"{error.allowed_failures + 1} Dask workers died while they had it, the last one "
+                    f"{error.last_worker.address}; their logs may say why",
+                )
+            case _:
+                what = " ".join(f"{type(error).__name__}: {error}".split())
+                return Outcome("failed", f"the Dask worker could not run it: {what}")
+
+    def _gone(self) -> UserError:
+        return UserError(
+            f"the Dask scheduler at {self.address} is gone; start it and its workers again, "
+            "then the same command goes on"
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    @abstractmethod
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        with suppress(Exception):  # the scheduler may be gone
+            self.client.cancel(list(self.running))
+            self.client.run(end_workers, self.identity, on_error="ignore")
+        with suppress(Exception):
+            self.client.close(timeout=_FAREWELL_S)
 
 
-def opened(address: str) -> Executor:
-    """The executor of an address such as dask://HOST:PORT, connected and checked.
+def _connected(address: str) -> Client:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise UserError(
+            f"dask://{address} needs the package dask[distributed], which is not here ({error}); "
+            "install it by: pip install -c constraints.txt -e '.[cluster]' (from PyPI: 'spbench[cluster]')"
+        ) from error
+    try:
+        return Client(address, timeout=CONNECT_LIMIT_S, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no Dask scheduler answers at {address} ({_first_cause(error)}); start one, by: dask scheduler"
+        ) from error
 
-    Raises:
-        UserError: as :class:`Executor`; or the address has another form.
-    """
-    from spbench.bench.measure.sweep.dask_executor import DaskExecutor
 
-    known: Mapping[str, type[Executor]] = {DaskExecutor.name: DaskExecutor}
-    scheme, separator, rest = address.partition("://")
-    if not separator or scheme not in known:
-        forms = ", ".join(executor.form for executor in known.values())
-        hint = suggestion(scheme, known).split(" (known")[0] if separator else ""
-        raise UserError(f"no executor has the address {address!r}{hint}; addresses look like {forms}")
-    return known[scheme](rest)
+def _first_cause(error: BaseException) -> str:
+    """Why a connection failed, without the layers around it."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return str(error) or type(error).__name__
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """A cell with its cluster, for a machine where the cluster's file is missing or differs.
-
-    Attributes:
-        cluster: the cluster's name.
-        content: of a cluster file with all rates and limits, without ``extends``.
-    """
-
-    cell: Cell
-    cluster: str
-    content: str
-
-    @classmethod
-    def of(cls, cell: Cell) -> Parcel:
-        """A cell with its cluster, as the file is now."""
-        cluster = load_cluster(cell.cluster)
-        return cls(cell, cluster.name, dump(cluster.content))
+def _environment() -> dict[str, str]:
+    """The settings of spbench, but for those that name a folder or process of this machine."""
+    local = (CACHE_FOLDER, STACKS_FOLDER, AGENTS)
+    return {k: v for k, v in os.environ.items() if k.startswith("SPBENCH_") and k not in local}

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.trust.bands import tied, with_band
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row
 from spbench.impls.axes import MESH_AXES, spelled, union
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -24,17 +25,9 @@ from pathlib import Path
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_property
 from spbench.bench.measure.engines.run_cell import Run, measure
-from spbench.bench.measure.processes.rank_job import fate
-from spbench.bench.measure.processes.starting import (
-    STACKS_FOLDER,
-    Surroundings,
-    interrupts_blocked,
-    main_module_hidden,
-    starting_context,
-    when_parent_is_gone,
-    write_stacks_on_signal,
-    written_stacks,
-)
+from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
+from spbench.bench.measure.processes.rank_job import NO_END
+from spbench.bench.measure.processes.stacks import STACKS_FOLDER, write_stacks_on_signal, written_stacks
 from spbench.bench.measurement import Outcome, shortened
 
 #: seconds that a worker has to end its own processes before it is killed
@@ -53,101 +46,85 @@ LOG_LENGTH = 8000
 _PRINTED, _STACKS = "printed", "stacks"
 
 
-class Worker:
-    """A process that runs cells with ``run``, which must be importable by its name.
+class Worker(Child):
+    """A process that runs cells.
+
+    Args:
+        run: the function that measures cells, pickled; importable by its name.
+        environment: of the process; None: that of this one.
 
     Attributes:
         cell: what it runs; None: it is idle.
         deadline: when its cell runs out of time, by time.monotonic; None: never.
         begun: whether it has taken its cell.
+        hung: whether a cell has run out of time.
+        folder: of its files, removed at its end.
     """
 
-    def __init__(self, run: Run):
-        context = starting_context()
-        self.connection, theirs = context.Pipe()
+    def __init__(self, run: bytes, environment: Mapping[str, str] | None = None):
         self.folder = Path(tempfile.mkdtemp(prefix="spbench-worker-"))
+        try:
+            super().__init__(_serve_cells, run, self.folder, environment=environment, leads_group=True)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         self._printed = 0
-        # not a daemon: a cell of the distributed engine starts processes of its own
-        arguments = (Surroundings(), theirs, pickle.dumps(run), self.folder)
-        self.process = context.Process(target=_serve, args=arguments)  # type: ignore[attr-defined]
-        with interrupts_blocked(), main_module_hidden():
-            self.process.start()
-        theirs.close()
         self.cell: Cell | None = None
         self.deadline: float | None = None
-        self.begun = False
-
-    @property
-    def alive(self) -> bool:
-        return self.process.is_alive()
+        self.begun = self.hung = False
 
     def give(self, cell: Cell) -> None:
         """Start a cell. The connection becomes ready as the cell begins, and as it ends."""
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
-        with suppress(OSError):  # `take` finds out that it is dead
-            self.connection.send(cell)
+        self.send(cell)
 
-    def take(self) -> Outcome | None:
-        """The outcome of its cell; failed, if the process has died; None: the cell has only begun."""
-        assert self.cell is not None
-        try:
-            outcome = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(GRACE_S)
-            more = "; try fewer --jobs" if self.process.exitcode == -signal.SIGKILL else ""
-            outcome = Outcome("failed", f"the worker process {fate(self.process.exitcode)}{more}")
-        if outcome is None:
-            self.begun = True
-            if self.cell.timeout_s:
-                later = LATER_S if engine_property(self.cell.engine, "ends_in_time") else 0.0
-                self.deadline = time.monotonic() + self.cell.timeout_s + later
-            return None
-        self.cell = self.deadline = None
-        return self._with_log(outcome)
+    def outcome(self, seconds: float = 0.0) -> Outcome | None:
+        """The outcome of its cell; None: there is none within so many seconds. The status is failed if the
+        process has died, and timeout, with the stacks of its processes, if the cell has run out of time."""
+        outcome = self._received() if self.connection.poll(seconds) else None
+        if outcome is None and self.deadline is not None and time.monotonic() >= self.deadline:
+            outcome, self.hung = self._timed_out(), True
+        if outcome is not None:
+            self.cell = self.deadline = None
+        return outcome
 
     @property
-    def out_of_time(self) -> bool:
-        return self.deadline is not None and time.monotonic() >= self.deadline
+    def usable(self) -> bool:
+        """Whether it can take another cell."""
+        return self.alive and not self.hung
 
-    def time_out(self) -> Outcome:
-        """The outcome of a cell that has run out of time, with its processes' stacks. Call stop next."""
+    def _received(self) -> Outcome | None:
+        """What it has sent: an outcome, or that the cell has begun."""
+        assert self.cell is not None
+        try:
+            outcome: Outcome | None = self.receive()
+        except ChildGone as gone:
+            more = "; try fewer --jobs" if self.process.exitcode == -signal.SIGKILL else ""
+            outcome = Outcome("failed", f"the worker process {gone}{more}")
+        if outcome is not None:
+            return self._with_log(outcome)
+        self.begun = True
+        if self.cell.timeout_s:
+            later = LATER_S if engine_property(self.cell.engine, "ends_in_time") else 0.0
+            self.deadline = time.monotonic() + self.cell.timeout_s + later
+        return None
+
+    def _timed_out(self) -> Outcome:
         assert self.cell is not None
         assert self.cell.timeout_s is not None
-        reason = f"no end within its limit of {self.cell.timeout_s:g} s"
+        reason = f"{NO_END} {self.cell.timeout_s:g} s"
         if not self.begun:
             reason = f"its worker did not start within {START_LIMIT_S:g} s"
         outcome = self._with_log(Outcome("timeout", reason, elapsed_s=self.cell.timeout_s))
-        self.cell = self.deadline = None
-        return replace(outcome, log=outcome.log + self._stacks())
+        self.signal(signal.SIGUSR1)
+        return replace(outcome, log=outcome.log + written_stacks(self.folder / _STACKS))
 
-    def stop(self) -> None:
-        """Tell the process and its children to end. Call reap next."""
-        self.connection.close()
-        self._signal(signal.SIGTERM)
-
-    def reap(self) -> None:
+    def end(self, grace_s: float = GRACE_S) -> None:
         """Wait for the end of the process; kill it if it is slow, and what is left of its children."""
-        self.process.join(GRACE_S)
-        self._signal(signal.SIGKILL)
-        self.process.join()
+        super().end(grace_s)
         self._pass_on_output()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _signal(self, number: int) -> None:
-        """Send a signal to the process and its children."""
-        assert self.process.pid is not None
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:  # it has no group yet, or the whole group is gone
-            with suppress(ProcessLookupError):
-                if self.process.is_alive():
-                    os.kill(self.process.pid, number)
-
-    def _stacks(self) -> str:
-        """The stacks of the worker and of its ranks, each under its name."""
-        self._signal(signal.SIGUSR1)
-        return written_stacks(self.folder / _STACKS)
 
     def _with_log(self, outcome: Outcome) -> Outcome:
         """The outcome; if it is no success, with the end of what was printed meanwhile."""
@@ -174,10 +151,8 @@ class Worker:
         return text
 
 
-def _serve(surroundings: Surroundings, connection: Connection, pickled_run: bytes, folder: Path) -> None:
-    """Run cells until the pipe ends; the answer to each is None as it begins, then its outcome."""
-    surroundings.take_on()
-    os.setpgid(0, 0)  # for itself and its ranks
+def _serve_cells(connection: Connection, pickled_run: bytes, folder: Path) -> None:
+    """The answer to each cell is None as it begins, then its outcome."""
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -192,14 +167,13 @@ def _serve(surroundings: Surroundings, connection: Connection, pickled_run: byte
 
     torch.set_num_threads(1)  # the workers share the cores
     trace_cache.use()
-    with suppress(EOFError, OSError):
-        while True:
-            cell = connection.recv()
-            connection.send(None)
+    with suppress(OSError):
+        for cell in requests(connection):
+            connection.send_bytes(pickle.dumps(None))
             outcome = measure(run, cell)
             sys.stdout.flush()
             sys.stderr.flush()
-            connection.send(outcome)
+            connection.send_bytes(pickle.dumps(outcome))
     end.join(GRACE_S)  # if the parent is gone, the thread removes the folder
 
 
@@ -219,48 +193,47 @@ class Crew:
     """
 
     def __init__(self, run: Run):
-        self.run = run
+        self.run = pickle.dumps(run)
         self.workers: list[Worker] = []
 
     def idle(self, at_most: int) -> Worker | None:
         """A worker without a cell, started if there is none; None: so many are busy already."""
-        if sum(worker.cell is not None for worker in self.workers) >= at_most:
+        if len(self._busy()) >= at_most:
             return None
         for worker in [worker for worker in self.workers if worker.cell is None]:
-            if worker.alive:
+            if worker.usable:
                 return worker
             self._discard(worker)
         self.workers.append(Worker(self.run))
         return self.workers[-1]
 
+    def _busy(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.cell is not None]
+
     @property
     def busy(self) -> bool:
-        return any(worker.cell is not None for worker in self.workers)
+        return bool(self._busy())
 
     def ended(self) -> list[tuple[Cell, Outcome]]:
         """Wait until workers end a cell, die or run out of time; return their cells with the outcomes."""
         outcomes: list[tuple[Cell, Outcome]] = []
         while not outcomes:
-            busy = [worker for worker in self.workers if worker.cell is not None]
+            busy = self._busy()
             deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
             left = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-            ready = wait([worker.connection for worker in busy], left)
+            wait([worker.connection for worker in busy], left)
             for worker in busy:
-                cell, hung = worker.cell, False
-                assert cell is not None
-                outcome = worker.take() if worker.connection in ready else None
-                if outcome is None and worker.out_of_time:
-                    outcome, hung = worker.time_out(), True
-                if outcome is not None:
+                cell = worker.cell
+                if cell is not None and (outcome := worker.outcome()) is not None:
                     outcomes.append((cell, outcome))
-                    if hung or not worker.alive:
+                    if not worker.usable:
                         self._discard(worker)
         return outcomes
 
     def _discard(self, worker: Worker) -> None:
         self.workers.remove(worker)
         worker.stop()
-        worker.reap()
+        worker.end()
 
     def dismiss(self) -> None:
         """End all workers."""
@@ -268,7 +241,7 @@ class Crew:
         for worker in workers:
             worker.stop()
         for worker in workers:
-            worker.reap()
+            worker.end()
 
     def __enter__(self) -> Crew:
         return self

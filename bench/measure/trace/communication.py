@@ -113,6 +113,7 @@ class CommunicationMeter(Meter):
     """
 
     name = "communication"
+    always = True
 
     def __init__(self, axes: Mapping[str, str]):
         self.axes = dict(axes)

@@ -53,6 +53,7 @@ class EventLog(Meter):
     """
 
     name = "event_log"
+    always = True
 
     def __init__(self, mesh: DeviceMesh | None):
         if mesh is None:

@@ -70,6 +70,7 @@ class MemoryMeter(Meter):
     """
 
     name = "memory"
+    always = True
 
     def __init__(
         self,

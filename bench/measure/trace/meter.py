@@ -60,6 +60,8 @@ class Meter:
 
     #: how scenarios name it, and the key of what it found in a row
     name: ClassVar[str]
+    #: whether every recorder has it, so that no scenario asks for it
+    always: ClassVar[bool] = False
 
     def __init__(self, mesh: DeviceMesh | None):
         self.mesh = mesh
@@ -77,15 +79,9 @@ class Meter:
 
 
 def meters() -> Mapping[str, type[Meter]]:
-    """The meters that a scenario can ask for, by name; without those of memory, communication and events,
-    which every recorder has."""
-    from spbench.bench.measure.trace.communication import CommunicationMeter
-    from spbench.bench.measure.trace.event_log import EventLog
-    from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter
-
+    """The meters that a scenario can ask for, by name."""
     found = named_classes("spbench.bench.measure.trace", Meter)
-    always = (MemoryMeter, HostMemoryMeter, CommunicationMeter, EventLog)
-    return {name: cls for name, cls in found.items() if cls not in always}
+    return {name: cls for name, cls in found.items() if not cls.always}
 
 
 def meter_classes(names: Sequence[str]) -> list[type[Meter]]:

@@ -14,7 +14,7 @@ which is the number of storages and events of one step. Two steps count as the s
   distance, and what dies or is waited for is no older than the first step of the key;
 - what lives at the end of one lives at the end of the other, at that distance, and so does what is posted and
   not yet waited for, and no point of a stream is held. So a loop that gathers tensors is run in full, unless
-  it says in which list (:mod:`measure.trace.kept_tensors`);
+  it says in which list (:mod:`measure.trace.step_records`);
 - no other loop that began in a step outlived it, and autograd recorded nothing, whose graph would be shorter,
   unless each step runs the backward of an earlier one.
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,8 +13,10 @@ from spbench.bench.measure.simulator.program import KERNEL, RECORD, WAIT
 from spbench.bench.measure.simulator.program_builder import EventRow
 from spbench.bench.measure.trace.communication import CommunicationMeter, Operation
 from spbench.bench.measure.trace.event_log import EventLog
-from spbench.bench.measure.trace.kept_tensors import KeptTensors
 from spbench.bench.measure.trace.memory import MemoryMeter
+from spbench.bench.measure.trace.torch_internals import FakeTensor, fake_like, is_shared
+
+Item = TypeVar("Item")
 
 
 class Record(Protocol):
@@ -27,6 +30,60 @@ class Record(Protocol):
 
     def repeat(self, times: int) -> None:
         """Write the last step down that many times more; asked for where :meth:`repeats` is true."""
+
+
+class _Column(Generic[Item]):
+    """What the steps have appended to one list of a meter.
+
+    Args:
+        items: the list, which belongs to the meter.
+        later: the same items with numbers larger by that much; None: they refer to nothing by its number.
+
+    Attributes:
+        ends: the length of the list at the start of the first step and at the end of each.
+    """
+
+    def __init__(self, items: list[Item], later: Callable[[Sequence[Item], int], list[Item]] | None = None):
+        self.items, self.later, self.ends = items, later, [len(items)]
+
+    def end_step(self) -> None:
+        self.ends.append(len(self.items))
+
+    def of_step(self, number: int) -> list[Item]:
+        """What the step with that number has appended; -1 is the last."""
+        first, end = self.ends[number - 1 : number + 1 or None]
+        return self.items[first:end]
+
+    @property
+    def grown(self) -> int:
+        """How many the last step has appended."""
+        return self.ends[-1] - self.ends[-2]
+
+    def repeats(self, by: int = 0) -> bool:
+        """Whether the last step appended what the one before did, with numbers larger by ``by``."""
+        before = self.of_step(-2)
+        return self.of_step(-1) == (before if self.later is None else self.later(before, by))
+
+    def repeat(self, times: int, by: int = 0) -> None:
+        """Append what the last step did that many times more, each with numbers larger by ``by``."""
+        last = self.of_step(-1)
+        for number in range(1, times + 1):
+            self.items += last if self.later is None else self.later(last, number * by)
+
+
+def _later_changes(changes: Sequence[int], by: int) -> list[int]:
+    """Births and deaths, as :class:`MemoryLog` has them, of storages with numbers larger by ``by``."""
+    return [change + by if change > 0 else change - by for change in changes]
+
+
+def _later_marks(marks: Sequence[tuple[Any, int]], by: int) -> list[tuple[Any, int]]:
+    """What begins, ``by`` events later."""
+    return [(what, first + by) for what, first in marks]
+
+
+def _later_rows(rows: Sequence[EventRow], by: int) -> list[EventRow]:
+    """The same events, ``by`` later in the program: only what is waited for has another number."""
+    return [(*row[:-1], row[-1] + by) if row[0] == WAIT else row for row in rows]
 
 
 class _Unfinished:
@@ -48,13 +105,69 @@ class _Unfinished:
         return same_number and self.numbers == {number + by for number in self._before}
 
 
-class _Written(NamedTuple):
-    """How much a memory log holds."""
+class KeptTensors:
+    """What the steps of one key append to a list; see ``kept`` of :func:`keyed_steps`.
 
-    births: int
-    changes: int
-    tags: int
-    phases: int
+    Attributes:
+        tensors: the list, which belongs to the loop.
+    """
+
+    def __init__(self, tensors: list[Tensor], meter: MemoryMeter):
+        self.tensors, self.meter = tensors, meter
+        #: the numbers of their storages at the start of the first step and at the end of each; -1: not known
+        self._ends = [self._numbers(tensors)]
+
+    def _numbers(self, tensors: Sequence[Tensor]) -> list[int]:
+        numbers = [self.meter.number(x.untyped_storage()) for x in tensors]
+        return [-1 if number is None else number for number in numbers]
+
+    def end_step(self) -> None:
+        """Note what the list holds at the end of a step."""
+        self._ends.append(self._numbers(self.tensors))
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of all that the steps have appended."""
+        return set(self._ends[-1][len(self._ends[0]) :])
+
+    def repeats(self, born: int, births: int) -> bool:
+        """Whether the last two steps appended the same, each what it made itself, and nothing else refers to
+        what was appended before the last step.
+
+        Args:
+            born: the number of the first storage that the last step made.
+            births: how many it made, as did the step before.
+        """
+        taken_out = any(after[: len(before)] != before for before, after in pairwise(self._ends))
+        if taken_out or -1 in self._ends[-1]:
+            return False
+        before, last = (after[len(start) :] for start, after in pairwise(self._ends[-3:]))
+        earlier = self.tensors[len(self._ends[0]) : len(self._ends[-2])]
+        return (
+            last == [number + births for number in before]
+            and len({*last}) == len(last)
+            and all(number >= born for number in last)
+            and all(type(x) is FakeTensor and not x.requires_grad for x in self.tensors[-len(last) :] if last)
+            and not any(is_shared(x.untyped_storage()) for x in earlier)
+        )
+
+    def repeat(self, times: int, births: int) -> None:
+        """Append that many times more what the last step did, and number all.
+
+        What the last step appended may also be held elsewhere. It becomes the last of all, as what the last
+        step of the loop appends would be; what is made for the steps between comes before it.
+        """
+        *_, before, after = self._ends
+        last = self.tensors[len(before) :]
+        for x, number in zip(self.tensors, before, strict=False):
+            self.meter.set_number(x.untyped_storage(), number)
+        made = []
+        for step in range(times):
+            for x, number in zip(last, after[len(before) :], strict=True):
+                assert isinstance(x, FakeTensor)
+                made.append(fake_like(x))
+                self.meter.set_number(made[-1].untyped_storage(), number + step * births)
+        self.tensors[len(before) : len(before)] = made
 
 
 class StorageRecord:
@@ -62,148 +175,111 @@ class StorageRecord:
 
     def __init__(self, meter: MemoryMeter, kept: list[Tensor]):
         self.meter, self.log = meter, meter.log
-        self._ends, self._kept = [self._written()], KeptTensors(kept, meter)
-        self._living = _Unfinished()
-
-    def _written(self) -> _Written:
         log = self.log
-        return _Written(len(log.sizes), len(log.events), len(log.tags), len(log.marks))
+        #: of each storage
+        self._sizes, self._streams, self._places = map(_Column[int], (log.sizes, log.streams, log.places))
+        self._changes, self._marks = _Column(log.events, _later_changes), _Column(log.marks, _later_marks)
+        self._columns: list[_Column[Any]] = [
+            *(self._sizes, self._streams, self._places, self._changes, self._marks)
+        ]
+        self._tagged = [len(log.tags)]
+        self._kept, self._living = KeptTensors(kept, meter), _Unfinished()
 
     def end_step(self) -> None:
-        changes = self.log.events[self._ends[-1].changes :]
+        changes = self.log.events[self._changes.ends[-1] :]
         self._kept.end_step()
         # a library's first product makes a workspace, wherever it is
         lasting = self._kept.numbers.union(self.log.workspaces)
         self._living.end_step(
             (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting
         )
-        self._ends.append(self._written())
+        for column in self._columns:
+            column.end_step()
+        self._tagged.append(len(self.log.tags))
 
     def repeats(self) -> bool:
-        if len(self._ends) < 3:
+        if len(self._tagged) < 3:
             return False
-        first, (a, b, c) = self._ends[0], self._ends[-3:]
-        births, before = c.births - b.births, self.log.events[a.changes : b.changes]
+        first, *_, start, _ = self._sizes.ends
+        births = self._sizes.grown
         return (
-            b.births - a.births == births
-            and _marks(self.log.marks[a.phases : b.phases], a.changes)
-            == _marks(self.log.marks[b.phases : c.phases], b.changes)
-            and self.log.sizes[a.births : b.births] == self.log.sizes[b.births : c.births]
-            and self.log.streams[a.births : b.births] == self.log.streams[b.births : c.births]
-            and self.log.events[b.changes : c.changes] == _later_changes(before, births)
-            and all(abs(change) > first.births for change in before)
+            self._sizes.repeats()
+            and self._streams.repeats()
+            and self._changes.repeats(births)
+            and self._marks.repeats(self._changes.grown)
+            and all(abs(change) > first for change in self._changes.of_step(-2))
             and self._living.is_that_of_the_step_before(births)
-            and self._kept.repeats(b.births, births)
-            and self._tags(a, b) == self._tags(b, c)
-            and self._tagged_at_once(a, b)
-            and self._tagged_at_once(b, c)
+            and self._kept.repeats(start, births)
+            and self._tags(-1) == self._tags(-2)
+            and self._tagged_at_once(-1)
+            and self._tagged_at_once(-2)
         )
 
-    def _tags(self, start: _Written, end: _Written) -> list[str | None]:
+    def _tags(self, step: int) -> list[str | None]:
         """The tags of the storages born in a step, in their order."""
-        return [self.log.tags.get(number) for number in range(start.births, end.births)]
+        first, end = self._sizes.ends[step - 1 : step + 1 or None]
+        return [self.log.tags.get(number) for number in range(first, end)]
 
-    def _tagged_at_once(self, start: _Written, end: _Written) -> bool:
+    def _tagged_at_once(self, step: int) -> bool:
         """Whether the storages born in a step got their tags in it, and no others did."""
-        return end.tags - start.tags == sum(tag is not None for tag in self._tags(start, end))
+        before, after = self._tagged[step - 1 : step + 1 or None]
+        return after - before == sum(tag is not None for tag in self._tags(step))
 
     def repeat(self, times: int) -> None:
-        log, first, (start, end) = self.log, self._ends[0], self._ends[-2:]
-        births, tags = end.births - start.births, self._tags(start, end)
-        changes, marks = log.events[start.changes : end.changes], log.marks[start.phases : end.phases]
-        for of_storages in (log.sizes, log.places, log.streams):
-            of_storages += of_storages[start.births : end.births] * times
-        for n in range(1, times + 1):
-            log.events += _later_changes(changes, n * births)
-            log.marks += _marks(marks, -n * len(changes))
+        first, *_, end = self._sizes.ends
+        births, changes, tags = self._sizes.grown, self._changes.grown, self._tags(-1)
+        for column in (self._sizes, self._streams, self._places):
+            column.repeat(times)
+        self._changes.repeat(times, births)
+        self._marks.repeat(times, changes)
         for place, tag in enumerate(tags):
             if tag is not None:
-                again = range(end.births + place, end.births + place + times * births, births)
-                log.tags |= dict.fromkeys(again, tag)
-        self.meter.renumber(first.births, times * births)
+                again = range(end + place, end + place + times * births, births)
+                self.log.tags |= dict.fromkeys(again, tag)
+        self.meter.renumber(first, times * births)
         self._kept.repeat(times, births)
-
-
-def _later_changes(changes: Sequence[int], by: int) -> list[int]:
-    """Births and deaths, as :class:`MemoryLog` has them, of storages with numbers larger by ``by``."""
-    return [change + by if change > 0 else change - by for change in changes]
-
-
-def _marks(marks: Sequence[tuple[Any, int]], start: int) -> list[tuple[Any, int]]:
-    """What began, with its first event counted from ``start``."""
-    return [(what, first - start) for what, first in marks]
-
-
-class _Changes:
-    """What a program notes as (what begins, its first event): phases, and streams."""
-
-    def __init__(self, noted: list[tuple[Any, int]]):
-        self._noted, self._ends = noted, [len(noted)]
-
-    def end_step(self) -> None:
-        self._ends.append(len(self._noted))
-
-    def of_step(self, number: int, start: int) -> list[tuple[Any, int]]:
-        """What began in the step with that number, counted from its ``start``; -1 is the last."""
-        first, end = self._ends[number - 1 : number + 1 or None]
-        return _marks(self._noted[first:end], start)
-
-    def repeat(self, times: int, start: int, length: int) -> None:
-        """Note what began in the last step, from ``start`` on, again after each ``length`` events."""
-        last = self.of_step(-1, start)
-        for number in range(1, times + 1):
-            self._noted += _marks(last, -start - number * length)
 
 
 class EventRecord:
     """The events of the program, its streams and its phases."""
 
     def __init__(self, log: EventLog):
-        self.log, self.rows = log, log.builder.rows
-        self._ends = [len(self.rows)]
-        builder = log.builder
-        self._changes = [_Changes(noted) for noted in (builder.marks, builder.switches, builder.works)]
+        self.log, builder = log, log.builder
+        self._rows = _Column(builder.rows, _later_rows)
+        noted: tuple[list[tuple[Any, int]], ...] = (builder.marks, builder.switches, builder.works)
+        self._noted = [_Column(each, _later_marks) for each in noted]
+        self._columns: list[_Column[Any]] = [self._rows, *self._noted]
         self._posted = _Unfinished()
 
     def end_step(self) -> None:
-        self._posted.end_step(self._posts_and_waits(self._ends[-1]))
-        self._ends.append(len(self.rows))
-        for changes in self._changes:
-            changes.end_step()
+        self._posted.end_step(self._posts_and_waits(self._rows.ends[-1]))
+        for column in self._columns:
+            column.end_step()
 
     def _posts_and_waits(self, start: int) -> Iterator[tuple[int, bool]]:
-        for event, row in enumerate(self.rows[start:], start):
+        for event, row in enumerate(self._rows.items[start:], start):
             if row[0] == WAIT:
                 yield row[-1], False
             elif row[0] not in (KERNEL, RECORD):
                 yield event, True
 
     def repeats(self) -> bool:
-        if len(self._ends) < 3:
+        if len(self._rows.ends) < 3:
             return False
-        first, (a, b, c) = self._ends[0], self._ends[-3:]
-        before = self.rows[a:b]
+        first, length = self._rows.ends[0], self._rows.grown
         return (
-            self.rows[b:c] == _later_rows(before, c - b)
-            and all(row[-1] >= first for row in before if row[0] == WAIT)
-            and all(changes.of_step(-1, b) == changes.of_step(-2, a) for changes in self._changes)
+            self._rows.repeats(length)
+            and all(row[-1] >= first for row in self._rows.of_step(-2) if row[0] == WAIT)
+            and all(each.repeats(length) for each in self._noted)
             and not self.log.streams.holds_points(first)
-            and self._posted.is_that_of_the_step_before(c - b)
+            and self._posted.is_that_of_the_step_before(length)
         )
 
     def repeat(self, times: int) -> None:
-        first, (start, end) = self._ends[0], self._ends[-2:]
-        rows = self.rows[start:end]
-        for number in range(1, times + 1):
-            self.rows += _later_rows(rows, number * len(rows))
-        for changes in self._changes:
-            changes.repeat(times, start, len(rows))
-        self.log.renumber_posts(first, times * len(rows))
-
-
-def _later_rows(rows: Sequence[EventRow], by: int) -> list[EventRow]:
-    """The same events, ``by`` later in the program: only what is waited for has another number."""
-    return [(*row[:-1], row[-1] + by) if row[0] == WAIT else row for row in rows]
+        length = self._rows.grown
+        for column in self._columns:
+            column.repeat(times, length)
+        self.log.renumber_posts(self._rows.ends[0], times * length)
 
 
 class MessageRecord:

@@ -1,22 +1,27 @@
-"""The interval of each simulated step time, and which times are ties; from the errors in bands.json.
+"""How far to trust what was simulated: the interval of a step time, which times are ties, what prices a time
+that has no rate of its own, and how far predicted memory was from measured.
 
-``spbench reproduce bands --write`` writes that file from the committed results of ``spbench reproduce``. Rows
-on disk are without bands: these are those of this version, and are added when rows are read.
+They rest on the errors in bands.json and memory_errors.json, which ``spbench reproduce bands --write`` writes
+from the committed results of ``spbench reproduce``. Rows on disk are without bands: bands are those of this
+version, and are added when rows are read.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
-from spbench.bench.measure.trust.error_model import ErrorModel, grouped
+from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.units import shown_time
+from spbench.plots.series import grouped
 
-BANDS_FILE = "bands.json"
+BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
 #: the mark of a time that is a tie with the best
 TIE = "≈"
 TIE_LEGEND = (
@@ -27,15 +32,31 @@ TIE_LEGEND = (
 #: what is said of a time on such rates
 _MARKED = {"datasheet": ", uncalibrated", "substituted": ", a rate is missing"}
 
+#: grades of prices other than a rate of their own (:mod:`measure.simulator.substitutes`), the worst first
+GRADES = {
+    "substituted": "No rate of its own",
+    "transferred": "The rate of another",
+    "extrapolated": "Extrapolated",
+}
+#: so many of a grade are named, those with the largest shares
+MOST = 3
+
+#: the quantities of the errors of memory
+PEAK, RESERVED = "peak", "reserved"
+
 Row = Mapping[str, Any]
+#: relative errors of memory, ours / measured - 1, by data-parallel backend and quantity
+Errors = Mapping[str, Mapping[str, Sequence[float]]]
+
+
+def _packaged(file: str) -> Any:
+    return json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
 
 
 @cache
 def packaged_model() -> ErrorModel:
     """The errors that this version comes with."""
-    return ErrorModel.from_dict(
-        json.loads(files(__package__).joinpath(BANDS_FILE).read_text(encoding="utf-8"))
-    )
+    return ErrorModel.from_dict(_packaged(BANDS_FILE))
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
@@ -112,3 +133,81 @@ def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
     kind = (cell.get("training") or {}).get("step", "training")
     names = ("model", "seq_len", "precision", "cluster", "engine")
     return (*(str(cell.get(name)) for name in names), json.dumps(options, sort_keys=True), str(ranks), kind)
+
+
+# -- what prices a time --------------------------------------------------------------------------------------
+
+
+def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
+    """What the times of some measurements are priced by instead of a rate of its own, each with its largest
+    share of a step, by grade: "no rate of its own: attention by triton (68%): matrix products";
+    "" where there is no such price."""
+    shares: dict[tuple[str, str, str], float] = {}
+    for measured in measurements:
+        for each in measured.get("priced_by") or ():
+            key = each["grade"], each["work"], each["by"]
+            shares[key] = max(each["share"], shares.get(key, 0.0))
+    parts: list[str] = []
+    for grade, words in GRADES.items():
+        of_grade = sorted(((-share, *key) for key, share in shares.items() if key[0] == grade))
+        told = [f"{work} ({-share:.0%}): {by}" for share, _, work, by in of_grade[:MOST]]
+        if len(of_grade) > MOST:
+            told.append(f"{len(of_grade) - MOST} more")
+        if told:
+            parts.append(f"{words if parts else words[0].lower() + words[1:]}: {'; '.join(told)}")
+    return ". ".join(parts)
+
+
+# -- errors of memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PastErrors:
+    """Errors of predictions of one quantity.
+
+    Attributes:
+        of: whose they are: a backend, or "all backends".
+        rows: how many measured numbers, of which those of one run's ranks count once.
+        median, worst: of their absolute values.
+        under: how many predictions were below what was measured, by more than rounding (0.01%).
+        furthest_under: by how much at the most.
+    """
+
+    of: str
+    quantity: str
+    rows: int
+    median: float
+    worst: float
+    under: int
+    furthest_under: float
+
+    def __str__(self) -> str:
+        low = f", {self.under} too low by more than 0.01%, at most by {self.furthest_under:.2%}"
+        return (
+            f"{self.quantity} of {self.rows} measured numbers of {self.of}: median error {self.median:.2%}, "
+            f"worst {self.worst:.1%}{low if self.under else ', none too low'}"
+        )
+
+
+@cache
+def packaged_errors() -> Errors:
+    """The errors of memory that this version comes with."""
+    content: Errors = _packaged(MEMORY_ERRORS_FILE)
+    return content
+
+
+def past_errors(backend: str, quantity: str, errors: Errors | None = None) -> PastErrors | None:
+    """The errors of a backend; of all where nothing of it was measured; None: nothing at all was.
+
+    Args:
+        errors: those of the package if left out.
+    """
+    known = packaged_errors() if errors is None else errors
+    own = known.get(backend, {}).get(quantity, ())
+    every = own or [error for each in known.values() for error in each.get(quantity, ())]
+    if not every:
+        return None
+    low = [-error for error in every if error < -1e-4]
+    sizes = [abs(error) for error in every]
+    of = f"the backend {backend}" if own else f"all backends (none of {backend})"
+    return PastErrors(of, quantity, len(every), median(sizes), max(sizes), len(low), max(low, default=0.0))

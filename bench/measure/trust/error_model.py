@@ -1,26 +1,29 @@
 """How far simulated step times are from measured ones: an interval for each kind of time.
 
 The error of a row is ``log(simulated / measured)``. Rows of one source (one group of people, machines and
-settings) err together: so sources count alike, whatever number of rows they have. Times are put into classes
+settings) err together, so sources count alike, whatever number of rows they have. Times are put into classes
 by what they rest on (``rates``), and within a class by what bounds the step. An interval is the quantile of
 absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
-effects, arXiv 1809.07441). Of a bound, the class's other rows count too, with the weight of
-:data:`PRIOR_SOURCES` sources in all; and where the bound has few sources of its own, its interval is at least
-that of the class. What rests on substitutes of rates has classes of its own (:data:`EVER_WORSE`).
+effects, arXiv 1809.07441). Intervals by bound are shrunk toward the class: the class's other rows weigh as
+:data:`PRIOR_SOURCES` sources, and a bound with fewer than :data:`FEW` sources has at least the width of the
+class. Times that rest on substitutes of rates have classes of their own (:data:`EVER_WORSE`).
 :func:`coverage` leaves out each source in turn, and counts how many of its times lie
 within the intervals that the others give.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
-from spbench.bench.measure.trust.orders import Compared, Pairs, order_in_words, pairs_by_distance
+from pydantic import TypeAdapter
+
+from spbench.plots.series import grouped
 
 #: share of times that lie within their interval
 LEVEL = 0.8
@@ -37,8 +40,9 @@ EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
 #: in place of a class or of a bound: all of them
 ANY = "any"
 
-Key = TypeVar("Key", bound=Hashable)
-Item = TypeVar("Item")
+#: pairs of times are counted by the part of the shorter one by which the longer one is more: from each of
+#: these up to the next
+EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,28 @@ class Covered(NamedTuple):
     within: int
 
 
+class Compared(NamedTuple):
+    """Two ways to split a run: logarithms of the one's time over the other's."""
+
+    source: str
+    simulated: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of ways to split a run that were simulated about as far apart, and measured.
+
+    Attributes:
+        right: those of which the one whose simulated time is shorter was measured to be the shorter.
+        pairs, sources: how many, of how many groups of people.
+    """
+
+    right: int
+    pairs: int
+    sources: int
+
+
 @dataclass(frozen=True)
 class ErrorModel:
     """Intervals by class and bound.
@@ -135,7 +161,7 @@ class ErrorModel:
             strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
             of_strategies=_half_width(_of_strategies(observations)),
             of_ties={name: _half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
-            of_orders={name: pairs_by_distance(_pairs(some)) for name, some in classes.items()},
+            of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
         )
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
@@ -162,23 +188,30 @@ class ErrorModel:
         return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
 
     def order(self, rates: str, ratio: float) -> str:
-        """How often times of two splits of this ratio were in the simulated order, in words; "": no pair."""
-        return order_in_words(self.of_orders.get(rates, self.of_orders.get(ANY, ())), ratio)
+        """What was measured of pairs of splits as far apart as two times of this ratio, as "of 91 measured
+        pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
+        by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
+        at = _distance(max(ratio, 1 / ratio) - 1)
+        if not by_distance or not by_distance[at].pairs:
+            return ""
+        (least, most), pairs = EDGES[at : at + 2], by_distance[at]
+        apart = f"{least:.0%} and more" if math.isinf(most) else f"{100 * least:.0f} to {most:.0%}"
+        share = f"{pairs.right / pairs.pairs:.0%} were in the simulated order"
+        return f"of {pairs.pairs} measured pairs {apart} apart, {share}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, of six digits."""
-        content: dict[str, Any] = _rounded(asdict(self))
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=_six_digits)
         return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The model that :meth:`as_dict` gave."""
-        intervals = {
-            name: {bound: Interval(**each) for bound, each in of_class.items()}
-            for name, of_class in content["intervals"].items()
-        }
-        orders = {name: [Pairs(**each) for each in some] for name, some in content["of_orders"].items()}
-        return cls(**{**content, "intervals": intervals, "of_orders": orders})
+        return TypeAdapter(cls).validate_python(content)
+
+
+def _six_digits(number: str) -> float:
+    return float(f"{float(number):.6g}")
 
 
 def coverage(observations: Sequence[Observation]) -> list[Covered]:
@@ -202,14 +235,6 @@ def overall(covered: Sequence[Covered]) -> float:
 def _within(model: ErrorModel, o: Observation) -> bool:
     low, high, _ = model.band(o.rates, o.bound, o.strategy)
     return low <= math.exp(-o.log_error) <= high
-
-
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their keys, in the order of the first of each."""
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 #: numbers by the source that they are of
@@ -309,9 +334,17 @@ def _counted(interval: Interval) -> str:
     return f"{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
 
 
-def _rounded(content: Any) -> Any:
-    if isinstance(content, float):
-        return float(f"{content:.6g}")
-    if isinstance(content, dict):
-        return {key: _rounded(value) for key, value in content.items()}
-    return [_rounded(each) for each in content] if isinstance(content, (list, tuple)) else content
+def _distance(apart: float) -> int:
+    """The class of a ratio - 1 of two times, by its place among :data:`EDGES`."""
+    return sum(apart >= edge for edge in EDGES[1:])
+
+
+def _by_distance(compared: Iterable[Compared]) -> list[Pairs]:
+    """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
+    found: list[list[Compared]] = [[] for _ in pairwise(EDGES)]
+    for each in compared:
+        found[_distance(math.expm1(abs(each.simulated)))].append(each)
+    return [
+        Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
+        for some in found
+    ]

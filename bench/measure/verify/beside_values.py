@@ -1,11 +1,16 @@
 """What is checked of a verified step beside values: that all positions and all elements of weights are
-compared, as each lies on equally many ranks, and what a rank sends beside the closed forms, exactly."""
+compared, as each lies on equally many ranks; what a rank sends beside the closed forms, exactly; and that
+packed documents do not see each other.
+
+The oracle's attention to documents and within windows is here too: it makes its mask from the definition
+alone, which document each position is of, and how far apart two positions are. It shares nothing with how
+strategies find what their ranks see.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,25 +19,24 @@ from torch import Tensor
 from spbench.bench.measure.engines.plan import Plan, RankClass
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.verify.discrepancy import Discrepancy
+from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
+from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
+from spbench.impls.attended import Attended
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import ONE_STAGE, composed_traffic
 from spbench.impls.models.model import Model
 from spbench.impls.strategies.base import Strategy
 
-if TYPE_CHECKING:
-    from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
 
-
-def check_positions(whole: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+def check_positions(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
 
     A strategy that gave all ranks the same chunk would be compared with that chunk alone.
     """
     strategy, part = checked.strategy, checked.part
-    tensors = [(x, part.sequence_dims[name]) for name, x in whole.inputs.items()]
-    tensors += [(x, part.output_dims[name]) for name, x in whole.outputs.items()]
+    tensors = [(x, part.sequence_dims[name]) for name, x in truth.inputs.items()]
+    tensors += [(x, part.output_dims[name]) for name, x in truth.outputs.items()]
     several = [(x, dim if isinstance(dim, tuple) else (dim,)) for x, dim in tensors if dim is not None]
     grids = {tuple(x.shape[d] for d in dims) for x, dims in several}
     for sizes in sorted(grids):
@@ -116,3 +120,60 @@ def check_bytes(
     held, counted = sum(p.numel() for p in build().parameters()), sum(each.elements for each in sums)
     if held != counted:
         yield "parameters", Discrepancy.without_number(f"are {held} elements, {counted} by the model's sites")
+
+
+def document_of_positions(attended: Attended, length: int) -> Tensor:
+    """Which document each position of a sequence is of [L]."""
+    names = [number for number, n in enumerate(attended.documents or (length,)) for _ in range(n)]
+    return torch.tensor(names)
+
+
+def seen_pairs(attended: Attended, length: int) -> Tensor:
+    """Whether a query (rows) sees a key (columns) [L, L]."""
+    document, place = document_of_positions(attended, length), torch.arange(length)
+    back = place[:, None] - place
+    seen = (back >= 0) & (document[:, None] == document)
+    return seen if attended.window is None else seen & (back < attended.window)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, attended: Attended, sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax attention under the mask, by all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A].
+    ``sinks`` [Z] are one more column of the scores, whose probability is dropped."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    hidden = ~seen_pairs(attended, q.shape[2]).to(q.device)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
+
+
+def check_documents(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+    """Where the outputs of a document change with the inputs of its neighbours, in two more forwards; nothing
+    for a model whose sequences are not packed."""
+    strategy, part = checked.strategy, checked.part
+    attended = strategy.packed
+    if len(attended.documents) < 2:
+        return
+    of_positions = document_of_positions(attended, sum(attended.documents)) % 2
+    for changed in range(2):
+        inputs = {}
+        for name, x in truth.inputs.items():
+            dim, values = part.sequence_dims[name], x.detach()
+            if isinstance(dim, int):
+                other = values + 1 if x.is_floating_point() else (values + 1) % (values.max() + 1)
+                where = (of_positions == changed).to(x.device)
+                values = torch.where(where.view(-1, *[1] * (x.ndim - 1 - dim)), other, values)
+            inputs[name] = strategy.shard(values, dim).to(checked.inputs[name].dtype).clone()
+        with torch.no_grad():
+            outputs = checked.module(inputs)
+        others = strategy.shard(of_positions != changed, 0).nonzero().flatten()
+        before, after = {}, {}
+        for name, x in outputs.items():
+            if isinstance(dim := part.output_dims[name], int):
+                key, index = f"output {name} of other documents", others.to(x.device)
+                before[key] = checked.outputs[name].detach().index_select(dim, index)
+                after[key] = x.index_select(dim, index)
+        yield from discrepancies(before, after).items()

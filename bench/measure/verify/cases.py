@@ -23,9 +23,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from spbench.bench.cell_files import names_a_file, read_model_file
 from spbench.bench.measure.processes.rank_job import NO_END, RankError
@@ -33,8 +33,16 @@ from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.processes.torchrun import ranks_for, shared_backend
 from spbench.bench.measure.verify.explanation import explain_failure, explain_values
-from spbench.bench.measure.verify.judged import how_departs, how_wrong, judged, unequal_bytes, worst_of
-from spbench.bench.measure.verify.oracle import Finding, check_rank
+from spbench.bench.measure.verify.judged import (
+    Finding,
+    how_departs,
+    how_wrong,
+    judged,
+    unequal_bytes,
+    worst_of,
+)
+from spbench.bench.measure.verify.oracle import check_rank
+from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
@@ -48,59 +56,6 @@ from spbench.impls.training.step import PRECISIONS
 
 #: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
 HUNG_S = 15.0
-
-#: of :attr:`VerifyRow.bytes`
-EQUAL = "equal"
-
-
-@dataclass(frozen=True)
-class VerifyRow:
-    """The verdict on one case.
-
-    Attributes:
-        variant: the model options that differ from the preset, as "name=value", and the strategy's and the
-            backend's.
-        size: ranks.
-        mesh: ranks along each axis, as "tp2xsp3".
-        dtype: a key of :data:`PRECISIONS`.
-        batch, seq_len: whole sizes, in samples and positions.
-        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
-            none either: a published baseline computes what its authors' code does, which is not what the
-            model asks for.
-        error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
-            the one with the largest error for its limit.
-        tensor, rank: which tensor that is, and where.
-        factor: the number that this tensor is the reference times, where a RED one is that
-            (:class:`Discrepancy`).
-        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
-            of a baseline as published, in which way it departs from the model.
-        reason: why it is unsupported, or what a rank raised, in a line.
-        bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
-            there is none to compare with, as of a part of a model.
-        explanation: of a RED row, where asked for: lines on where its step goes wrong first.
-        traceback: of what a rank raised.
-    """
-
-    strategy: str
-    model: str
-    variant: str
-    part: str
-    size: int
-    mesh: str
-    dtype: str
-    batch: int
-    seq_len: int
-    status: Literal["green", "RED", "unsupported", "as published"]
-    error: float | None = None
-    limit: float | None = None
-    tensor: str = ""
-    rank: int | None = None
-    factor: float | None = None
-    verdict: str = ""
-    reason: str = ""
-    bytes: str = ""
-    explanation: str = ""
-    traceback: str = ""
 
 
 def verify(
@@ -160,7 +115,7 @@ def verify(
         "backend": backend,
         "backend_options": of_backend,
     }
-    found: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
+    failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -175,7 +130,7 @@ def verify(
         for strategy, name, mesh, dtype, part, varying in cases:
             varied = set_options(presets[name], varying, f"model {name}")
             case = Case(strategy, varied, part, dtype, **everywhere)
-            reds = found[strategy.name]
+            reds = failures[strategy.name]
             row = verify_case(
                 *(ranks, case, mesh),
                 device=device,
@@ -284,7 +239,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
     worst = worst_of(own, wrong)
     row = replace(
         row,
-        error=worst.finding.found.error,
+        error=worst.finding.discrepancy.error,
         limit=worst.limit,
         tensor=worst.finding.tensor,
         rank=worst.rank,
@@ -292,7 +247,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
     )
     if not wrong:
         departing = [each for each in every if each.finding.apart is not None and each.excess > 1]
-        said = how_departs(case, departing) if departing else ""
+        said = how_departs(case.strategy, departing) if departing else ""
         return replace(row, status="as published", verdict=said) if said else row
     return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
 

@@ -1,27 +1,37 @@
 """Why a case is RED: the first wrong tensor in the order of execution, on which ranks and positions, and the
-collectives that ranks call unequally. Each explanation runs the case once more."""
+collectives that ranks call unequally. Each explanation runs the case once more.
+
+Collectives are written down before they run, as ranks that call different ones may die of it: Gloo aborts the
+process.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_job import RankError
 from spbench.bench.measure.processes.rank_pool import Ranks
-from spbench.bench.measure.verify.collective_calls import logged, unequal_calls
-from spbench.bench.measure.verify.discrepancy import Discrepancy, relative_errors
-from spbench.bench.measure.verify.judged import limits
-from spbench.bench.measure.verify.observed_sites import SITE_DIM
+from spbench.bench.measure.trace.communication import communication_of
+from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
+from spbench.bench.measure.verify.judged import Discrepancy, limits, relative_errors
 from spbench.bench.measure.verify.oracle import BothRuns, both_runs
-from spbench.bench.measure.verify.verified_run import Case
+from spbench.bench.measure.verify.verified_run import SITE_DIM, Case
+from spbench.impls.models.model import ModelPart
 from spbench.impls.training.step import PRECISIONS
 
 #: columns of a map of errors: the sequence is cut into so many blocks
@@ -30,6 +40,10 @@ BLOCKS = 8
 NAMED = 4
 #: seconds that a case whose ranks have failed may take once more
 AGAIN_S = 15.0
+#: code that calls collectives for others: this package's, Python's with what is installed, torch's
+_PASSED = (Path(__file__).parents[2], Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
+#: these meet one other rank, which calls another of them
+_PAIRED = ("send", "recv")
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Observed:
 
     tensor: str
     place: tuple[int, float]
-    found: Discrepancy
+    discrepancy: Discrepancy
     noise: float
     blocks: tuple[float | None, ...] = ()
 
@@ -56,18 +70,21 @@ def explain_values(pool: Ranks, case: Case, sizes: Mapping[str, int], device: st
         by_rank = pool.run(sizes, observed, case, device=device, backend=backend)
     except RankError as error:  # a fault that comes and goes
         return f"run once more, it failed: {error.reason}"
-    limit = limits(PRECISIONS[case.dtype].parameters, [each.noise for found in by_rank for each in found])
-    found = [(rank, each) for rank, of_rank in enumerate(by_rank) for each in of_rank]
-    found.sort(key=lambda at: at[1].place)
-    wrong = [(rank, each) for rank, each in found if each.found.error > limit(each.noise)]
+    limit = limits(PRECISIONS[case.dtype].parameters, [each.noise for of_rank in by_rank for each in of_rank])
+    every = [(rank, each) for rank, of_rank in enumerate(by_rank) for each in of_rank]
+    every.sort(key=lambda at: at[1].place)
+    wrong = [(rank, each) for rank, each in every if each.discrepancy.error > limit(each.noise)]
     names = list(dict.fromkeys(each.tensor for _, each in wrong))
     if not names:
         return ""
-    first = [(rank, each) for rank, each in found if each.tensor == names[0]]
-    worst = max((each for _, each in wrong if each.tensor == names[0]), key=lambda each: each.found.error)
-    right = [each.tensor for _, each in found if each.place < worst.place and each.tensor not in names]
+    first = [(rank, each) for rank, each in every if each.tensor == names[0]]
+    worst = max(
+        (each for _, each in wrong if each.tensor == names[0]), key=lambda each: each.discrepancy.error
+    )
+    right = [each.tensor for _, each in every if each.place < worst.place and each.tensor not in names]
+    how = worst.discrepancy.described(limit(worst.noise))
     lines = [
-        f"first wrong in the order of execution: {names[0]} {worst.found.described(limit(worst.noise))}",
+        f"first wrong in the order of execution: {names[0]} {how}",
         *([f"right before it: {right[-1]}"] if right else ["nothing that is compared comes before it"]),
         *_map([(rank, each) for rank, each in first], limit(worst.noise), case.seq_len),
     ]
@@ -91,48 +108,22 @@ def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: s
 def observed(mesh: DeviceMesh, case: Case) -> list[Observed]:
     """What is compared on this rank of the mesh, and what goes through its sites of attention."""
     runs = both_runs(mesh, case, watch=True)
-    checked = runs.checked
-    found = []
-    for name, (each, noise) in {**_of_sites(runs), **runs.tensors()}.items():
-        expected, got, dim = _sides(runs, name)
-        blocks = () if dim is None else _blocks(runs, expected, got, dim, case.seq_len)
-        found.append(Observed(name, _place(name, checked.sites.order), each, noise, blocks))
-    return found
+    at_sites, tensors = runs.sites(), runs.tensors()
+    expected, got = {**at_sites.expected, **tensors.expected}, {**at_sites.got, **tensors.got}
+    observations = []
+    for name, (each, noise) in {**at_sites.discrepancies(), **tensors.discrepancies()}.items():
+        dim = SITE_DIM if name in at_sites.got else _sequence_dim(runs.checked.part, name)
+        blocks = () if dim is None else _blocks(runs, expected.get(name), got.get(name), dim, case.seq_len)
+        observations.append(Observed(name, _place(name, runs.checked.sites.order), each, noise, blocks))
+    return observations
 
 
-def _of_sites(runs: BothRuns) -> dict[str, tuple[Discrepancy, float]]:
-    """Of each tensor of a site whose part on this rank is a range of positions of what one device has."""
-    expected, noisy, got = {}, {}, {}
-    for kind in ("values", "gradients"):
-        prefix = "gradient of " if kind == "gradients" else ""
-        mine, theirs = getattr(runs.checked.sites, kind), getattr(runs.truth.sites, kind)
-        also = theirs if runs.noisy is None else getattr(runs.noisy.sites, kind)
-        for name in [name for name in mine if name in theirs and name in also]:
-            part = runs.checked.strategy.shard(theirs[name], SITE_DIM)
-            if part.shape == mine[name].shape:
-                expected[prefix + name], got[prefix + name] = part, mine[name]
-                noisy[prefix + name] = runs.checked.strategy.shard(also[name], SITE_DIM)
-    return runs.compared(expected, None if runs.noisy is None else noisy, got)
-
-
-def _sides(runs: BothRuns, name: str) -> tuple[Tensor | None, Tensor | None, int | None]:
-    """What a tensor should be on this rank and what it is, with its sequence dim; None of one without."""
-    checked, truth, part = runs.checked, runs.truth, runs.checked.part
+def _sequence_dim(part: ModelPart, name: str) -> int | None:
+    """The sequence dim of an output, an input's gradient; None of all else, and of grids."""
     kind, _, key = name.rpartition(" ")
-    dim: object = None
-    theirs: Tensor | None = None
-    mine: Tensor | None = None
-    if " of attention " in name:
-        which = "gradients" if name.startswith("gradient of ") else "values"
-        key, dim = name.removeprefix("gradient of "), SITE_DIM
-        mine, theirs = getattr(checked.sites, which)[key], getattr(truth.sites, which)[key]
-    elif kind == "output":
-        mine, theirs, dim = checked.outputs[key], truth.outputs[key], part.output_dims[key]
-    elif kind == "gradient of input":
-        mine, theirs, dim = checked.inputs[key].grad, truth.inputs[key].grad, part.sequence_dims[key]
-    if not isinstance(dim, int) or theirs is None or mine is None:
-        return None, None, None
-    return checked.strategy.shard(theirs, dim).detach(), mine.detach(), dim
+    dims = {"output": part.output_dims, "gradient of input": part.sequence_dims}.get(kind, {})
+    dim = dims.get(key)
+    return dim if isinstance(dim, int) else None
 
 
 def _blocks(
@@ -166,7 +157,7 @@ def _place(name: str, order: Mapping[str, int]) -> tuple[int, float]:
 def _map(first: Sequence[tuple[int, Observed]], limit: float, length: int) -> list[str]:
     """The errors of one tensor by rank, and by block of positions where it has these."""
     if not any(each.blocks for _, each in first):
-        said = [f"rank {rank} {_error(each.found.error, limit)}" for rank, each in first]
+        said = [f"rank {rank} {_error(each.discrepancy.error, limit)}" for rank, each in first]
         return [f"its error by rank (. is right): {', '.join(said)}"]
     edges = [-(-block * length // BLOCKS) for block in range(min(BLOCKS, length) + 1)]
     heads = [f"{low}-{high - 1}" for low, high in pairwise(edges)]
@@ -182,3 +173,83 @@ def _map(first: Sequence[tuple[int, Observed]], limit: float, length: int) -> li
 
 def _error(error: float, limit: float) -> str:
     return "." if error <= limit else f"{error:.0e}"
+
+
+def logged(mesh: DeviceMesh, run: Callable[..., Any], case: Any, folder: str) -> None:
+    """Run a case on this rank, with each of its collectives written into a file of the folder before it is
+    called. Last comes a line that says that the rank has come to the end."""
+    with Path(folder, str(dist.get_rank())).open("w", buffering=1, encoding="utf-8") as file, _Log(file):
+        run(mesh, case)
+        file.write("{}\n")
+
+
+class _Log(TorchDispatchMode):
+    """Writes down each collective: its name, payload, group and the line of code that calls it."""
+
+    def __init__(self, file: Any):
+        super().__init__()
+        self.file = file
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (call := communication_of(func, args)) is not None:
+            ranks = dist.get_process_group_ranks(call.group)
+            line = {"name": call.collective, "bytes": call.payload_bytes, "ranks": ranks, "at": _caller()}
+            self.file.write(json.dumps(line) + "\n")
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """FILE:LINE of the code of a strategy, model or backend that calls a collective: the nearest that is not
+    in :data:`_PASSED`; "" where there is none, as where autograd calls it from C++."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if not any(folder in file.parents for folder in _PASSED) and file.name != "collectives.py":
+            return f"{file.name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def unequal_calls(folder: Path) -> str:
+    """The first collectives in which ranks of one group differ, by rank; "" where they call the same."""
+    calls = {int(file.name): _read(file) for file in folder.iterdir()}
+    by_group: dict[tuple[int, ...], dict[int, list[Mapping[str, Any]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rank, of_rank in calls.items():
+        for call in of_rank:
+            if call and call["name"] not in _PAIRED:
+                by_group[tuple(call["ranks"])][rank].append(call)
+    for group, of_group in by_group.items():
+        lists = {rank: of_group[rank] for rank in group if rank in calls}
+        for number in range(max(map(len, lists.values()))):
+            at = {rank: of_rank[number] if number < len(of_rank) else None for rank, of_rank in lists.items()}
+            if len({call and (call["name"], call["bytes"]) for call in at.values()}) > 1:
+                what = [f"rank {rank} {_said(call, calls[rank])}" for rank, call in at.items()]
+                return f"unequal collectives (call {number + 1} of ranks {_listed(group)}): {', '.join(what)}"
+    return ""
+
+
+def _read(file: Path) -> list[Mapping[str, Any]]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _said(call: Mapping[str, Any] | None, every: Sequence[Mapping[str, Any]]) -> str:
+    """What a rank does in the place of a call of the others."""
+    if call is not None:
+        return f"is in {_spelled(call)}"
+    if not every:
+        return "has called none"
+    return (
+        "has come to its end" if not every[-1] else f"does not come to it: its last is {_spelled(every[-1])}"
+    )
+
+
+def _spelled(call: Mapping[str, Any]) -> str:
+    where = f" at {call['at']}" if call["at"] else ""
+    return f"{call['name']} of {call['bytes']} bytes{where}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

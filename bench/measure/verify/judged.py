@@ -1,17 +1,22 @@
-"""The verdict on what ranks find: what each error may be, whether the step is wrong in forward, in backward
-or in its messages alone, and in which way."""
+"""How far a tensor is from its reference, and the verdict on what ranks find: what each error may be, whether
+the step is wrong in forward, in backward or in its messages alone, and in which way.
+
+A mean in place of a sum, or a sum over other ranks, leaves gradients that are right but for a factor such as
+1/N, which names the fault. Gradients that are wrong in another way have no such factor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from spbench.bench.measure.verify.oracle import Finding
-from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.as_published.as_published import AsPublished
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import Nesting
 
 FLOAT64_LIMIT = 1e-10
@@ -19,6 +24,106 @@ NOISE_FACTOR = 4.0
 
 #: in a verdict, names of wrong tensors beside the worst
 OTHERS_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """A tensor x beside a reference.
+
+    Attributes:
+        error: ||x - ref|| / ||ref||; infinite where there is a ``problem``.
+        problem: why there is no such number, as the rest of a sentence on x; "" where there is one.
+        scale: the s for which s ref is nearest to x, <x, ref> / <ref, ref>; 1 where there is a ``problem``.
+        residual: ||x - s ref|| / ||s ref||, the error that is left when x is divided by s; infinite where
+            s is 0, or where there is a ``problem``.
+    """
+
+    error: float
+    problem: str = ""
+    scale: float = 1.0
+    residual: float = float("inf")
+
+    @classmethod
+    def none(cls) -> Discrepancy:
+        """That of two tensors which are equal."""
+        return cls(0.0, residual=0.0)
+
+    @classmethod
+    def without_number(cls, problem: str) -> Discrepancy:
+        """That of tensors which cannot be compared."""
+        return cls(float("inf"), problem)
+
+    def factor(self, limit: float) -> float | None:
+        """The s where x is s times the reference, but for an error of at most ``limit``; else None."""
+        return self.scale if self.residual <= limit else None
+
+    def described(self, limit: float) -> str:
+        """What is wrong with x, as the rest of a sentence on it, where an error above ``limit`` is wrong."""
+        if self.problem:
+            return self.problem
+        if self.scale == 0.0 and self.error == 1.0:
+            return "is zero"
+        if self.factor(limit) is not None:
+            digits = min(10, max(3, math.ceil(-math.log10(self.residual or 1e-16))))
+            return f"is {self.scale:.{digits}g} times the reference (residual {self.residual:.0e})"
+        return f"is off by {self.error:.1e}, not a scale"
+
+
+def discrepancies(
+    reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]
+) -> dict[str, Discrepancy]:
+    """The discrepancy in float64 of every tensor that either side names.
+
+    The error is infinite where a tensor is missing on one side, has another shape, or is not finite. Where
+    the reference is exactly zero it is 0 if x is zero too, else infinite.
+    """
+    return {name: _discrepancy(reference.get(name), got.get(name)) for name in {**reference, **got}}
+
+
+def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """The errors alone of :func:`discrepancies`."""
+    return {name: found.error for name, found in discrepancies(reference, got).items()}
+
+
+def _discrepancy(reference: Tensor | None, x: Tensor | None) -> Discrepancy:
+    if reference is None or x is None:
+        return Discrepancy.without_number("is missing" if x is None else "has no reference")
+    if reference.shape != x.shape:
+        return Discrepancy.without_number(f"has the shape {[*x.shape]}, not {[*reference.shape]}")
+    reference, x = reference.detach().double().flatten(), x.detach().double().flatten()
+    if not (reference.isfinite().all() and x.isfinite().all()):
+        return Discrepancy.without_number("is not finite")
+    largest = reference.abs().max() if reference.numel() else reference.new_zeros(())
+    if largest == 0:
+        return Discrepancy.without_number("is not zero, as it should be") if x.any() else Discrepancy.none()
+    # divided by the largest element, so that squares of tiny gradients do not underflow
+    reference, x = reference / largest, x / largest
+    norm = reference.norm().item()
+    scale = (x @ reference / (reference @ reference)).item()
+    left = (x - scale * reference).norm().item()
+    residual = left / (abs(scale) * norm) if scale else float("inf")
+    return Discrepancy((x - reference).norm().item() / norm, scale=scale, residual=residual)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor on one rank.
+
+    Attributes:
+        tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
+        found: of the strategy against the oracle.
+        noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
+        tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
+            over sp", 1 of values, 2 of documents that see each other.
+        apart: of a published baseline's own function against the model, which is no fault: at how many of how
+            many positions they differ; None of all other findings.
+    """
+
+    tensor: str
+    discrepancy: Discrepancy
+    noise: float
+    tells: int = 1
+    apart: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -31,14 +136,14 @@ class Judged:
 
     @property
     def excess(self) -> float:
-        return self.finding.found.error / self.limit
+        return self.finding.discrepancy.error / self.limit
 
     @property
     def factor(self) -> float | None:
-        return self.finding.found.factor(self.limit)
+        return self.finding.discrepancy.factor(self.limit)
 
     def __str__(self) -> str:
-        return f"{self.finding.tensor} {self.finding.found.described(self.limit)}"
+        return f"{self.finding.tensor} {self.finding.discrepancy.described(self.limit)}"
 
 
 def limits(dtype: torch.dtype, noises: Sequence[float]) -> Callable[[float], float]:
@@ -79,13 +184,13 @@ def how_wrong(worst: Judged, wrong: Sequence[Judged]) -> str:
     return f"{where_wrong(wrong)}: {'; '.join([*map(str, shown), *listed])}"
 
 
-def how_departs(case: Case, departing: Sequence[Judged]) -> str:
+def how_departs(strategy: type[Strategy] | Nesting, departing: Sequence[Judged]) -> str:
     """How far a baseline's own function is from the model's: in the first tensor, and in how many."""
-    classes = case.strategy.classes if isinstance(case.strategy, Nesting) else (case.strategy,)
+    classes = strategy.classes if isinstance(strategy, Nesting) else (strategy,)
     (cls,) = (cls for cls in classes if issubclass(cls, AsPublished))
     first = departing[0].finding.tensor
     ranks = [each for each in departing if each.finding.tensor == first]
-    error = max(each.finding.found.error for each in ranks)
+    error = max(each.finding.discrepancy.error for each in ranks)
     at = [each.finding.apart or (0, 0) for each in ranks]
     apart, places = sum(differ for differ, _ in at), sum(every for _, every in at)
     tensors = len({each.finding.tensor for each in departing})

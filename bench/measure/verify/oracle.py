@@ -18,10 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.verify.beside_values import check_bytes, check_elements, check_positions
-from spbench.bench.measure.verify.discrepancy import Discrepancy, discrepancies, relative_errors
-from spbench.bench.measure.verify.documents import check_documents, masked_attention
-from spbench.bench.measure.verify.verified_run import Case, VerifiedRun, share_of
+from spbench.bench.measure.verify.beside_values import (
+    check_bytes,
+    check_documents,
+    check_elements,
+    check_positions,
+    masked_attention,
+)
+from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepancies, relative_errors
+from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, VerifiedRun, share_of
 from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
@@ -34,27 +39,6 @@ from spbench.impls.strategies.base import SequenceDim, Strategy
 KEPT_RUNS = 128
 #: share of the largest element below which two elements count as the same
 _SAME = 1e-10
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One tensor on one rank.
-
-    Attributes:
-        tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
-        found: of the strategy against the oracle.
-        noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
-        tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
-            over sp", 1 of values, 2 of documents that see each other.
-        apart: of a published baseline's own function against the model, which is no fault: at how many of how
-            many positions they differ; None of all other findings.
-    """
-
-    tensor: str
-    found: Discrepancy
-    noise: float
-    tells: int = 1
-    apart: tuple[int, int] | None = None
 
 
 class _OneDevice(Strategy):
@@ -97,18 +81,48 @@ class BothRuns:
     recorder: Recorder
     departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
 
-    def compared(
-        self, expected: dict[str, Tensor], noisy: dict[str, Tensor] | None, got: Mapping[str, Tensor | None]
-    ) -> dict[str, tuple[Discrepancy, float]]:
-        """By name of what is compared: the discrepancy, and the error of the single device in the dtype."""
-        found = discrepancies(expected, got)
-        noise = {} if noisy is None else relative_errors(expected, noisy)
-        return {name: (each, noise.get(name, 0.0)) for name, each in found.items()}
+    def tensors(self) -> Compared:
+        """All that :meth:`VerifiedRun.tensors` names."""
+        noisy = {} if self.noisy is None else share_of(self.noisy, self.checked)
+        return Compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
 
-    def tensors(self) -> dict[str, tuple[Discrepancy, float]]:
-        """:meth:`compared` of all that :meth:`VerifiedRun.tensors` names."""
-        noisy = None if self.noisy is None else share_of(self.noisy, self.checked)
-        return self.compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
+    def sites(self) -> Compared:
+        """Each tensor of a site of attention, and its gradient, whose part on this rank is a range of
+        positions of what one device has."""
+        compared = Compared({}, {}, {})
+        for prefix, kind in (("", "values"), ("gradient of ", "gradients")):
+            mine, theirs = getattr(self.checked.sites, kind), getattr(self.truth.sites, kind)
+            also = theirs if self.noisy is None else getattr(self.noisy.sites, kind)
+            for name in [name for name in mine if name in theirs and name in also]:
+                part = self.checked.strategy.shard(theirs[name], SITE_DIM)
+                if part.shape == mine[name].shape:
+                    compared.expected[prefix + name], compared.got[prefix + name] = part, mine[name]
+                    if self.noisy is not None:
+                        compared.noisy[prefix + name] = self.checked.strategy.shard(also[name], SITE_DIM)
+        return compared
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Tensors of this rank by name.
+
+    Attributes:
+        expected: as one device computes them in float64.
+        noisy: as one device computes them in the case's dtype; empty where that is float64.
+        got: as the strategy computes them.
+    """
+
+    expected: dict[str, Tensor]
+    noisy: dict[str, Tensor]
+    got: dict[str, Tensor | None]
+
+    def discrepancies(self) -> dict[str, tuple[Discrepancy, float]]:
+        """By name: the discrepancy, and the relative error of the single device in the dtype."""
+        noise = relative_errors(self.expected, self.noisy) if self.noisy else {}
+        return {
+            name: (each, noise.get(name, 0.0))
+            for name, each in discrepancies(self.expected, self.got).items()
+        }
 
 
 def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
@@ -176,7 +190,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
     model, truth, checked, recorder = runs.model, runs.truth, runs.checked, runs.recorder
     return [
         *(Finding(name, each, 0.0, apart=at) for name, (each, at) in runs.departures.items()),
-        *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().items()),
+        *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().discrepancies().items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
         Finding(*check_elements(checked), 0.0),

@@ -33,7 +33,7 @@ def reasons_against(cells: Iterable[Cell], pool: RankPool | None = None) -> dict
     Args:
         pool: of :data:`MOST` ranks; None: started if there is something to verify.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     verdicts: dict[str, str] = {}
     with ExitStack() as stack:
         for cell in cells:
@@ -44,8 +44,8 @@ def reasons_against(cells: Iterable[Cell], pool: RankPool | None = None) -> dict
                 pool = pool or stack.enter_context(RankPool(MOST))
                 verdicts[question] = _reason_against(pool, cell)
             if verdicts[question]:
-                found[cell.key] = verdicts[question]
-    return found
+                reasons[cell.key] = verdicts[question]
+    return reasons
 
 
 def _refused(cell: Cell) -> bool:

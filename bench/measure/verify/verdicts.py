@@ -11,9 +11,10 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, Literal, NotRequired
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -27,8 +28,11 @@ from spbench.impls.discovery import plugin_files
 
 VERDICTS_FILE = "verdicts.jsonl"
 
+#: a :class:`VerifyRow` by its fields, with those of the head of its run
 Verdict = dict[str, Any]
 
+#: of :attr:`VerifyRow.bytes`
+EQUAL = "equal"
 #: what the head of a run says of all its verdicts
 RUN = ("backend", "device", "commit", "code", "torch", "time")
 #: what names a case; a later verdict on it takes the place of an earlier one
@@ -36,13 +40,56 @@ CASE = (
     *("strategy", "model", "variant", "part", "size", "mesh", "dtype", "batch", "seq_len"),
     *("backend", "device"),
 )
-#: of later releases: an earlier file has none of these
-FURTHER = ("bytes", "explanation", "traceback")
-#: what a reader finds in every verdict
-_FIELDS: Verdict = {
-    **dict.fromkeys((*CASE, *RUN, "status", "tensor", "verdict", "reason", *FURTHER), ""),
-    **dict.fromkeys(("error", "limit", "rank", "factor")),
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRow:
+    """The verdict on one case.
+
+    Attributes:
+        variant: the model options that differ from the preset, as "name=value", and the strategy's and the
+            backend's.
+        size: ranks.
+        mesh: ranks along each axis, as "tp2xsp3".
+        dtype: a key of :data:`PRECISIONS`.
+        batch, seq_len: whole sizes, in samples and positions; 0 if an earlier release left them out.
+        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
+            none either: a published baseline computes what its authors' code does, which is not what the
+            model asks for.
+        error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
+            the one with the largest error for its limit.
+        tensor, rank: which tensor that is, and where.
+        factor: the number that this tensor is the reference times, where a RED one is that
+            (:class:`Discrepancy`).
+        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
+            of a baseline as published, in which way it departs from the model.
+        reason: why it is unsupported, or what a rank raised, in a line.
+        bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
+            there is none to compare with, as of a part of a model.
+        explanation: of a RED row, where asked for: lines on where its step goes wrong first.
+        traceback: of what a rank raised.
+    """
+
+    strategy: Text
+    model: Text
+    variant: Text = ""
+    part: Text
+    size: Count
+    mesh: Text = ""
+    dtype: Text
+    batch: Count = 0
+    seq_len: Count = 0
+    status: Literal["green", "RED", "unsupported", "as published"]
+    error: Number | None = None
+    limit: Number | None = None
+    tensor: Text = ""
+    rank: Count | None = None
+    factor: Signed | None = None
+    verdict: Text = ""
+    reason: Text = ""
+    bytes: Text = ""
+    explanation: Text = ""
+    traceback: Text = ""
 
 
 class _Head(TypedDict):
@@ -54,30 +101,10 @@ class _Head(TypedDict):
     time: NotRequired[Text | None]
 
 
-class _Case(TypedDict):
-    strategy: Text
-    model: Text
-    part: Text
-    size: Count
-    dtype: Text
-    status: Text
-    variant: NotRequired[Text]
-    mesh: NotRequired[Text]
-    batch: NotRequired[Count]
-    seq_len: NotRequired[Count]
-    error: NotRequired[Number | None]
-    limit: NotRequired[Number | None]
-    rank: NotRequired[Count | None]
-    factor: NotRequired[Signed | None]
-    tensor: NotRequired[Text]
-    verdict: NotRequired[Text]
-    reason: NotRequired[Text]
-    bytes: NotRequired[Text]
-    explanation: NotRequired[Text]
-    traceback: NotRequired[Text]
-
-
-_HEAD, _CASE = TypeAdapter(_Head), TypeAdapter(_Case)
+_HEAD, _CASE = TypeAdapter(_Head), TypeAdapter(VerifyRow)
+#: what a reader finds in every verdict, also in those of earlier releases
+_FIELDS: Verdict = {each.name: each.default for each in fields(VerifyRow) if each.default is not MISSING}
+_FIELDS |= dict.fromkeys(RUN, "")
 
 
 @cache
@@ -101,48 +128,48 @@ def read_verdicts(folder: Path) -> list[Verdict]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    found: list[Verdict] = []
+    verdicts: list[Verdict] = []
     head: Verdict = {}
     for number, line in enumerate(lines, start=1):
         content = _read(path, number, line)
         if "status" in content:
-            found.append({**_FIELDS, **head, **content})
+            verdicts.append({**_FIELDS, **head, **content})
         else:
             head = content
-    return found
+    return verdicts
 
 
 def _read(path: Path, number: int, line: str) -> Verdict:
     """A head, or a case."""
     try:
-        found: Verdict = json.loads(line)
-        (_CASE if isinstance(found, dict) and "status" in found else _HEAD).validate_python(found)
+        content: Verdict = json.loads(line)
+        (_CASE if isinstance(content, dict) and "status" in content else _HEAD).validate_python(content)
     except (ValueError, RecursionError) as error:
         what = problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
             f"{path}:{number}: not a verdict ({what}); delete the file, and verify again"
         ) from error
-    return found
+    return content
 
 
 @contextmanager
-def kept_verdicts(folder: Path | None, made: Mapping[str, Any]) -> Iterator[list[Verdict]]:
+def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[Verdict]]:
     """A list for the verdicts of a run, which are written to a folder beside earlier ones when it ends, also
     by an error; None: nothing is written.
 
     Args:
-        made: further fields of each of them.
+        run: further fields of each of them.
 
     Raises:
         UserError: the file cannot be read or written; an earlier one is as it was.
     """
-    found: list[Verdict] = []
+    verdicts: list[Verdict] = []
     earlier = [] if folder is None else read_verdicts(folder)
     try:
-        yield found
+        yield verdicts
     finally:
         if folder is not None:
-            write_whole(folder / VERDICTS_FILE, _text([*earlier, *({**row, **made} for row in found)]))
+            write_whole(folder / VERDICTS_FILE, _text([*earlier, *({**row, **run} for row in verdicts)]))
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:

@@ -1,10 +1,16 @@
-"""A case of verification, and its run on one rank or on one device: forward, backward and gradient sync."""
+"""A case of verification, and its run on one rank or on one device: forward, backward and gradient sync; on
+demand with what goes into the attention of its model and comes out of it.
+
+Outputs and gradients of weights say that a strategy is wrong; what goes through attention says where its step
+goes wrong first. It is watched only to explain a verdict, in a run of its own.
+"""
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.verify.observed_sites import Sites, watched
 from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.collectives import all_reduce
@@ -28,6 +33,10 @@ from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, in
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny
 DEVIATION = 0.2
+#: what strategies override of [B, Z, L or a part, A]: queries, keys and values in, heads out
+SITES = ("attention", "causal_attention", "linear_attention")
+#: the sequence dim of what these take and return
+SITE_DIM = 2
 
 
 @dataclass(frozen=True)
@@ -130,19 +139,19 @@ class VerifiedRun:
     def tensors(self) -> dict[str, Tensor | None]:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
         what the backend keeps of it."""
-        found: dict[str, Tensor | None] = {}
+        tensors: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
             shared = self.part.output_dims[name] is None
-            found[f"output {name}"] = self._summed(x) if shared else x
+            tensors[f"output {name}"] = self._summed(x) if shared else x
         for name, x in self.inputs.items():
             if x.requires_grad:
                 # of an input that every rank holds whole, each has the gradient of its share of the loss
                 shared = self.part.sequence_dims[name] is None
-                found[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
+                tensors[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
         gradients = self.backend.gradient_parts()
         for name in self.backend.gradient_places():
-            found[f"gradient of {name}"] = gradients[name].values if name in gradients else None
-        return found
+            tensors[f"gradient of {name}"] = gradients[name].values if name in gradients else None
+        return tensors
 
     def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
         if whole.is_floating_point():
@@ -175,12 +184,12 @@ def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
             values.copy_(values.to(case.torch_dtype))
 
 
-def share_of(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
+def share_of(truth: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
     """This rank's share of what one device computed."""
     strategy, part = checked.strategy, checked.part
     kept = checked.backend.gradient_places()
     share = {}
-    for name, x in whole.tensors().items():
+    for name, x in truth.tensors().items():
         assert x is not None, f"the oracle has no {name}"
         kind, _, key = name.rpartition(" ")
         if kind == "output":
@@ -189,7 +198,70 @@ def share_of(whole: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
             share[name] = strategy.shard(x, part.sequence_dims[key])
         elif key in kept or key not in checked.shards:
             shard = checked.shards.get(key)
-            x = x.view(whole.shapes[key])
+            x = x.view(truth.shapes[key])
             mine = shard.of(x) if shard else x
             share[name] = kept[key].of(mine) if key in kept else mine
     return share
+
+
+@dataclass
+class Sites:
+    """Attributes:
+    values: by name, "k of attention 0": what went into and came out of the sites in forward.
+    gradients: by the same names, once backward has reached them.
+    order: when forward came to each of these, and to each module by its name.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)
+
+    def note(self, name: str, x: Any, at: int) -> None:
+        """Keep a tensor, and its gradient when it comes."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return
+        self.values[name], self.order[name] = x.detach().clone(), at
+        if x.requires_grad:
+
+            def keep(gradient: Tensor) -> None:
+                self.gradients[name] = gradient.detach().clone()
+
+            x.register_hook(keep)
+
+
+@contextmanager
+def watched(strategy: Strategy, module: nn.Module) -> Iterator[Sites]:
+    """The sites that the module's forward comes to inside; not those of a part that backward runs again."""
+    sites, clock, calls = Sites(), itertools.count(), itertools.count()
+    inside = False
+
+    def watch(method: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:  # one that another hands over to
+                return method(*args, **kwargs)
+            inside, number = True, next(calls)
+            try:
+                for letter, x in zip("qkv", args, strict=False):
+                    sites.note(f"{letter} of attention {number}", x, next(clock))
+                o = method(*args, **kwargs)
+                sites.note(f"o of attention {number}", o, next(clock))
+                return o
+            finally:
+                inside = False
+
+        return attend
+
+    def begun(name: str) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            sites.order.setdefault(name, next(clock))
+
+        return note
+
+    with ExitStack() as stack:
+        for name in SITES:
+            setattr(strategy, name, watch(getattr(strategy, name)))
+            stack.callback(delattr, strategy, name)
+        for name, each in module.named_modules():
+            stack.callback(each.register_forward_pre_hook(begun(name)).remove)
+        yield sites

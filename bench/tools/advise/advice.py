@@ -8,8 +8,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.scenarios.setting_changes import written
-from spbench.bench.measure.trust.bands import packaged_model, with_band
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
 from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (

@@ -80,8 +80,7 @@ def report(
 
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
     """The layouts of one answer, or a map of several, in a file."""
-    from spbench.plots.advice import draw_advice
-    from spbench.plots.layouts import draw_layouts
+    from spbench.plots.fit_and_advise import draw_advice, draw_layouts
 
     if len(answers) > 1:
         return draw_advice([answer.point() for answer in answers], path)

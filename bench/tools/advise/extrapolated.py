@@ -19,8 +19,8 @@ from spbench.bench.measure.engines.extrapolate import DEPTHS, PeakModel
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
-from spbench.bench.measure.engines.traces import ClassTraces
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.simulator.costs import RatesUnknown

@@ -185,13 +185,13 @@ def command(
 def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
     import torch
 
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.tools.calibrate.fit import Fit, fitted, known_cells, residuals, summary
+    from spbench.bench.tools.papers.answer import answers_of, load_scenario
     from spbench.bench.tools.papers.answers.tables import PublishedTable
 
     loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]
-    tables = {declared.table: declared for declared in loaded.answers(PublishedTable)}
+    tables = {declared.table: declared for declared in answers_of(loaded, PublishedTable)}
     if table not in tables:
         raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
     if quantity not in tables[table].quantities:

@@ -22,10 +22,10 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
+from spbench.bench.tools.papers.answer import load_scenario
 
 
 def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Output:

@@ -27,7 +27,7 @@ from spbench.bench.tools.calibrate.measured_cluster import (
 from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.yaml_text import Dumper, dump
 from spbench.impls.training.step import PRECISIONS
-from spbench.plots.machine_rates import draw_machine_rates
+from spbench.plots.rates import draw_machine_rates
 
 
 class _Dumper(Dumper):

@@ -17,7 +17,7 @@ from spbench.bench.measure.clusters.host import Host
 from spbench.bench.measure.clusters.links import BusRate, Link, Network, RatedCollective
 from spbench.bench.measure.clusters.rates import ProductRate
 from spbench.bench.measure.clusters.sourced import Sourced
-from spbench.bench.measure.engines import distributed, virtual
+from spbench.bench.measure.engines import distributed, tracing
 from spbench.bench.measure.simulator.program import KERNEL
 from spbench.bench.measure.sweep.provenance import cpu_model
 from spbench.bench.tools.calibrate.collective_rates import (
@@ -81,7 +81,7 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
 
 def _counts(cell: Cell) -> list[int]:
     """Operators that launch kernels, views, nodes of autograd and modules' calls of a step."""
-    program = virtual.trace(cell, events=True).program
+    program = tracing.trace(cell, events=True).program
     assert program is not None
     views, nodes, modules, _ = program.host.sum(0).tolist()
     return [int((program.kind == KERNEL).sum()), views, nodes, modules]

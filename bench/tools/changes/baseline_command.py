@@ -10,18 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from spbench.bench.command_line.options import WORDS, executor, jobs, many, path_option, printed, variant
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
+from spbench.bench.files import write_whole
+from spbench.bench.measure.processes.starting import begin_server
+from spbench.bench.tools.papers.answer import load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing
+from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, finite
+from spbench.bench.measured_code import refuse_unmeasured_checkout
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import write as write_comparisons
 from spbench.bench.tools.papers.execution import opened_executor, run_cells
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.sweep.results import Row
-    from spbench.bench.tools.papers.comparison import Comparison
 
 FOLDER = Path("results", "baseline")
 
@@ -46,10 +50,6 @@ def command(
 
     They run on virtual ranks; `spbench compare` holds later results against them.
     """
-    from spbench.bench.measure.processes.starting import begin_server
-    from spbench.bench.measure.scenarios.scenario import load_scenario
-    from spbench.bench.measure.scenarios.select import Narrowing
-    from spbench.bench.measured_code import refuse_unmeasured_checkout
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")
@@ -84,9 +84,6 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
-    from spbench.bench.files import write_whole
-    from spbench.bench.measure.sweep.results import RESULTS_FILE, finite
-    from spbench.bench.tools.papers.comparison import write as write_comparisons
 
     lines = [
         json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"

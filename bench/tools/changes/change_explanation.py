@@ -74,11 +74,11 @@ def _status(base: Row, new: Row) -> Why:
 def _beside_the_form(measured: Mapping[str, Any]) -> str:
     """The first message whose bytes are not those of the closed form, and how many more there are; "" where
     there is none."""
-    found = measured.get("formula_difference") or []
-    if not found or not {"phase", "collective", "metered_bytes", "formula_bytes"} <= found[0].keys():
+    wrong = measured.get("formula_difference") or []
+    if not wrong or not {"phase", "collective", "metered_bytes", "formula_bytes"} <= wrong[0].keys():
         return ""
-    first = found[0]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    first = wrong[0]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return (
         f"{first['collective']} in {first['phase']}: {first['metered_bytes']:,.0f} bytes sent, "
         f"{first['formula_bytes']:,.0f} by the closed form{more}"
@@ -105,12 +105,12 @@ def _held(measured: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    found = _moved(_held(was), _held(now), shown_bytes)
+    parts = _moved(_held(was), _held(now), shown_bytes)
     phases = [measured.get("peak_phase") for measured in (was, now)]
     if all(phases) and phases[0] != phases[1]:
         to = f"the peak is in {phases[1]}, was in {phases[0]}"
-        return Why((*found.moved, to), "; ".join(filter(None, (found.text, to))))
-    return found
+        return Why((*parts.moved, to), "; ".join(filter(None, (parts.text, to))))
+    return parts
 
 
 def _reserved(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
@@ -149,9 +149,9 @@ def _moved(before: Mapping[str, float], after: Mapping[str, float], shown: Any) 
         shown: an amount as text.
     """
     changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
-    whole = math.fsum(map(abs, changes.values()))
+    total = math.fsum(map(abs, changes.values()))
     most = sorted(changes, key=lambda name: -abs(changes[name]))
-    named = [name for name in most if abs(changes[name]) > _LEAST_SHARE * whole][:_NAMED]
+    named = [name for name in most if abs(changes[name]) > _LEAST_SHARE * total][:_NAMED]
     return Why(tuple(named), ", ".join(f"{name} {_signed(changes[name], shown)}" for name in named))
 
 

@@ -135,15 +135,15 @@ def _tails(statistic: float, degrees: int) -> float:
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:
     """A change point for each bound. It is a drift where a line fits clearly better than two levels; drifts
     that follow each other are one."""
-    found: list[ChangePoint] = []
+    changes: list[ChangePoint] = []
     for start, place, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
         if not _is_drift(logs[start:end], place - start, noise):
-            found.append(_step(logs, start, place, end, noise))
-        elif found and found[-1].drift and found[-1].first_after == place - 1:
-            found[-1] = _drift(logs, found[-1].last_before, end)
+            changes.append(_step(logs, start, place, end, noise))
+        elif changes and changes[-1].drift and changes[-1].first_after == place - 1:
+            changes[-1] = _drift(logs, changes[-1].last_before, end)
         else:
-            found.append(_drift(logs, start, end))
-    return found
+            changes.append(_drift(logs, start, end))
+    return changes
 
 
 def _is_drift(logs: NDArray[Any], place: int, noise: float) -> bool:
@@ -164,7 +164,7 @@ def _step(logs: NDArray[Any], start: int, place: int, end: int, noise: float) ->
     within = range(start + 1, end)
     squares = [_squares(logs[start:at]) + _squares(logs[at:end]) for at in within]
     limit = min(squares) + CONFIDENCE * noise**2
-    possible = [at for at, found in zip(within, squares, strict=True) if found <= limit]
+    possible = [at for at, total in zip(within, squares, strict=True) if total <= limit]
     before, after = math.exp(logs[start:place].mean()), math.exp(logs[place:end].mean())
     return ChangePoint(min(possible) - 1, max(possible), before, after)
 

@@ -13,7 +13,15 @@ import click
 from spbench.bench.command_line.options import path_option, printed, refuse_given
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
+from spbench.bench.git import checked_out, working_tree
+from spbench.bench.tools.changes.commits_in_turns import (
+    measured_repository,
+    run_in_turns,
+    termination_as_interrupt,
+)
+from spbench.bench.tools.changes.judgement import check_gate, judge
 from spbench.bench.tools.changes.judgement_report import judgement_report
+from spbench.bench.tools.changes.result_files import read_results
 
 #: rounds of `--run`; docs/regressions.md says which changes they find
 ROUNDS = 12
@@ -82,9 +90,6 @@ def command(
     Sent bytes, memory and simulated times of virtual ranks, answers of searches, statuses and errors against
     published numbers are judged exactly; times of real ranks and of benchmarks by a statistical test.
     """
-    from spbench.bench.tools.changes.gate import check_gate
-    from spbench.bench.tools.changes.judgement import judge
-    from spbench.bench.tools.changes.result_files import read_results
 
     if in_turns:
         if scenario is None:
@@ -116,14 +121,6 @@ def _compared_in_turns(
     Raises:
         UserError: a ref names no commit, or the scenario cannot be run there.
     """
-    from spbench.bench.git import checked_out, working_tree
-    from spbench.bench.tools.changes.commits_in_turns import (
-        measured_repository,
-        run_in_turns,
-        termination_as_interrupt,
-    )
-    from spbench.bench.tools.changes.judgement import judge
-    from spbench.bench.tools.changes.result_files import read_results
 
     repository = measured_repository()
     target = output or Path("results", "runs", f"compare_{Path(scenario).stem}")

@@ -11,7 +11,10 @@ from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import write_together
 from spbench.bench.tools.changes import EXPORTS
+from spbench.bench.tools.changes.exported import ExportRequest, not_run, read_suites
+from spbench.bench.tools.changes.history import read_targets
 
 
 def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
@@ -61,9 +64,6 @@ def command(
     0. The exit code is 0 once everything is written, also where results are worse than their base: spbench
     compare is the gate.
     """
-    from spbench.bench.tools.changes.expectations import read_targets
-    from spbench.bench.tools.changes.exported import ExportRequest
-    from spbench.bench.tools.changes.suite import not_run, read_suites
 
     suites = read_suites(results, base, previous_base, commit)
     goals = read_targets(targets) if targets else ()
@@ -87,8 +87,6 @@ def command(
 
 
 def _written(content: str | Mapping[str, str], output: Path) -> list[Path]:
-    from spbench.bench.files import write_together
-
     if isinstance(content, str):
         return write_together({output: content})
     return write_together({output / name: text for name, text in content.items()})

@@ -1,17 +1,117 @@
-"""A history: the records in a folder, the series of their metrics, and what is wrong with these now."""
+"""A history: the records in a folder, the series of their metrics, and what is wrong with these now.
+
+People write two YAML files into it: ``targets.yaml`` has values that metrics must meet, ``meant.yaml`` the
+steps that were meant::
+
+    targets:
+      - {suite: gate, cell: tnl-1b/lasp/sp64, metric: peak_memory_bytes, value: 12e9}
+
+    meant:
+      - {commit: '1a2b3c4d5e6f', metric: peak_memory_bytes, reason: moments are kept in float32}
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, create_model, field_validator
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.tools.changes.expectations import Acceptance, Target, read_meant, read_targets
-from spbench.bench.tools.changes.run_record import SUFFIX, RunRecord, read_record
-from spbench.bench.tools.changes.series import Series, series_of
-from spbench.bench.tools.changes.steps import Step, standing_regressions, steps
+from spbench.bench.measurement import Number
+from spbench.bench.tools.changes.records import SUFFIX, RunRecord, read_record
+from spbench.bench.tools.changes.series import Series, Step, series_of, standing_regressions, steps
+from spbench.bench.yaml_files import StrictModel, read_yaml, validate
+
+TARGETS_FILE, MEANT_FILE = "targets.yaml", "meant.yaml"
+
+Entry = TypeVar("Entry", "Target", "Acceptance")
+
+
+class _SeriesSelector(StrictModel):
+    """Names series; what is left out may be anything.
+
+    Attributes:
+        cell: a part of the cell's key.
+    """
+
+    suite: str | None = None
+    cell: str = ""
+    metric: str | None = None
+    machine: str | None = None
+
+    def selects(self, series: Series) -> bool:
+        """Whether the series is one of those named; ``machine`` names no series of exact metrics."""
+        return self.names(series.suite, series.cell, series.metric.name, series.machine)
+
+    def names(self, suite: str, cell: str, metric: str, machine: str) -> bool:
+        """Whether a metric of a cell is one of those named.
+
+        Args:
+            cell: its key.
+            machine: empty for an exact metric.
+        """
+        wanted, has = (self.suite, self.metric, self.machine), (suite, metric, machine)
+        return self.cell in cell and all(w in (None, h) for w, h in zip(wanted, has, strict=True))
+
+
+class Target(_SeriesSelector):
+    """A value that a metric must reach: at most this where smaller is better, else at least."""
+
+    metric: str
+    value: Number
+
+    def is_missed(self, series: Series) -> bool:
+        """Whether the present value of a series is worse."""
+        return series.metric.excess(self.value, series.current) > series.metric.tolerance
+
+
+class Acceptance(_SeriesSelector):
+    """Steps that were meant: those of the named series whose commits include this one.
+
+    Attributes:
+        commit: at least 7 digits of the hash of a recorded commit, such as the end of the step's range.
+    """
+
+    commit: str = Field(pattern="^[0-9a-f]{7,64}$")
+    reason: str
+
+    @field_validator("reason")
+    @classmethod
+    def _check_reason(cls, reason: str) -> str:
+        if not reason.strip():
+            raise ValueError("is empty; say why the change was meant")
+        return reason
+
+    def accepts(self, step: Step, series: Series) -> bool:
+        """Whether the step is one of those meant."""
+        if not self.selects(series):
+            return False
+        hashes = [point.commit.hash for point in series.points]
+        first, last = (hashes.index(p.commit.hash) for p in (step.last_before, step.first_after))
+        return any(name.startswith(self.commit) for name in hashes[first + 1 : last + 1])
+
+
+def read_targets(folder: Path) -> tuple[Target, ...]:
+    """The targets of a history; none without a file. UserError if it cannot be read or is wrong."""
+    return _entries(folder / TARGETS_FILE, Target)
+
+
+def read_meant(folder: Path) -> tuple[Acceptance, ...]:
+    """The accepted steps of a history; none without a file. UserError if it cannot be read or is wrong."""
+    return _entries(folder / MEANT_FILE, Acceptance)
+
+
+def _entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
+    """The entries of a file, whose one key is the file's name."""
+    if not path.exists() and not path.is_symlink():  # a link to nothing was meant to be a file
+        return ()
+    section: Any = {path.stem: (list[kind], ...)}  # type: ignore[valid-type]
+    file = validate(create_model("File", __base__=StrictModel, **section), read_yaml(path), str(path))
+    return tuple(getattr(file, path.stem))
 
 
 @dataclass(frozen=True)
@@ -43,6 +143,17 @@ class Assessment:
         return bool(self.regressions or self.missed)
 
 
+def counts(assessments: Sequence[Assessment]) -> dict[str, int]:
+    """How many regressions stand, targets are missed, steps there are, and how many of these were meant."""
+    steps = [step for each in assessments for step in each.steps]
+    return {
+        "standing": sum(len(each.regressions) for each in assessments),
+        "missed": sum(len(each.missed) for each in assessments),
+        "steps": len(steps),
+        "meant": sum(bool(step.meant) for step in steps),
+    }
+
+
 @dataclass(frozen=True)
 class History:
     """The records in a folder.
@@ -56,11 +167,6 @@ class History:
     records: tuple[RunRecord, ...]
     targets: tuple[Target, ...]
     meant: tuple[Acceptance, ...]
-
-    @property
-    def suites(self) -> list[str]:
-        """The names of the suites, in alphabetical order."""
-        return sorted({record.suite for record in self.records})
 
     @property
     def branches(self) -> list[str]:
@@ -81,33 +187,26 @@ class History:
 
         Args:
             suite, metric, machine: only those of this name; exact metrics are of every machine. Metrics that
-                say the same as another (:attr:`Metric.judged`) are found by their names alone.
+                say the same as another (:attr:`Metric.judged`) are chosen by their names alone.
             cell: only cells whose key contains this text.
             branch: whose records count; None: that with the most records.
 
         Raises:
             UserError: there is no such suite, metric, machine or branch, or no such cell.
         """
-        branch = branch if branch is not None else self.branches[0]
-        _check(branch, self.branches, "branch")
-        if suite is not None:
-            _check(suite, self.suites, "suite")
-        wanted = [
-            record
-            for record in self.records
-            if record.commit.branch == branch and suite in (None, record.suite)
-        ]
-        if machine is not None:
-            _check(machine, sorted({record.machine_name for record in wanted}), "machine")
-        all_series = series_of(wanted)
-        if metric is not None:
-            _check(metric, dict.fromkeys(series.metric.name for series in all_series), "metric")
+        branch = self.branches[0] if branch is None else branch
+        _check("branch", branch, self.branches)
+        _check("suite", suite, {record.suite for record in self.records})
+        records = [r for r in self.records if r.commit.branch == branch and suite in (None, r.suite)]
+        _check("machine", machine, {record.machine_name for record in records})
+        series = series_of(records)
+        _check("metric", metric, (each.metric.name for each in series))
         chosen = [
-            series
-            for series in all_series
-            if (series.metric.judged if metric is None else metric == series.metric.name)
-            and cell in series.cell
-            and (machine is None or series.machine in ("", machine))
+            each
+            for each in series
+            if (each.metric.judged if metric is None else metric == each.metric.name)
+            and cell in each.cell
+            and (machine is None or each.machine in ("", machine))
         ]
         if not chosen:
             what = f"{cell!r} in its key" + (f" and metric {metric}" if metric else "")
@@ -121,23 +220,12 @@ class History:
         return Assessment(series, tuple(judged), targets)
 
     def _reason(self, step: Step, series: Series) -> str:
-        return next((a.reason for a in self.meant if a.accepts(step, series)), "")
+        return next((entry.reason for entry in self.meant if entry.accepts(step, series)), "")
 
 
-def counts(assessments: Sequence[Assessment]) -> dict[str, int]:
-    """How many regressions stand, targets are missed, steps there are, and how many of these were meant."""
-    steps = [step for of in assessments for step in of.steps]
-    return {
-        "standing": sum(len(of.regressions) for of in assessments),
-        "missed": sum(len(of.missed) for of in assessments),
-        "steps": len(steps),
-        "meant": sum(bool(step.meant) for step in steps),
-    }
-
-
-def _check(name: str, known: Sequence[str] | dict[str, None], kind: str) -> None:
-    if name not in known:
-        raise UserError(f"no records of {kind} {name!r}{suggestion(name, known)}")
+def _check(kind: str, name: str | None, names: Iterable[str]) -> None:
+    if name is not None and name not in (names := sorted(set(names))):
+        raise UserError(f"no records of {kind} {name!r}{suggestion(name, names)}")
 
 
 def read_history(folder: Path) -> History:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from math import isfinite
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from spbench.bench.command_line.options import printed
-from spbench.bench.command_line.output import Output, Table
-from spbench.bench.tools.changes.history_changes import changes_table, difference, target_text
-
-if TYPE_CHECKING:
-    from spbench.bench.tools.changes.history import Assessment, History
-    from spbench.bench.tools.changes.series import Series
-    from spbench.bench.tools.changes.steps import Step
+from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
+from spbench.bench.tools.changes.series import Series, Step
 
 #: series at most that are shown commit by commit, and of which an overview has the quiet ones too
 _IN_FULL, _AT_A_GLANCE = 3, 20
+
+#: the keys of cells have at least so many parts, of which the second is the strategy
+_PARTS_OF_A_KEY = 6
 
 
 @click.command("history")
@@ -44,53 +45,47 @@ def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted
     details. A step has the range of commits that holds its cause, for git log. FOLDER/targets.yaml has values
     that must be met, FOLDER/meant.yaml the steps that were meant.
     """
-    from spbench.bench.tools.changes.history import read_history
-
     history = read_history(folder)
     branch = branch if branch is not None else history.branches[0]
     assessments = [history.assess(series) for series in history.series(branch=branch, **wanted)]
     failing = [assessment for assessment in assessments if assessment.fails]
     in_full = len(assessments) <= _IN_FULL
-    by_series = _sections(assessments)
+    by_series = [*_series_tables(assessments), *_steps_table(assessments)]
     return Output(
         by_series if in_full else [*changes_table(assessments)],
         {"branch": branch, "fails": bool(failing), "series": list(map(_content, assessments))},
-        [line for assessment in assessments for line in _records(assessment)],
+        [line for assessment in assessments for line in _point_records(assessment)],
         notes=[*_asides(history, branch), *_hints(folder, failing), _summary(assessments)],
         code=int(fail_on_regression and bool(failing)),
         details=[] if in_full else by_series,
     )
 
 
-def _asides(history: History, branch: str) -> list[str]:
+def _asides(history: History, branch: str) -> Iterator[str]:
     """What was passed over."""
     others = [name for name in history.branches if name != branch]
     left_out = sum(record.commit.branch != branch for record in history.records)
-    lines = []
     if others:
-        lines.append(f"note: branch {branch}; {_count(left_out, 'record')} of {', '.join(others)} left out")
-    known = {record.commit.hash for record in history.records}
+        yield f"note: branch {branch}; {_count(left_out, 'record')} of {', '.join(others)} left out"
+    hashes = {record.commit.hash for record in history.records}
     for entry in history.meant:
-        if not any(name.startswith(entry.commit) for name in known):
-            lines.append(f"warning: no record of commit {entry.commit}, which was meant: {entry.reason}")
-    return lines
+        if not any(name.startswith(entry.commit) for name in hashes):
+            yield f"warning: no record of commit {entry.commit}, which was meant: {entry.reason}"
 
 
 def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
     """How to say that the first regression was meant."""
-    for assessment in failing:
-        for step in assessment.regressions:
-            commit, metric = step.first_after.commit.short, assessment.series.metric.name
-            return [
-                f"if the change was meant, add to meant: in {folder / 'meant.yaml'}: "
-                f"- {{commit: '{commit}', metric: {metric}, reason: ...}}"
-            ]
-    return []
+    regressions = (
+        (step.first_after.commit.short, a.series.metric) for a in failing for step in a.regressions
+    )
+    return [
+        f"if the change was meant, add to meant: in {folder / 'meant.yaml'}: "
+        f"- {{commit: '{commit}', metric: {metric.name}, reason: ...}}"
+        for commit, metric in islice(regressions, 1)
+    ]
 
 
 def _summary(assessments: Sequence[Assessment]) -> str:
-    from spbench.bench.tools.changes.history import counts
-
     standing, missed, steps, meant = counts(assessments).values()
     series = f"{len(assessments)} series, {_count(steps, 'step')}, {meant} of them meant"
     if not standing and not missed:
@@ -102,19 +97,138 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-# -- tables: a series commit by commit, many series at a glance, and their steps -------------------------
+# -- what changed, by strategy ---------------------------------------------------------------------------
 
 
-def _sections(assessments: Sequence[Assessment]) -> list[Table]:
-    """Tables for people: the series, then their steps."""
+@dataclass(frozen=True)
+class _Alike:
+    """What is to be said alike of the cells of a strategy.
+
+    Attributes:
+        keys: of the cells.
+        changes: from small to large, as people read them.
+    """
+
+    verdict: str
+    metric: str
+    strategy: str
+    commits: str | None = None
+    keys: frozenset[str] = frozenset()
+    changes: tuple[str, ...] = ()
+    step: Step | None = None
+
+
+_CHANGES = (
+    Column("", "verdict"),
+    Column("metric", "metric"),
+    Column("strategy", "strategy"),
+    Column("cells", "keys", len),
+    Column("change", "changes", lambda texts: " to ".join(dict.fromkeys((texts[0], texts[-1])))),
+    Column("commits", "commits"),
+    Column("meant", "step", lambda step: step.meant),
+    Column("also changed", "step", lambda step: _also_changed(step)),
+)
+
+
+def changes_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
+    """A line for the steps of a metric that came with the same commits in the cells of a strategy, and one
+    for the cells of a strategy that miss a target; no table if there is neither."""
+    if lines := [*_missed(assessments), *_steps(assessments)]:
+        important = ("", "metric", "strategy", "cells", "change", "commits")
+        below = ("strategy", "meant", "also changed")
+        yield Table.of("What changed, by strategy", _CHANGES, lines, important=important, below=below)
+
+
+def _missed(assessments: Sequence[Assessment]) -> Iterator[_Alike]:
+    groups: dict[tuple[_Alike, str], list[str]] = defaultdict(list)
+    for each in assessments:
+        for target in each.missed:
+            series = each.series
+            alike = _Alike("missed target", series.metric.name, strategy_of(series.cell))
+            groups[alike, _target_text(target, series)].append(series.cell)
+    for (alike, text), cells in groups.items():
+        yield replace(alike, keys=frozenset(cells), changes=(text,))
+
+
+def _steps(assessments: Sequence[Assessment]) -> Iterator[_Alike]:
+    groups: dict[_Alike, list[tuple[Series, Step]]] = defaultdict(list)
+    for each in sorted(assessments, key=lambda each: not each.regressions):
+        series = each.series
+        for step in reversed(each.steps):
+            verdict = _verdict(step)
+            if not step.meant and step.verdict == "regression" and step not in each.regressions:
+                verdict += " (undone)"
+            groups[_Alike(verdict, series.metric.name, strategy_of(series.cell), step.commit_range)].append(
+                (series, step)
+            )
+    for alike, steps in groups.items():
+        worst_first = sorted(steps, key=lambda pair: -abs(pair[1].change))
+        yield replace(
+            alike,
+            keys=frozenset(series.cell for series, _ in steps),
+            changes=tuple(series.difference(step.before, step.after) for series, step in worst_first[::-1]),
+            step=worst_first[0][1],
+        )
+
+
+def strategy_of(key: str) -> str:
+    """The strategy that a cell's key names; the key itself of what is no cell of ours, as a benchmark."""
+    parts = key.split("/")
+    return parts[1] if len(parts) >= _PARTS_OF_A_KEY else key
+
+
+def _verdict(step: Step) -> str:
+    return f"{step.verdict}{' (meant)' if step.meant else ''}"
+
+
+def _also_changed(step: Step) -> str:
+    return ", ".join(f"{name} {before} to {after}" for name, (before, after) in step.also_changed.items())
+
+
+def _target_text(target: Target, series: Series) -> str:
+    """A target, and whether it is missed."""
+    limit = "at most" if series.metric.better == "smaller" else "at least"
+    missed = ": MISSED" if target.is_missed(series) else ""
+    return f"{limit} {series.spelled(target.value)}{missed}"
+
+
+def _targets_text(assessment: Assessment) -> str:
+    return "; ".join(_target_text(target, assessment.series) for target in assessment.targets)
+
+
+# -- a series commit by commit, many series at a glance, and their steps ---------------------------------
+
+
+def _series_tables(assessments: Sequence[Assessment]) -> list[Table]:
     if len(assessments) <= _IN_FULL:
-        tables = [_over_commits(assessment) for assessment in assessments]
-    else:
-        tables = _overview(assessments)
-    steps = [_step_line(a, step) for a in _worst_first(assessments) for step in reversed(a.steps)]
-    important = ("", "metric", "change", "commits", "before", "after")
-    title = "Steps, of each series the newest first"
-    return [*tables, Table(title, steps, important, ("cell", "meant", "also changed"))] if steps else tables
+        return [_over_commits(assessment) for assessment in assessments]
+    shown = [a for a in _worst_first(assessments) if a.steps or a.targets or len(assessments) <= _AT_A_GLANCE]
+    quiet = len(assessments) - len(shown)
+    title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
+    important = ("metric", "first", "last", "unit", "steps", "target")
+    return [Table.of(title, _OVERVIEW, shown, important=important, below=("cell",))] if shown else []
+
+
+def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
+    return sorted(assessments, key=lambda a: (not a.fails, not a.steps))
+
+
+def _of_series(name: str, value: Callable[[Series], Any]) -> Column:
+    return Column(name, name, of=lambda assessment: value(assessment.series))
+
+
+_OVERVIEW = (
+    _of_series("metric", lambda series: series.metric.name),
+    _of_series("first", lambda series: series.spelled(series.points[0].value)),
+    _of_series("last", lambda series: series.spelled(series.points[-1].value)),
+    _of_series("unit", lambda series: series.unit),
+    _of_series("commits", lambda series: len(series.points)),
+    Column("steps", "steps", len),
+    Column("target", "target", of=_targets_text),
+    _of_series("machine", lambda series: series.machine),
+    _of_series("cell", lambda series: series.cell),
+    _of_series("suite", lambda series: series.suite),
+)
 
 
 def _over_commits(assessment: Assessment) -> Table:
@@ -122,66 +236,21 @@ def _over_commits(assessment: Assessment) -> Table:
     lines = []
     before = None
     for point in series.points:
-        came = [step for step in assessment.steps if step.first_after is point]
         lines.append(
             {
                 "commit": point.commit.short,
                 "date": point.commit.date[:16].replace("T", " "),
                 "value": series.spelled(point.value),
-                "change": None if before is None else difference(series, before, point.value),
-                "": "; ".join(_remark(step) for step in came),
+                "change": None if before is None else series.difference(before, point.value),
+                "": "; ".join(_remark(step) for step in assessment.steps if step.first_after is point),
             }
         )
         before = point.value
     machine = f", {series.machine}" if series.machine else ""
     unit = f" ({series.unit})" if series.unit else ""
-    targets = "".join(f"; {target_text(series, target)}" for target in assessment.targets)
+    targets = f"; {_targets_text(assessment)}" if assessment.targets else ""
     title = f"{series.metric.name}{unit} of {series.cell}, {series.suite}{machine}{targets}"
     return Table(title, lines, below=("",))
-
-
-def _overview(assessments: Sequence[Assessment]) -> list[Table]:
-    shown = [a for a in _worst_first(assessments) if a.steps or a.targets or len(assessments) <= _AT_A_GLANCE]
-    lines = [
-        {
-            "metric": a.series.metric.name,
-            "first": a.series.spelled(a.series.points[0].value),
-            "last": a.series.spelled(a.series.points[-1].value),
-            "unit": a.series.unit,
-            "commits": len(a.series.points),
-            "steps": len(a.steps),
-            "target": "; ".join(target_text(a.series, target) for target in a.targets),
-            "machine": a.series.machine,
-            "cell": a.series.cell,
-            "suite": a.series.suite,
-        }
-        for a in shown
-    ]
-    quiet = len(assessments) - len(shown)
-    title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
-    important = ("metric", "first", "last", "unit", "steps", "target")
-    return [Table(title, lines, important, ("cell",))] if lines else []
-
-
-def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
-    return sorted(assessments, key=lambda a: (not a.fails, not a.steps))
-
-
-def _step_line(assessment: Assessment, step: Step) -> dict[str, Any]:
-    series = assessment.series
-    return {
-        "": f"{step.verdict}{' (meant)' if step.meant else ''}",
-        "metric": series.metric.name,
-        "before": series.spelled(step.before),
-        "after": series.spelled(step.after),
-        "change": difference(series, step.before, step.after),
-        "commits": step.commit_range,
-        "kind": "drift" if step.drift else "step",
-        "meant": step.meant,
-        "also changed": ", ".join(f"{name} {a} to {b}" for name, (a, b) in step.also_changed.items()),
-        "machine": series.machine,
-        "cell": series.cell,
-    }
 
 
 def _remark(step: Step) -> str:
@@ -189,23 +258,34 @@ def _remark(step: Step) -> str:
     return f"{kind}: {step.commit_range}" + (f" (meant: {step.meant})" if step.meant else "")
 
 
+def _of_step(name: str, text: Callable[[Series, Step], Any]) -> Column:
+    return Column(name, name, of=lambda pair: text(*pair))
+
+
+_STEPS = (
+    _of_step("", lambda _, step: _verdict(step)),
+    _of_step("metric", lambda series, _: series.metric.name),
+    _of_step("before", lambda series, step: series.spelled(step.before)),
+    _of_step("after", lambda series, step: series.spelled(step.after)),
+    _of_step("change", lambda series, step: series.difference(step.before, step.after)),
+    _of_step("commits", lambda _, step: step.commit_range),
+    _of_step("kind", lambda _, step: "drift" if step.drift else "step"),
+    _of_step("meant", lambda _, step: step.meant),
+    _of_step("also changed", lambda _, step: _also_changed(step)),
+    _of_step("machine", lambda series, _: series.machine),
+    _of_step("cell", lambda series, _: series.cell),
+)
+
+
+def _steps_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
+    steps = [(a.series, step) for a in _worst_first(assessments) for step in reversed(a.steps)]
+    if steps:
+        title = "Steps, of each series the newest first"
+        important = ("", "metric", "change", "commits", "before", "after")
+        yield Table.of(title, _STEPS, steps, important=important, below=("cell", "meant", "also changed"))
+
+
 # -- for programs ----------------------------------------------------------------------------------------
-
-
-def _records(assessment: Assessment) -> Iterator[dict[str, Any]]:
-    """A line for each point, with the step that it is the first after."""
-    series = assessment.series
-    for point in series.points:
-        step = next((step for step in assessment.steps if step.first_after is point), None)
-        yield {
-            **_names(series),
-            "commit": point.commit.hash,
-            "date": point.commit.date,
-            "value": point.value,
-            "step": step.verdict if step else None,
-            "commits": step.commit_range if step else None,
-            "meant": step.meant if step else None,
-        }
 
 
 def _names(series: Series) -> dict[str, str]:
@@ -218,6 +298,19 @@ def _names(series: Series) -> dict[str, str]:
     }
 
 
+def _points(series: Series) -> list[dict[str, Any]]:
+    return [{"commit": p.commit.hash, "date": p.commit.date, "value": p.value} for p in series.points]
+
+
+def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
+    """A line for each point, with the step that it is the first after."""
+    by_point = {id(step.first_after): step for step in assessment.steps}
+    for point, line in zip(assessment.series.points, _points(assessment.series), strict=True):
+        step = by_point.get(id(point))
+        verdict, commits, meant = (step.verdict, step.commit_range, step.meant) if step else [None] * 3
+        yield {**_names(assessment.series), **line, "step": verdict, "commits": commits, "meant": meant}
+
+
 def _content(assessment: Assessment) -> dict[str, Any]:
     """A series with its points, steps and targets."""
     series = assessment.series
@@ -226,10 +319,7 @@ def _content(assessment: Assessment) -> dict[str, Any]:
         "better": series.metric.better,
         "exact": series.exact,
         "fails": assessment.fails,
-        "points": [
-            {"commit": point.commit.hash, "date": point.commit.date, "value": point.value}
-            for point in series.points
-        ],
+        "points": _points(series),
         "steps": [_step_content(step) for step in assessment.steps],
         "targets": [
             {"value": target.value, "missed": target in assessment.missed} for target in assessment.targets
@@ -246,7 +336,7 @@ def _step_content(step: Step) -> dict[str, Any]:
         "first_after": asdict(step.first_after.commit),
         "before": step.before,
         "after": step.after,
-        "change": step.change if isfinite(step.change) else None,
+        "change": step.change if math.isfinite(step.change) else None,
         "also_changed": step.also_changed,
         "meant": step.meant,
     }

@@ -14,56 +14,20 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
+from spbench.bench.measured_code import code_digest, is_baseline, refuse_unmeasured_checkout
 from spbench.bench.tools.changes.change_explanation import why
-from spbench.bench.tools.changes.measured_change import MeasuredChange, measured_changes
-from spbench.bench.tools.changes.metrics import METRICS, STATUSES, readings
+from spbench.bench.tools.changes.measured_change import measured_changes
+from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Difference, Verdict, readings
 from spbench.bench.tools.changes.result_files import Results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 
 #: absolute, of relative errors
 ERROR_TOLERANCE = 1e-6
-
-Verdict = Literal["worse", "missing", "better", "new"]
-#: the worst first
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One number, status, cell or claim that is not what it was.
-
-    Attributes:
-        where: a cell's key, or a claim and its cells.
-        base, new: before and now; None where there is none.
-        change: how much of the base it is worse by (negative: better); infinite where that is no number.
-        allowed: it is worse, but of what a subset need not have.
-        interval: of ``change``, for a measured number that was tested.
-        p: of that test, corrected for the number of tests.
-        strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
-        moved, why: see :class:`Why`.
-    """
-
-    verdict: Verdict
-    where: str
-    quantity: str
-    base: Any
-    new: Any
-    change: float = math.inf
-    allowed: bool = False
-    interval: tuple[float, float] | None = None
-    p: float | None = None
-    strategy: str = ""
-    moved: tuple[str, ...] = ()
-    why: str = ""
-
-    @property
-    def fails(self) -> bool:
-        """Whether it closes the gate."""
-        return self.verdict in ("worse", "missing") and not self.allowed
 
 
 @dataclass(frozen=True)
@@ -125,7 +89,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         of_cell = [
             *_not_finite(key, before, new.not_finite.get(key, ())),
             *_cell(key, before, now, subset),
-            *(_measured(key, change) for change in measured.get(key, ())),
+            *measured.get(key, ()),
         ]
         differences += (_explained(each, before, now) for each in of_cell)
         equal["cells"] += not of_cell and key not in unjudged
@@ -180,12 +144,6 @@ def _cells(count: int) -> str:
 
 def _verdict(change: float) -> Verdict:
     return "worse" if change > 0 else "better"
-
-
-def _measured(key: str, change: MeasuredChange) -> Difference:
-    verdict = _verdict(change.change)
-    values = (change.base, change.new, change.change)
-    return Difference(verdict, key, change.name, *values, interval=change.interval, p=change.p)
 
 
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
@@ -285,3 +243,21 @@ def _claim(
             yield Difference("new", where, "error", None, now)
     elif abs(now - before) > ERROR_TOLERANCE:
         yield Difference(_verdict(now - before), where, "error", before, now, now - before)
+
+
+def check_gate(base: Results, new: Results) -> None:
+    """Refuse a verdict on rows of other code, where the base is a committed baseline of the checkout of
+    spbench around the working folder. Rows that do not say which code made them are let pass.
+
+    Raises:
+        UserError: another tree than the checkout is imported, or rows name another code.
+    """
+    if not is_baseline(base.path, Path.cwd()):
+        return
+    refuse_unmeasured_checkout(Path.cwd(), "the gate")
+    digests = [(row.get("digest") or {}).get("code") for row in new.cells.values()]
+    if others := sum(digest not in (None, code_digest()) for digest in digests):
+        raise UserError(
+            f"{new.path}: {others} of {len(digests)} rows were made by other code than this checkout has "
+            "now; run the scenario again, so that the gate judges this code"
+        )

@@ -1,19 +1,130 @@
-"""What the gate says, as a report."""
+"""What the gate says, for people: differences of a strategy's cells that changed in the same way are one
+line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.measure.sweep.results import finite
+from spbench.bench.tools.changes.judgement import Judgement
+from spbench.bench.tools.changes.metrics import METRICS, Difference
+from spbench.bench.units import LEAST_CHANGE, shown_pair, shown_value, six_digits
 
-if TYPE_CHECKING:
-    from spbench.bench.tools.changes.grouped import Group
-    from spbench.bench.tools.changes.judgement import Difference, Judgement
+#: by quantity; of others the values have no unit
+_UNITS = {**{metric.name: metric.unit for metric in METRICS}, "error": "%"}
+_WORDS = {metric.name: metric.words for metric in METRICS}
 
-#: columns of the table of groups, in the order in which a terminal gives them room
-_IMPORTANT = ("", "strategy", "quantity", "base -> new", "cells")
+
+@dataclass(frozen=True)
+class Group:
+    """Differences of one verdict, strategy and quantity, in which the same moved; of those that are allowed,
+    of all strategies.
+
+    Attributes:
+        differences: the worst first.
+    """
+
+    differences: Sequence[Difference]
+
+    @property
+    def worst(self) -> Difference:
+        return self.differences[0]
+
+    @property
+    def verdict(self) -> str:
+        return f"{self.worst.verdict} (allowed)" if self.worst.allowed else self.worst.verdict
+
+    @property
+    def strategy(self) -> str:
+        names = list(dict.fromkeys(each.strategy for each in self.differences))
+        return names[0] if len(names) == 1 else f"{len(names)} strategies"
+
+    @property
+    def quantity(self) -> str:
+        return _WORDS.get(self.worst.quantity, self.worst.quantity)
+
+    @property
+    def values(self) -> str:
+        """Base and new of the worst, in units for people; of what is missing or new, what there is."""
+        worst, unit = self.worst, _UNITS.get(self.worst.quantity, "")
+        if worst.verdict in ("missing", "new"):
+            return shown_value(worst.new if worst.verdict == "new" else worst.base, unit)
+        return shown_pair(worst.base, worst.new, unit)
+
+    @property
+    def certainty(self) -> str | None:
+        """The interval and the corrected p-value of a measured number; None for others."""
+        if self.worst.interval is None or self.worst.p is None:
+            return None
+        low, high = self.worst.interval
+        return f"{low:+.1%} to {high:+.1%} ({self.worst.p:.1g})"
+
+    @property
+    def where(self) -> str:
+        """The worst cell or claim, and how many more there are."""
+        more = len(self.differences) - 1
+        return f"{self.worst.where}{f' and {more} more' if more else ''}"
+
+
+def grouped(differences: Iterable[Difference]) -> list[Group]:
+    """The differences in groups, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[Difference]] = {}
+    for each in differences:
+        key = (each.verdict, each.allowed or each.strategy, each.quantity, each.moved)
+        groups.setdefault(key, []).append(each)
+    return [Group(members) for members in groups.values()]
+
+
+class ShownDifference(NamedTuple):
+    """The values of a difference; "" where there is none."""
+
+    base: str
+    new: str
+    change: str
+
+
+def shown_difference(difference: Difference) -> ShownDifference:
+    """The values with all digits of whole numbers and six of others, and by how much they differ: in units,
+    where these are whole, and as a part of the base."""
+    base, new = difference.base, difference.new
+    return ShownDifference(shown_number(base), shown_number(new), _change(difference))
+
+
+def shown_number(value: Any) -> str:
+    """A number with thousands separated, or a word; "" for None."""
+    if isinstance(value, (int, float)):
+        return six_digits(value, ",")
+    return "" if value is None else str(value)
+
+
+def _change(difference: Difference) -> str:
+    base, new = difference.base, difference.new
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in (base, new)):
+        return ""
+    words = [f"{new - base:+,.0f}"] if float(base).is_integer() and float(new).is_integer() else []
+    part = new / base - 1 if base else math.inf
+    words += [f"{part:+.3%}"] if math.isfinite(part) and abs(part) >= LEAST_CHANGE else []
+    if difference.interval and difference.p is not None:
+        low, high = difference.interval
+        words.append(f"worse by {low:+.1%} to {high:+.1%} (p {difference.p:.1g})")
+    return ", ".join(words)
+
+
+_CERTAINTY = Column("99% interval (p)", "certainty")
+_COLUMNS = (
+    Column("", "verdict"),
+    Column("strategy", "strategy"),
+    Column("cells", "differences", len),
+    Column("quantity", "quantity"),
+    Column("base -> new", "values"),
+    _CERTAINTY,
+    Column("what moved", "worst", lambda worst: worst.why),
+    Column("where", "where"),
+)
 
 
 def judgement_report(
@@ -27,17 +138,19 @@ def judgement_report(
         notes: lines that come first.
         about: further entries of the report's content.
     """
-    from spbench.bench.measure.sweep.results import finite
-    from spbench.bench.tools.changes.grouped import Group, grouped
-    from spbench.bench.tools.changes.judgement import Difference
+    differences = judgement.differences
+    tested = any(difference.p is not None for difference in differences)
+    columns = [column for column in _COLUMNS if tested or column is not _CERTAINTY]
 
-    lines = [finite(asdict(difference)) for difference in judgement.differences]
-    tested = any(difference.p is not None for difference in judgement.differences)
-    groups = grouped(judgement.differences)
-    shown = [_line(group, tested) for group in groups]
-    each = [_line(Group([difference]), tested) for difference in judgement.differences]
+    def table(title: str, groups: Sequence[Group]) -> Table:
+        important = ("", "strategy", "quantity", "base -> new", "cells")
+        return Table.of(title, columns, groups, important=important, below=("what moved", "where"))
+
+    groups, each = grouped(differences), [Group([difference]) for difference in differences]
+    lines = [finite(asdict(difference)) for difference in differences]
+    word = judgement.word if judgement.word == "not worse" else judgement.word.upper()
     return Output(
-        [_table(title, shown)] if shown else [],
+        [table(title, groups)] if groups else [],
         {
             **(about or {}),
             "fails": judgement.fails,
@@ -48,38 +161,7 @@ def judgement_report(
         },
         [{**line, "moved": "; ".join(line["moved"])} for line in lines],
         [field.name for field in fields(Difference)],
-        notes=[*notes, *(f"note: {note}" for note in judgement.notes), _summary(judgement)],
-        details=[_table("Cell by cell", each)] if len(each) > len(groups) else [],
+        notes=[*notes, *(f"note: {x}" for x in judgement.notes), f"{word}: {judgement.counted('equal')}"],
+        details=[table("Cell by cell", each)] if len(each) > len(groups) else [],
         code=1 if judgement.fails else 2 if judgement.judged_nothing else 0,
     )
-
-
-def _table(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(title, lines, important=_IMPORTANT, below=("what moved", "where"))
-
-
-def _line(group: Group, tested: bool) -> dict[str, Any]:
-    """Of the table; ``tested``: it has a column for what is known of measured numbers."""
-    return {
-        "": group.verdict,
-        "strategy": group.strategy,
-        "cells": len(group.differences),
-        "quantity": group.quantity,
-        "base -> new": group.values,
-        **({"99% interval (p)": _certainty(group.worst)} if tested else {}),
-        "what moved": group.worst.why,
-        "where": group.where,
-    }
-
-
-def _certainty(difference: Difference) -> str | None:
-    """The interval and the corrected p-value of a measured number; None for others."""
-    if difference.interval is None or difference.p is None:
-        return None
-    low, high = difference.interval
-    return f"{low:+.1%} to {high:+.1%} ({difference.p:.1g})"
-
-
-def _summary(judgement: Judgement) -> str:
-    word = judgement.word if judgement.word == "not worse" else judgement.word.upper()
-    return f"{word}: {judgement.counted('equal')}"

@@ -24,13 +24,13 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spbench.bench.measure.sweep.results import Row
-from spbench.bench.tools.changes.metrics import Reading, readings
-from spbench.bench.tools.changes.result_files import machine_of, same_machine
+from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
+from spbench.bench.tools.changes.result_files import origin_of
 
 #: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
 ALPHA = 0.01
@@ -46,24 +46,6 @@ FEWEST = 5
 
 
 @dataclass(frozen=True)
-class MeasuredChange:
-    """A metric of a cell that differs.
-
-    Attributes:
-        change: how much of the base the new value is worse by; negative: better.
-        interval: of ``change``, (low, high); None: there is no test.
-        p: corrected; None: there is no test.
-    """
-
-    name: str
-    base: float
-    new: float
-    change: float
-    interval: tuple[float, float] | None = None
-    p: float | None = None
-
-
-@dataclass(frozen=True)
 class _Tested:
     """A metric before the correction; ``effect`` and ``interval`` are logarithms of ratios, new to base."""
 
@@ -75,21 +57,26 @@ class _Tested:
     p: float
     least: float
 
-    def change(self, p: float) -> MeasuredChange:
+    def difference(self, p: float) -> Difference:
         """With the corrected p-value."""
         sign = 1 if self.base.metric.better == "smaller" else -1
         low, high = sorted(sign * math.expm1(bound) for bound in self.interval)
         effect = sign * math.expm1(self.effect)
-        return MeasuredChange(self.base.metric.name, self.base.value, self.new.value, effect, (low, high), p)
+        return replace(_difference(self.key, self.base, self.new, effect), interval=(low, high), p=p)
+
+
+def _difference(key: str, base: Reading, new: Reading, change: float) -> Difference:
+    verdict: Verdict = "worse" if change > 0 else "better"
+    return Difference(verdict, key, base.metric.name, base.value, new.value, change)
 
 
 def measured_changes(
     base: Mapping[str, Row], new: Mapping[str, Row]
-) -> tuple[dict[str, list[MeasuredChange]], set[str], list[str]]:
+) -> tuple[dict[str, list[Difference]], set[str], list[str]]:
     """The measured metrics that differ, by cell, of cells that both sides have with the same status; the
     cells of which a metric could not be judged; and why, a line each."""
     tested: list[_Tested] = []
-    changes: dict[str, list[MeasuredChange]] = {}
+    changes: dict[str, list[Difference]] = defaultdict(list)
     unjudged: set[str] = set()
     reasons: Counter[str] = Counter()
     for key in base.keys() & new.keys():
@@ -98,13 +85,14 @@ def measured_changes(
                 reasons[why] += 1
                 unjudged.add(key)
             elif pair[0].metric.unit == "bytes":
-                for change in _by_effect_alone(*pair):
-                    changes.setdefault(key, []).append(change)
+                change = pair[0].metric.excess(pair[0].value, pair[1].value)
+                if abs(change) > LEAST_MEMORY_EFFECT:
+                    changes[key].append(_difference(key, *pair, change))
             else:
                 tested.append(_test(key, *pair, in_turns=_in_turns(base[key], new[key])))
     for judged, p in zip(tested, _corrected(tested), strict=True):
         if p < ALPHA and abs(math.expm1(judged.effect)) > judged.least:
-            changes.setdefault(judged.key, []).append(judged.change(p))
+            changes[judged.key].append(judged.difference(p))
     notes = [f"{_metrics(count)} not judged: {why}" for why, count in reasons.items()]
     return changes, unjudged, [*notes, *_precision(tested)]
 
@@ -121,8 +109,9 @@ def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
 
 def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
     """Why a metric cannot be judged; "" if it can."""
-    if not same_machine(base_row, new_row):
-        was, is_now = (machine_of(row) or "an unknown machine" for row in (base_row, new_row))
+    origins = origin_of(base_row), origin_of(new_row)
+    if not origins[0].is_same_machine(origins[1]):
+        was, is_now = (origin.machine_name or "an unknown machine" for origin in origins)
         return f"base is of {was}, new of {is_now}; spbench compare --run measures both on one machine"
     if base.metric.unit == "bytes":
         return ""
@@ -152,12 +141,6 @@ def _in_turns(base: Row, new: Row) -> bool:
     return len(is_base) % 2 == 0 and all(
         first != second for first, second in zip(is_base[::2], is_base[1::2], strict=True)
     )
-
-
-def _by_effect_alone(base: Reading, new: Reading) -> Iterable[MeasuredChange]:
-    change = base.metric.excess(base.value, new.value)
-    if abs(change) > LEAST_MEMORY_EFFECT:
-        yield MeasuredChange(base.metric.name, base.value, new.value, change)
 
 
 def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:

@@ -103,6 +103,45 @@ class Reading:
         return all(map(math.isfinite, (self.value, *self.samples)))
 
 
+Verdict = Literal["worse", "missing", "better", "new"]
+#: the worst first
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One number, status, cell or claim that is not what it was.
+
+    Attributes:
+        where: a cell's key, or a claim and its cells.
+        base, new: before and now; None where there is none.
+        change: how much of the base it is worse by (negative: better); infinite where that is no number.
+        allowed: it is worse, but of what a subset need not have.
+        interval: of ``change``, for a measured number that was tested.
+        p: of that test, corrected for the number of tests.
+        strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
+        moved, why: see :class:`Why`.
+    """
+
+    verdict: Verdict
+    where: str
+    quantity: str
+    base: Any
+    new: Any
+    change: float = math.inf
+    allowed: bool = False
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+    strategy: str = ""
+    moved: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it closes the gate."""
+        return self.verdict in ("worse", "missing") and not self.allowed
+
+
 def readings(row: Row) -> dict[str, Reading]:
     """The metrics of a row that have a value, by name, in the order of :data:`METRICS`."""
     cell, measured = row["cell"], row["measurement"]

@@ -9,6 +9,7 @@ import click
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output
+from spbench.bench.tools.changes.records import add_record, record_of
 
 
 @click.command("record")
@@ -29,15 +30,13 @@ from spbench.bench.command_line.output import Output
 @click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
 @printed
 def command(results: Path, history: Path, **naming: Any) -> Output:
-    """Keep the metrics of RESULTS as a file in a history.
+    """Keep RESULTS as a file in a history.
 
     Commit and machine are kept too. RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a
     file of pytest-benchmark. Results of changed files or several commits are refused. Recording the same run
     again changes nothing.
     """
-    from spbench.bench.tools.changes.from_results import Naming, add_record, record_of
-
-    record = record_of(results, Naming(**naming))
+    record = record_of(results, **naming)
     path, is_new = add_record(record, history)
     about = {
         "suite": record.suite,
@@ -45,9 +44,9 @@ def command(results: Path, history: Path, **naming: Any) -> Output:
         "date": record.commit.date,
         "branch": record.commit.branch,
         "machine": record.machine_name,
-        "cells": len(record.cells),
+        "cells": len(record.rows),
         "recorded": is_new,
     }
-    what = f"{len(record.cells)} cells of {record.suite} at {record.commit.short} ({record.commit.branch})"
+    what = f"{len(record.rows)} cells of {record.suite} at {record.commit.short} ({record.commit.branch})"
     note = f"{what} on {record.machine_name}: {'recorded' if is_new else 'were recorded already'}"
     return Output(content={**about, "file": str(path)}, records=[about], notes=[note], files=[path])

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import parse_json, read_file, resolved
-from spbench.bench.git import DIRTY, SHORT_HASH
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
+from spbench.bench.measure.sweep.provenance import COMMITS, commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows, read_new_rows
 from spbench.bench.measurement import Measured, Number
 from spbench.bench.row import problem
@@ -24,6 +24,12 @@ from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read_records
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
+
+#: keys of a row's provenance that are no versions of libraries
+_NO_VERSIONS = (*COMMITS, "tree", "host", "cpu", "machine")
+
+#: the versions that come first
+_FIRST = ("python", "torch", "spbench")
 
 #: the engine of rows of pytest-benchmark; no engine of ours is called so
 PYTEST_BENCHMARK = "pytest-benchmark"
@@ -55,29 +61,78 @@ class Results:
 
     @property
     def machines(self) -> list[str]:
-        """The machines that made the rows, as :func:`machine_of` names them, in the order in which they first
-        appear."""
-        return list(dict.fromkeys(map(machine_of, self.cells.values())))
+        """The machines that made the rows, in the order in which they first appear."""
+        return list(dict.fromkeys(origin_of(row).machine_name for row in self.cells.values()))
 
 
-def machine_of(row: Row) -> str:
-    """The machine that made a row, as far as the row says: host name, processor and GPUs, with commas
-    between them."""
-    return ", ".join(filter(None, _machine(row)))
+@dataclass(frozen=True)
+class Origin:
+    """Where a row comes from; "" stands for what is not known.
+
+    Attributes:
+        commit: that the row stands for, in full where git was asked and knows it.
+        dirty: files had changes that were not committed.
+        host: the name of the machine.
+        machine: its facts, as :func:`machine_facts` has them; older rows and pytest-benchmark have few.
+        versions: of libraries, by name, as far as they are known.
+        time: when the cell ended, ISO 8601.
+    """
+
+    commit: str = ""
+    dirty: bool = False
+    host: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    time: str = ""
+
+    @property
+    def shown_commit(self) -> str:
+        """The commit for people."""
+        return f"{self.commit[:SHORT_HASH]}{DIRTY if self.dirty else ''}" if self.commit else "unknown"
+
+    @property
+    def machine_name(self) -> str:
+        """The machine, as far as it is known: host name, processor and GPUs, with commas between them."""
+        return ", ".join(filter(None, self._machine))
+
+    @property
+    def _machine(self) -> tuple[str, str, str]:
+        return self.host, self.machine.get("cpu") or "", ", ".join(self.machine.get("gpus") or ())
+
+    def is_same_machine(self, other: Origin) -> bool:
+        """Whether the host is the same, and whatever else both say of the machine."""
+        pairs = list(zip(self._machine, other._machine, strict=True))
+        return all(pairs[0]) and all(one == another for one, another in pairs if one and another)
 
 
-def same_machine(a: Row, b: Row) -> bool:
-    """Whether two rows are of one machine: the host is the same, and whatever else both say of it."""
-    pairs = list(zip(_machine(a), _machine(b), strict=True))
-    return all(pairs[0]) and all(one == other for one, other in pairs if one and other)
+def origin_of(row: Row, results: Path | None = None, commit: str = "") -> Origin:
+    """Where a row comes from.
 
-
-def _machine(row: Row) -> tuple[str, str, str]:
-    """Host name, processor and GPUs; "" for what a row does not say."""
-    made_by = row.get("provenance") or {}
-    facts = made_by.get("machine") or {}
-    cpu = facts.get("cpu") or made_by.get("cpu") or ""
-    return made_by.get("host") or "", cpu, ", ".join(facts.get("gpus") or ())
+    Args:
+        results: the file or folder that it was read from; None: git is not asked. Rows of baselines do not
+            say their commit: it is the one in which their file last changed.
+        commit: in place of the one in the row.
+    """
+    provenance = row.get("provenance") or {}
+    name = commit or commit_of(row)
+    digits = name.removesuffix(DIRTY)
+    if results is not None:
+        digits = full_commit(digits, results) if digits else "" if provenance else last_change(results)
+    cpu = {"cpu": provenance["cpu"]} if provenance.get("cpu") else {}
+    facts = {**cpu, **(provenance.get("machine") or {})}
+    names = [name for name in dict.fromkeys((*_FIRST, *provenance)) if name not in _NO_VERSIONS]
+    devices = [rank.get("device") for rank in row["measurement"].get("ranks") or ()]
+    # without NVIDIA's management library, what torch calls the GPUs of the ranks
+    if not facts.get("gpus") and (gpus := [device for device in devices if device not in (None, "cpu")]):
+        facts["gpus"] = gpus
+    return Origin(
+        digits,
+        name.endswith(DIRTY),
+        provenance.get("host") or "",
+        facts,
+        {name: version for name in names if (version := provenance.get(name))},
+        row.get("time") or "",
+    )
 
 
 def suite_of(path: Path) -> str:

@@ -1,15 +1,24 @@
-"""Series: the values of one metric of one cell over commits."""
+"""Series, the values of one metric of one cell over commits, and steps: where their level changed, between
+which commits, and whether for the better.
+
+An exact metric has a step at every change of its value, between two neighbouring commits; a measured one at
+the change points among its medians (:mod:`tools.changes.change_points`).
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal, NamedTuple
 
-from spbench.bench.tools.changes.metrics import METRICS, STATUSES, Metric, Reading
-from spbench.bench.tools.changes.run_record import Commit, RunRecord
+from spbench.bench.tools.changes.change_points import MINIMUM_EFFECT, change_points
+from spbench.bench.tools.changes.metrics import METRICS, STATUSES, Metric, Reading, has_exact_engine, readings
+from spbench.bench.tools.changes.records import Commit, RunRecord
+from spbench.bench.units import six_digits
 
 #: the metric of a cell's status; its values are places in :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")
@@ -20,7 +29,9 @@ SHOWN_STATUSES = (*STATUSES, "missing")
 #: the present value of a measured metric is the median of so many of the newest
 _NEWEST = 3
 
-#: the place of each metric among those of a cell; metrics that are not here come after these
+#: smaller changes would be written as +0.00%
+_LEAST_PERCENT = 1e-4
+
 _PLACES = {metric.name: place for place, metric in enumerate((STATUS, *METRICS))}
 
 
@@ -64,22 +75,29 @@ class Series:
     def current(self) -> float:
         """The present value: the newest one, or of a measured metric the median of the newest three, so that
         one bad night alone does not change it."""
-        newest = [point.value for point in self.points[-1 if self.exact else -_NEWEST :]]
-        return statistics.median(newest)
+        return statistics.median(point.value for point in self.points[-1 if self.exact else -_NEWEST :])
 
     def spelled(self, value: float) -> str:
         """A value of the series as people read it, without its unit."""
+        return SHOWN_STATUSES[int(value)] if self.metric is STATUS else six_digits(value)
+
+    def difference(self, before: float, after: float) -> str:
+        """A change as people read it: in percent; in units where that would be next to nothing; both
+        statuses; "" where there is none."""
+        if before == after:
+            return ""
         if self.metric is STATUS:
-            return SHOWN_STATUSES[int(value)]
-        return f"{value:.0f}" if float(value).is_integer() else f"{value:.6g}"
+            return f"{self.spelled(before)} to {self.spelled(after)}"
+        change = (after - before) / abs(before) if before else math.inf
+        if _LEAST_PERCENT <= abs(change) < math.inf:
+            return f"{change:+.2%}"
+        return f"{after - before:+.6g} {self.unit}".strip()
 
 
-@dataclass(frozen=True, order=True)
-class _Key:
+class _Key(NamedTuple):
     suite: str
     cell: str
     place: int
-    metric: str
     machine: str
     exact: bool
 
@@ -90,47 +108,43 @@ def series_of(records: Sequence[RunRecord]) -> list[Series]:
     Args:
         records: of one branch, in the order of commits.
     """
-    found: dict[_Key, list[tuple[RunRecord, Reading]]] = defaultdict(list)
+    values: dict[_Key, list[tuple[RunRecord, Reading]]] = defaultdict(list)
     by_suite: dict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         by_suite[record.suite].append(record)
-    for of_suite in by_suite.values():
-        for record, cell, machine, status in _statuses(of_suite):
-            value = Reading(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
-            found[_key(record, cell, machine, value)].append((record, value))
-        for record in of_suite:
-            for cell, about in record.cells.items():
-                for value in about.values.values():
-                    machine = "" if value.exact else record.machine_name
-                    found[_key(record, cell, machine, value)].append((record, value))
-    return [_series(key, found[key]) for key in sorted(found)]
+    for suite, runs in by_suite.items():
+        for record, cell, machine, status in _statuses(runs):
+            reading = Reading(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
+            values[_Key(suite, cell, _PLACES[STATUS.name], machine, True)].append((record, reading))
+        for record in runs:
+            for row in record.rows:
+                for name, reading in readings(row).items():
+                    machine = "" if reading.exact else record.machine_name
+                    key = _Key(suite, row["key"], _PLACES[name], machine, reading.exact)
+                    values[key].append((record, reading))
+    return [_series(key, values[key]) for key in sorted(values)]
 
 
-def _key(record: RunRecord, cell: str, machine: str, value: Reading) -> _Key:
-    name = value.metric.name
-    return _Key(record.suite, cell, _PLACES.get(name, len(_PLACES)), name, machine, value.exact)
-
-
-def _statuses(records: Iterable[RunRecord]) -> Iterator[tuple[RunRecord, str, str, str]]:
+def _statuses(records: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, str, str, str]]:
     """For each commit of a suite and each cell: record, cell, machine ("": all of them) and status.
 
     The status is "missing" where a machine that recorded the cell earlier has a record of this commit without
     the cell, and no other machine has one with it."""
     earlier: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for _, group in groupby(records, key=lambda record: record.commit.hash):
-        found: dict[tuple[str, str], tuple[RunRecord, str]] = {}
+    for _, runs in groupby(records, key=lambda record: record.commit.hash):
+        present: dict[tuple[str, str], tuple[RunRecord, str]] = {}
         expected: dict[tuple[str, str], RunRecord] = {}
-        for record in group:
+        for record in runs:
             machine = record.machine_name
             expected |= dict.fromkeys(earlier[machine], record)
-            here = {
-                (cell.key, "" if cell.exact else machine): (record, cell.status)
-                for cell in record.cells.values()
+            cells = {
+                (row["key"], "" if has_exact_engine(row) else machine): (record, row["status"])
+                for row in record.rows
             }
-            earlier[machine] |= here.keys()
-            found |= here
-        missing = {key: (record, "missing") for key, record in expected.items() if key not in found}
-        for (cell, machine), (record, status) in (found | missing).items():
+            earlier[machine] |= cells.keys()
+            present |= cells
+        missing = {key: (record, "missing") for key, record in expected.items() if key not in present}
+        for (cell, machine), (record, status) in (present | missing).items():
             yield record, cell, machine, status
 
 
@@ -139,8 +153,98 @@ def _series(key: _Key, values: Sequence[tuple[RunRecord, Reading]]) -> Series:
     for _, group in groupby(values, key=lambda value: value[0].commit.hash):
         of_commit = list(group)
         record, newest = of_commit[-1]
-        value = newest.value if key.exact else statistics.median(found.value for _, found in of_commit)
-        samples = tuple(sample for _, found in of_commit for sample in found.samples)
+        value = newest.value if key.exact else statistics.median(reading.value for _, reading in of_commit)
+        samples = tuple(sample for _, reading in of_commit for sample in reading.samples)
         points.append(Point(record.commit, value, samples, record.software))
     about = values[-1][1]
     return Series(key.suite, key.machine, key.cell, about.metric, about.unit, key.exact, tuple(points))
+
+
+# -- steps -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change of level.
+
+    Attributes:
+        last_before, first_after: it came with a commit after the first of these, up to and with the second;
+            of a measured metric with 95% confidence. Of a drift: where that begins and ends.
+        before, after: the levels, in the unit of the series.
+        verdict: whether the new level is worse or better.
+        drift: a measured metric went from one level to the other little by little.
+        meant: the reason why it is accepted (:class:`Acceptance`); empty if nobody has accepted it.
+    """
+
+    last_before: Point
+    first_after: Point
+    before: float
+    after: float
+    verdict: Literal["regression", "improvement"]
+    drift: bool = False
+    meant: str = ""
+
+    @property
+    def commit_range(self) -> str:
+        """What git takes for the commits of which one made the step, such as ``git log A..B``."""
+        return f"{self.last_before.commit.short}..{self.first_after.commit.short}"
+
+    @property
+    def change(self) -> float:
+        """The new level over the old one, minus one; infinite beside an old one of zero."""
+        difference = self.after - self.before
+        return difference / abs(self.before) if self.before else math.copysign(math.inf, difference)
+
+    @property
+    def also_changed(self) -> dict[str, tuple[str | None, str | None]]:
+        """What else was different after the step: versions of libraries, of the system and of the GPU's
+        driver, before and after; None: not there."""
+        before, after = self.last_before.software, self.first_after.software
+        return {
+            name: (before.get(name), after.get(name))
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        }
+
+
+def steps(series: Series) -> list[Step]:
+    """The steps of a series, the earliest first; none is said to be meant."""
+    if not series.exact:
+        changes = change_points([point.value for point in series.points])
+        places = [(c.last_before, c.first_after, c.before, c.after, c.drift) for c in changes]
+    else:
+        places = list(_exact_changes([point.value for point in series.points], series.metric.tolerance))
+    return [
+        Step(
+            series.points[last],
+            series.points[first],
+            before,
+            after,
+            "regression" if series.metric.excess(before, after) > 0 else "improvement",
+            drift,
+        )
+        for last, first, before, after, drift in places
+    ]
+
+
+def _exact_changes(
+    values: Sequence[float], tolerance: float
+) -> Iterator[tuple[int, int, float, float, bool]]:
+    level = values[0]
+    for place, value in enumerate(values):
+        # beside the beginning of a level, so that changes below the tolerance do not add up unseen
+        if abs(value - level) > tolerance * abs(level):
+            yield place - 1, place, level, value, False
+            level = value
+
+
+def standing_regressions(all_steps: Sequence[Step], series: Series) -> list[Step]:
+    """Those steps of a series that are regressions and were not undone: the last level is still worse than
+    the one before them, by more than the metric's tolerance, or of a measured one by
+    :data:`MINIMUM_EFFECT`."""
+    tolerance = series.metric.tolerance if series.exact else MINIMUM_EFFECT
+    return [
+        step
+        for step in all_steps
+        if step.verdict == "regression" and series.metric.excess(step.before, all_steps[-1].after) > tolerance
+    ]

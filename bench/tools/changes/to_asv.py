@@ -12,16 +12,22 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
 from spbench.bench.measure.sweep.results import FAULTS, Row
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, whole
+from spbench.bench.tools.changes.exported import (
+    WITH_VALUES,
+    Exported,
+    ExportRequest,
+    Suite,
+    integral,
+)
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
-from spbench.bench.tools.changes.suite import WITH_VALUES, Origin, Suite
+from spbench.bench.tools.changes.result_files import Origin
 
 #: of results and benchmarks.json (asv.results.Results.api_version), and of machine.json
 RESULTS_VERSION, MACHINE_VERSION = 2, 1
@@ -40,6 +46,14 @@ UNITS = {"s": "seconds"}
 Benchmarks = dict[str, dict[str, Any]]
 
 
+class _Entry(NamedTuple):
+    """A metric of a cell; ``reading``: None where it has no value."""
+
+    row: Row
+    metric: Metric
+    reading: Reading | None
+
+
 def export(request: ExportRequest) -> Exported:
     """machine.json of each machine, benchmarks.json and, last, the results of each commit.
 
@@ -52,9 +66,14 @@ def export(request: ExportRequest) -> Exported:
     results: dict[str, str] = {}
     benchmarks = _earlier(request.output / BENCHMARKS_FILE) if request.output else {}
     for suite in request.suites:
-        for (machine, commit), rows in _by_machine_and_commit(suite).items():
-            found = _results(suite, rows, benchmarks)
+        by_place = defaultdict(list)
+        for row in suite.rows:
+            origin = suite.origin(row)
+            machine = ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown"
+            by_place[machine, origin.commit].append(row)
+        for (machine, commit), rows in by_place.items():
             origin = suite.origin(rows[-1])
+            entries = _by_benchmark(suite, rows, benchmarks)
             files[f"{machine}/machine.json"] = _json(_machine(machine, origin), MACHINE_VERSION)
             results[f"{machine}/{commit[:8]}-{suite.name}.json"] = _json(
                 {
@@ -66,23 +85,13 @@ def export(request: ExportRequest) -> Exported:
                     "requirements": {"torch": origin.versions.get("torch", "")},
                     "env_vars": {},
                     "result_columns": COLUMNS,
-                    "results": found,
+                    "results": {name: _columns(cells) for name, cells in entries.items()},
                     "durations": {},
                 },
                 RESULTS_VERSION,
             )
     files[BENCHMARKS_FILE] = _json(benchmarks, RESULTS_VERSION)
     return Exported({**files, **results}, request.left_out())
-
-
-def _by_machine_and_commit(suite: Suite) -> dict[tuple[str, str], list[Row]]:
-    by_place = defaultdict(list)
-    for row in suite.rows:
-        origin = suite.origin(row)
-        by_place[ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown", origin.commit].append(
-            row
-        )
-    return by_place
 
 
 def _known_time_s(commit: str, suite: Suite) -> int:
@@ -95,50 +104,47 @@ def _known_time_s(commit: str, suite: Suite) -> int:
     return seconds
 
 
-def _results(suite: Suite, rows: list[Row], benchmarks: Benchmarks) -> dict[str, list[Any]]:
-    """The results by benchmark, which are added to ``benchmarks`` if they are new."""
-    cells: dict[str, dict[str, tuple[Row, Reading | None]]] = defaultdict(dict)
-    for row in rows:
-        read = readings(row) if row["status"] in WITH_VALUES else {}
-        for metric in METRICS:
-            reading = read.get(metric.name)
-            if reading is not None or metric.name == "peak_memory_bytes":  # which shows that there is none
-                unit = reading.unit if reading else metric.unit
-                name = _added(benchmarks, suite, row, metric, unit)
-                cells[name][row["key"]] = (row, reading)
-    return {name: _columns(values) for name, values in cells.items()}
+def _entries(row: Row) -> Iterator[_Entry]:
+    """The metrics of a cell; one without any has its peak memory, which shows that there is none."""
+    values = readings(row) if row["status"] in WITH_VALUES else {}
+    for metric in METRICS:
+        if metric.name in values or metric.name == "peak_memory_bytes":
+            yield _Entry(row, metric, values.get(metric.name))
 
 
-def _added(benchmarks: Benchmarks, suite: Suite, row: Row, metric: Metric, unit: str) -> str:
-    """The name of the benchmark of a metric, after its cell is among the parameter's values."""
-    of = metric.name if metric.unit else f"{metric.name}_{unit}"
-    name = f"{suite.name}.{row['cell'].get('strategy') or row['key']}.{of}"
-    benchmark = benchmarks.setdefault(
-        name,
-        {
-            "name": name,
-            "type": "track",
-            "unit": UNITS.get(unit, unit),
-            "version": BENCHMARK_VERSION,
-            "code": f"{metric.name}: {metric.better} is better",
-            "param_names": ["cell"],
-            "params": [[]],
-        },
-    )
-    if row["key"] not in benchmark["params"][0]:
-        benchmark["params"][0].append(row["key"])
-    return name
+def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> dict[str, list[_Entry]]:
+    """The metrics of cells by benchmark; benchmarks and cells that are new are added to ``benchmarks``."""
+    by_name: dict[str, list[_Entry]] = defaultdict(list)
+    for entry in (entry for row in rows for entry in _entries(row)):
+        row, metric, reading = entry
+        unit = reading.unit if reading else metric.unit
+        quantity = metric.name if metric.unit else f"{metric.name}_{unit}"
+        name = f"{suite.name}.{row['cell'].get('strategy') or row['key']}.{quantity}"
+        benchmark = benchmarks.setdefault(
+            name,
+            {
+                "name": name,
+                "type": "track",
+                "unit": UNITS.get(unit, unit),
+                "version": BENCHMARK_VERSION,
+                "code": f"{metric.name}: {metric.better} is better",
+                "param_names": ["cell"],
+                "params": [[]],
+            },
+        )
+        if row["key"] not in benchmark["params"][0]:
+            benchmark["params"][0].append(row["key"])
+        by_name[name].append(entry)
+    return by_name
 
 
-def _columns(cells: Mapping[str, tuple[Row, Reading | None]]) -> list[Any]:
+def _columns(cells: Sequence[_Entry]) -> list[Any]:
     """The columns of one benchmark, each with a value a cell; blank ones at the end are left out."""
-    samples = [list(reading.samples) if reading else [] for _, reading in cells.values()]
-    quartiles = [
-        statistics.quantiles(taken, method="inclusive") if len(taken) > 1 else None for taken in samples
-    ]
+    samples = [list(reading.samples) if reading else [] for _, _, reading in cells]
+    quartiles = [statistics.quantiles(s, method="inclusive") if len(s) > 1 else None for s in samples]
     by_column = {
-        "result": [_value(row, reading) for row, reading in cells.values()],
-        "params": [list(cells)],
+        "result": [_value(entry) for entry in cells],
+        "params": [[entry.row["key"] for entry in cells]],
         "version": BENCHMARK_VERSION,
     }
     if any(samples):
@@ -155,11 +161,11 @@ def _columns(cells: Mapping[str, tuple[Row, Reading | None]]) -> list[Any]:
     return columns
 
 
-def _value(row: Row, reading: Reading | None) -> float | None:
+def _value(entry: _Entry) -> float | None:
     """A number; None of a cell that failed, and not-a-number of one that cannot be, as asv has them."""
-    if reading is not None:
-        return whole(reading.value)
-    return None if row["status"] in FAULTS else math.nan
+    if entry.reading is not None:
+        return integral(entry.reading.value)
+    return None if entry.row["status"] in FAULTS else math.nan
 
 
 def _machine(name: str, origin: Origin) -> dict[str, str]:

@@ -8,6 +8,7 @@ settings. Values keep all their digits, so that an alert threshold of 100% finds
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import Any
 
 from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest
@@ -22,29 +23,27 @@ def export(request: ExportRequest) -> Exported:
     Raises:
         UserError: no cell has a value.
     """
-    entries: dict[str, list[dict[str, Any]]] = {}
+    entries: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for value in request.values():
-        entries.setdefault(FILES[value.reading.metric.better], []).append(_entry(value))
-    contents = {file: json.dumps(found, indent=1) + "\n" for file, found in entries.items()}
+        entries[FILES[value.reading.metric.better]].append(_entry(value))
+    contents = {file: json.dumps(array, indent=1) + "\n" for file, array in entries.items()}
     return Exported(contents, request.left_out())
 
 
 def _entry(value: ExportedValue) -> dict[str, Any]:
-    suite, row, reading = value
-    origin = suite.origin(row)
+    reading, origin, samples = value.reading, value.origin, value.reading.samples
     extra = {
-        "status": row["status"],
+        "status": value.row["status"],
         "commit": origin.shown_commit,
         "machine": "any (the value is exact)" if reading.exact else origin.host or "unknown",
         **origin.versions,
     }
     entry = {
-        "name": f"{suite.name}/{row['key']}/{reading.metric.name}",
+        "name": f"{value.suite.name}/{value.row['key']}/{reading.metric.name}",
         "value": value.number,
         "unit": reading.unit,
-        "extra": "\n".join(f"{name}: {value}" for name, value in extra.items()),
+        "extra": "\n".join(f"{name}: {text}" for name, text in extra.items()),
     }
-    if reading.samples:
-        least, most = min(reading.samples), max(reading.samples)
-        entry["range"] = f"{least:.6g} to {most:.6g} in {len(reading.samples)} samples"
+    if samples:
+        entry["range"] = f"{min(samples):.6g} to {max(samples):.6g} in {len(samples)} samples"
     return entry

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.measure.trust.bands import with_band
-from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, whole
+from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, integral
 from spbench.bench.tools.changes.metrics import Reading
-from spbench.bench.tools.changes.suite import Origin
+from spbench.bench.tools.changes.result_files import Origin
+from spbench.bench.units import GIB, MIB
 
-_MIB = 2**20
 #: of the interval of a simulated step time
 _ENDS = ("step_time_low_s", "step_time_high_s")
 
@@ -35,7 +35,7 @@ def export(request: ExportRequest) -> Exported:
 
 def _record(value: ExportedValue, target: float | None) -> dict[str, Any]:
     suite, row, reading = value
-    cell, origin = row["cell"], suite.origin(row)
+    cell, origin = row["cell"], value.origin
     training = cell.get("training") or {}
     sizes = {axis: str(size) for axis, size in (cell.get("sizes") or {}).items()}
     return {
@@ -66,7 +66,7 @@ def _record(value: ExportedValue, target: float | None) -> dict[str, Any]:
 
 def _metric(reading: Reading, target: float | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     in_mib = reading.unit == "bytes"
-    unit = _MIB if in_mib else 1
+    unit = MIB if in_mib else 1
     name = reading.metric.name
     return {
         "name": name.replace("_bytes", "_mib") if in_mib and "_bytes" in name else name,
@@ -74,7 +74,7 @@ def _metric(reading: Reading, target: float | None, measured: Mapping[str, Any])
         **({} if target is None else {"target_value": target / unit}),
         "extra_info": {
             "unit": "MiB" if in_mib else reading.unit,
-            "exact_value": str(whole(reading.value)),
+            "exact_value": str(integral(reading.value)),
             "exact_unit": reading.unit,
             "better": reading.metric.better,
             "is_exact": str(reading.exact).lower(),
@@ -84,12 +84,12 @@ def _metric(reading: Reading, target: float | None, measured: Mapping[str, Any])
 
 
 def _dependencies(origin: Origin) -> dict[str, Any]:
-    known = {
+    sources = {
         "spbench": {"sha": origin.commit, "version": origin.versions.get("spbench", "")},
         "torch": {"repo": "pytorch/pytorch", "version": origin.versions.get("torch", "")},
     }
     blank = {"repo": "", "branch": "", "sha": "", "version": "", "extra_info": {}}
-    return {name: blank | facts for name, facts in known.items()}
+    return {name: blank | facts for name, facts in sources.items()}
 
 
 def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
         "cpu_info": facts.get("cpu") or "",
         "cpu_count": facts.get("cores") or 0,
         "mem_info": "",
-        "avail_mem_in_gb": (facts.get("memory_bytes") or 0) // 2**30,
+        "avail_mem_in_gb": (facts.get("memory_bytes") or 0) // GIB,
         "gpu_info": gpus[0] if gpus else "",
         "gpu_count": len(gpus),
         "gpu_mem_info": "",

@@ -16,11 +16,9 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.trust.bands import shown_band, with_band
-from spbench.bench.tools.changes.export_values import shown_difference, shown_origin
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, whole
-from spbench.bench.tools.changes.judgement import Difference
-from spbench.bench.tools.changes.metrics import readings
-from spbench.bench.tools.changes.suite import Suite
+from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, integral, shown_origin
+from spbench.bench.tools.changes.judgement_report import shown_difference
+from spbench.bench.tools.changes.metrics import Difference, readings
 
 #: what a status makes of a test case, whatever the base says
 ELEMENTS = {
@@ -65,7 +63,7 @@ def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diffe
         row = rows.get(key)
         case = _case(element, key, suite.name, row)
         if row is not None:
-            read = {name: f"{whole(number.value)} {number.unit}" for name, number in readings(row).items()}
+            read = {name: f"{integral(number.value)} {number.unit}" for name, number in readings(row).items()}
             for name, text in read.items():
                 SubElement(properties, "property", name=f"{key}/{name}", value=_clean(text))
         else:

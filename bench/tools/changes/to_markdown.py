@@ -14,12 +14,13 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.changes.export_values import shown_difference, shown_origin, shown_reading
-from spbench.bench.tools.changes.exported import Exported, ExportRequest
-from spbench.bench.tools.changes.judgement import Difference
-from spbench.bench.tools.changes.metrics import STATUSES, readings
+from spbench.bench.measure.sweep.results import Row
+from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, shown_origin
+from spbench.bench.tools.changes.judgement_report import shown_difference, shown_number
+from spbench.bench.tools.changes.metrics import STATUSES, Difference, Reading, readings
 from spbench.bench.tools.changes.result_files import Claims
-from spbench.bench.tools.changes.suite import Suite
+from spbench.bench.units import three_digits
 
 MARK = "<!-- spbench -->"
 
@@ -167,27 +168,28 @@ def _percent(errors: Sequence[float] | None) -> str:
 def _alone(suite: Suite) -> Iterator[str | Listing]:
     """Results that are held against nothing, worst first."""
     rows = sorted(suite.rows, key=lambda row: -STATUSES.index(row["status"]))
-    read = {row["key"]: readings(row) for row in rows}
-    metrics = list(dict.fromkeys(name for values in read.values() for name in values))
-    counts = ", ".join(
-        f"{count} {status}" for status, count in Counter(row["status"] for row in rows).items()
-    )
+    values = {
+        (row["key"], name): _shown(row, reading) for row in rows for name, reading in readings(row).items()
+    }
+    metrics = list(dict.fromkeys(name for _, name in values))
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(r["status"] for r in rows).items())
     yield f"### {suite.name}: {counts}"
     yield f"Commit: {shown_origin(suite.results, suite.commit)}"
     lines = [
-        (
-            _code(row["key"]),
-            row["status"],
-            *(
-                shown_reading(row, read[row["key"]][name]) if name in read[row["key"]] else ""
-                for name in metrics
-            ),
-        )
+        (_code(row["key"]), row["status"], *(values.get((row["key"], name), "") for name in metrics))
         for row in rows
     ]
     yield Listing(f"{len(rows)} cells", ("cell", "status", *metrics), lines)
     if suite.results.claims:
         yield _claims(suite.results.claims, {})
+
+
+def _shown(row: Row, reading: Reading) -> str:
+    """A value that stands alone: a step time with its interval, rates with three digits, all of whole
+    numbers."""
+    if reading.metric.name == "step_time_s":
+        return shown_band(with_band(row)["measurement"])
+    return three_digits(reading.value) if reading.unit.endswith("/s") else shown_number(reading.value)
 
 
 def _line(cells: Sequence[Any]) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
-from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, whole
+from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, integral
 from spbench.bench.tools.changes.metrics import readings
-from spbench.bench.tools.changes.suite import Origin
+from spbench.bench.tools.changes.result_files import Origin
 
 #: the metrics that are times, of which a row has one
 TIMES = ("step_time_s", "time_s")
@@ -44,8 +44,7 @@ def export(request: ExportRequest) -> Exported:
     origins = [suite.origin(row) for suite in request.suites for row in suite.rows]
     newest = max(origins, key=lambda origin: origin.time)
     content = {
-        "machine_info": _machine(newest),
-        "commit_info": _commit(newest, request.suites[0].results.path),
+        **_origin(newest, request.suites[0].results.path),
         "benchmarks": benchmarks,
         "datetime": newest.time or datetime.now(UTC).isoformat(),
         "version": pytest_benchmark.__version__,
@@ -55,38 +54,37 @@ def export(request: ExportRequest) -> Exported:
 
 def _benchmark(value: ExportedValue, stats: dict[str, Any]) -> dict[str, Any]:
     suite, row, _ = value
-    others = {name: whole(reading.value) for name, reading in readings(row).items() if name not in TIMES}
+    others = {name: integral(reading.value) for name, reading in readings(row).items() if name not in TIMES}
     return {
         "group": suite.name,
         "name": row["key"],
         "fullname": f"{suite.name}/{row['key']}",
         "params": {name: row["cell"].get(name) for name in PARAMETERS},
         "param": row["key"],
-        "extra_info": {**others, "status": row["status"], **suite.origin(row).versions},
+        "extra_info": {**others, "status": row["status"], **value.origin.versions},
         "options": {},
         "stats": stats,
     }
 
 
-def _machine(origin: Origin) -> dict[str, Any]:
-    facts = origin.machine
+def _origin(origin: Origin, near: Path) -> dict[str, Any]:
+    """Machine and commit."""
+    facts, seconds = origin.machine, commit_time_s(origin.commit, near)
     system, _, release = str(facts.get("os") or "").partition(" ")
     return {
-        "node": origin.host,
-        "system": system,
-        "release": release,
-        "python_version": origin.versions.get("python", ""),
-        "cpu": {"brand_raw": facts.get("cpu") or "", "count": facts.get("cores")},
-    }
-
-
-def _commit(origin: Origin, near: Path) -> dict[str, Any]:
-    seconds = commit_time_s(origin.commit, near)
-    return {
-        "id": origin.commit or "unversioned",
-        "time": None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(),
-        "author_time": None,
-        "dirty": origin.dirty,
-        "project": "spbench",
-        "branch": "(unknown)",
+        "machine_info": {
+            "node": origin.host,
+            "system": system,
+            "release": release,
+            "python_version": origin.versions.get("python", ""),
+            "cpu": {"brand_raw": facts.get("cpu") or "", "count": facts.get("cores")},
+        },
+        "commit_info": {
+            "id": origin.commit or "unversioned",
+            "time": None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(),
+            "author_time": None,
+            "dirty": origin.dirty,
+            "project": "spbench",
+            "branch": "(unknown)",
+        },
     }

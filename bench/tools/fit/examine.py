@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.extrapolate import PeakModel
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of
@@ -52,7 +52,7 @@ def examine(cell: Cell) -> Measurement:
 def trace_stage(one: OneStage) -> Measurement:
     """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the whole cell."""
     first = next(each.first for each in rank_classes(one.cell) if each.stage.index == one.stage)
-    virtual.trace(one.cell, first, events=can_time(one.cell))
+    tracing.trace(one.cell, first, events=can_time(one.cell))
     return Measurement()
 
 
@@ -88,7 +88,7 @@ def shallow_peak(cell: Cell) -> int | None:
     def trace(_: int, depth: int | None) -> MemoryLog:
         options = {**cell.model_options, "layers": (depth or 1) * unit}
         made = cell.model_copy(update={"model_options": options})
-        return virtual.trace(made, rank_classes(made)[0].first).memory
+        return tracing.trace(made, rank_classes(made)[0].first).memory
 
     checked = trace(1, _CHECKED).peak().nbytes
     if abs(PeakModel(trace, [1], _CHECKED)(1) / checked - 1) > _NEAR:

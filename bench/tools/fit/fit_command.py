@@ -166,7 +166,7 @@ def _examined(cells: Sequence[Cell], answers: Answers, say: Say) -> Iterator[tup
 def _drawn(fullest: Verdict, figure: Path | None, snapshot: Path | None) -> list[Path]:
     files = []
     if figure is not None:
-        from spbench.plots.memory import draw_memory
+        from spbench.plots.fit_and_advise import draw_memory
 
         files.append(
             draw_memory(

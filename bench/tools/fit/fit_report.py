@@ -11,12 +11,17 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.memory_table import memory_table
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.measure.scenarios.setting_changes import written
-from spbench.bench.measure.trust.bands import shown_band, with_band
-from spbench.bench.measure.trust.errors_of_memory import PEAK, RESERVED, past_errors
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import (
+    PEAK,
+    RESERVED,
+    past_errors,
+    priced_by_in_words,
+    shown_band,
+    with_band,
+)
 from spbench.bench.tools.fit.fit_verdict import Verdict, gib, moment_text
 from spbench.bench.tools.fit.proofs import Proof, Proofs
-from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
 from spbench.bench.units import shown_price
 
 #: a part of the peak below which a kind is not worth a word

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spbench.bench.measure.engines.rank_memory import allocator_of
-from spbench.bench.measure.engines.traces import ClassTraces
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator
 from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay

@@ -1,27 +1,73 @@
-"""What has become of the arguments of a job so far, while its settings are made."""
+"""An account of a job's arguments: the settings that are made of them, and what becomes of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.tools.jobs.job import MOST_NAMED, NOT_MODELLED, Argument, Job, Setting, ordered, short
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, may_move, shown
+from spbench.bench.tools.jobs.job import (
+    MOST_NAMED,
+    NOT_MODELLED,
+    Argument,
+    Job,
+    Outcome,
+    Setting,
+    ordered,
+    short,
+)
 from spbench.bench.tools.jobs.job_files import JobFiles
+
+#: characters of a setting's value that an argument's detail repeats
+_LONGEST_SETTING = 200
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument of a job.
+
+    Attributes:
+        name: as the job spells it.
+        value: as its program reads it.
+        text: the value as the job has it, in one line.
+        wrong: what is wrong with the value; "" if nothing is.
+        source: said of it as the source of a setting; "": its name and text.
+    """
+
+    name: str
+    value: Any
+    text: str
+    wrong: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return self.source or f"{self.name} {self.text}".rstrip()
 
 
 @dataclass(kw_only=True)
 class Account:
-    """Settings so far, and what was made of the arguments, by their names.
+    """The arguments of a job, the settings that were made of them, and what became of each argument.
 
     Attributes:
-        made_of: what was made of each.
+        table: the arguments that the program takes.
+        given: arguments of the job, by their first spelling.
+        environment: variables that are set when the job runs.
+        by_default: the source of a setting that comes from no argument; "": the key whose default it is.
+        unasked: what is missing for an argument of which nothing was made; "": that depends on the problems.
+        made_of: what was made of each argument or variable.
         idle: arguments that could have had an effect, and why they have none here.
         unmodelled: arguments that have an effect which is not modelled, and what they may move.
         missing: arguments that are refused here, and what is missing.
         problems, remarks: as of :class:`Job`.
     """
 
+    table: ArgumentTable
+    given: Mapping[str, Given]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    by_default: str = ""
+    unasked: str = ""
     settings: list[Setting] = field(default_factory=list)
     made_of: dict[str, list[str]] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
@@ -29,6 +75,34 @@ class Account:
     missing: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+
+    @property
+    def known(self) -> Mapping[str, ProgramArgument]:
+        return self.table.arguments
+
+    def has(self, name: str) -> bool:
+        """Whether an argument is given."""
+        return name in self.given
+
+    def value(self, name: str) -> Any:
+        """The value of an argument, or its default; the default too where the value is wrong."""
+        given = self.given.get(name)
+        return self.known[name].default if given is None or given.wrong else given.value
+
+    def chosen(self, *names: str) -> tuple[Any, str]:
+        """The first value that is there and not "auto", and its key; else the last key's default."""
+        there = (name for name in names if name in self.given and self.value(name) not in (None, "auto"))
+        first = next(there, names[-1])
+        self.took(f"taken from {first}", *(n for n in names[: names.index(first)] if n in self.given))
+        return self.value(first), first
+
+    def count(self, name: str, least: int = 1) -> int:
+        """The value of an argument that counts something; ``least``, and a problem, where it is less."""
+        value = self.value(name)
+        if value is None or value < least:
+            self.problems.append(f"{name}: {shown(value)} is less than {least}")
+            return least
+        return int(value)
 
     def ignore(self, reason: str, *names: str) -> None:
         """Say why arguments have no effect here."""
@@ -45,36 +119,111 @@ class Account:
         for name in names:
             self.made_of.setdefault(name, []).append(detail)
 
+    def approximate(self, remark: str, *names: str) -> None:
+        """Say what is not as the program has it, by reason of arguments."""
+        self.remarks.append(remark)
+        self.took("see what is approximate", *names)
+
+    def refuse(self, missing: str, *names: str) -> None:
+        """Say what is missing for arguments; a problem of the job where none of them is given."""
+        if not any(map(self.has, names)):
+            self.problems.append(f"{' and '.join(names)} (by default): {missing}: not modelled")
+        self.refuse_given(f"{missing}: not modelled", *names)
+
+    def refuse_given(self, missing: str, *names: str) -> None:
+        """Say what is missing for arguments, if they are given."""
+        for name in names:
+            self.missing.setdefault(name, missing)
+
     def add(self, path: str, value: Any, source: str, note: str = "") -> None:
         """Set what comes from ``source``; ``note``: said of it beside."""
         self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note]))))
 
+    def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
+        """Set what comes from arguments, or variables, of these names; from their defaults where none is
+        given. ``note``: said of it beside."""
+        there = [name for name in names if name in self.given or name in self.environment]
+        source = ", ".join(map(self.spelled, there)) or (
+            "" if note and not names else self._default_of(names)
+        )
+        self.add(path, value, source, note)
+        self.took(f"{path}: {shown(value, _LONGEST_SETTING)}", *there)
+
+    def map(self, *names: str) -> None:
+        """Make the settings that the table says of arguments, also of their defaults."""
+        for name in names:
+            conversion = self.table.settings[name]
+            self.set(conversion.path, conversion.setting(self.value(name)), name)
+
+    def map_given(self, *names: str) -> None:
+        """Make the settings that the table says of arguments that are given."""
+        self.map(*filter(self.has, names))
+
+    def first_steps(self, *, one: bool = False) -> None:
+        """Set that a job begins without Adam's moments, and runs two steps or one."""
+        self.set("training.moments", "later", note="a first step, before Adam has made its moments,")
+        self.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
+
+    def _default_of(self, names: Sequence[str]) -> str:
+        if self.by_default:
+            return self.by_default
+        return f"default of {names[0]}" if names else f"as {self.table.program.split(' ')[0]} has it"
+
+    def spelled(self, name: str) -> str:
+        """An argument or a variable as the job has it."""
+        return str(self.given[name]) if name in self.given else f"{name}={self.environment[name]}"
+
+    def arguments(self) -> Iterator[Argument]:
+        """What became of every argument."""
+        for name, given in self.given.items():
+            yield Argument(given.name, given.text, *self._outcome(name, given))
+
+    def _outcome(self, name: str, given: Given) -> tuple[Outcome, str]:
+        known = self.known.get(name)
+        if known is None:
+            return "unknown", self._close_to(name)
+        if name in self.missing:
+            return "refused", self.missing[name]
+        if known.outcome == "no effect":
+            return "no effect", known.detail
+        if name in self.made_of:
+            return "mapped", "; ".join(dict.fromkeys(self.made_of[name]))
+        if name in self.idle:
+            return "no effect", self.idle[name]
+        if known.is_default(given.value):
+            return "no effect", "is so by default"
+        if name in self.unmodelled or known.outcome == "not modelled":
+            return "not modelled", self.unmodelled.get(name, known.detail)
+        if known.beside and not any(map(self.has, known.beside)):
+            return "no effect", f"of {known.detail}, which the job has not"
+        if known.outcome == "refused":
+            return "refused", f"{known.detail}: not modelled"
+        if self.problems and not self.unasked:
+            return "mapped", "not before the job is right"
+        return "refused", self.unasked or "nothing here has it"
+
+    def _close_to(self, name: str) -> str:
+        """The end of an error about an unknown argument: `` (did you mean ...?)``, or nothing."""
+        close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.8)
+        close = close or [known for known in self.known if known.startswith(name)][:1]
+        return f" (did you mean {close[0]}?)" if close else ""
+
     def job(
-        self,
-        kind: str,
-        program: str,
-        files: JobFiles,
-        arguments: Iterable[Argument],
-        problems: Sequence[str] = (),
+        self, kind: str, files: JobFiles, arguments: Iterable[Argument], problems: Sequence[str] = ()
     ) -> Job:
         """The job, on the cluster that was asked for; ``problems`` are of the files, and stand last."""
         if files.cluster is not None:
             self.add("cluster", files.cluster, "", "--cluster")
-        told = [*arguments]
+        every = [*arguments]
         return Job(
             kind=kind,
-            program=program,
+            program=self.table.program,
             title=files.title,
-            arguments=told,
+            arguments=every,
             settings=ordered(self.settings),
             problems=[*self.problems, *problems],
-            remarks=[*self.remarks, *_unmodelled(told)],
+            remarks=[*self.remarks, *_unmodelled(every)],
         )
-
-
-def may_move(what: str, because: str) -> str:
-    """What is said of an argument that is not modelled."""
-    return f"may move {what}: {because}"
 
 
 def _unmodelled(arguments: Iterable[Argument]) -> Iterator[str]:
@@ -84,6 +233,19 @@ def _unmodelled(arguments: Iterable[Argument]) -> Iterator[str]:
         if each.outcome == NOT_MODELLED:
             by_what.setdefault(each.detail.partition(":")[0], []).append(short(str(each)))
     for what, names in by_what.items():
-        told = ", ".join(names[:MOST_NAMED])
-        told += f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        yield f"{NOT_MODELLED}, and {what}: {told} (spbench import --explain says how)"
+        listed = ", ".join(names[:MOST_NAMED])
+        listed += f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield f"{NOT_MODELLED}, and {what}: {listed} (spbench import --explain says how)"
+
+
+def key_account(
+    table: ArgumentTable, values: Iterable[tuple[str, Any]], counts: Callable[[str], bool] = bool
+) -> Account:
+    """The account of the keys of configuration files, of those that count, of which nothing was made yet."""
+    known, given = table.arguments, {}
+    for name, value in values:
+        if counts(name):
+            wrong = known[name].wrong(value) if name in known else ""
+            given[name] = Given(name, value, f"= {shown(value)}", wrong)
+    problems = [f"{name}: {each.wrong}" for name, each in given.items() if each.wrong]
+    return Account(table=table, given=given, problems=problems)

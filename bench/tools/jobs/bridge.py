@@ -5,23 +5,24 @@ Every key says what an argument of Megatron-LM says, and is translated as that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from spbench.bench.tools.jobs.deepspeed_files import content_of
+from spbench.bench.tools.jobs.account import Account, Given, key_account
+from spbench.bench.tools.jobs.argument_tables import (
+    ArgumentTable,
+    ProgramArgument,
+    argument_table,
+    arguments_of,
+    flat,
+    shown,
+)
 from spbench.bench.tools.jobs.job import Argument, Job, Outcome
-from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.keys import Key, Keys, flat, known_keys, shown
-from spbench.bench.tools.jobs.megatron_arguments import known_arguments, parse
-from spbench.bench.tools.jobs.megatron_model import model_name, set_model
-from spbench.bench.tools.jobs.megatron_stages import set_schedule
-from spbench.bench.tools.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
-from spbench.bench.tools.jobs.megatron_translation import Translation
+from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
 from spbench.bench.tools.jobs.variables import variables
-from spbench.bench.yaml_files import read_yaml
 
 #: of which a configuration has some, and that no other kind has
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
@@ -61,42 +62,32 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def _tables() -> tuple[str, Mapping[str, Key], Mapping[str, str], Mapping[str, str]]:
-    """The program, its keys, and the arguments of Megatron-LM that they are, or are where they are false."""
-    content = read_yaml(Path(__file__).with_name("bridge_keys.yaml"))
-    known = known_keys(content) | _as_megatron(content["as_megatron"])
-    return str(content["program"]), known, content["arguments"], content["switched_off_by"]
+def bridge_table() -> ArgumentTable:
+    """The keys of Megatron-Bridge; its content has the arguments of Megatron-LM that they are, and those that
+    they are where they are false."""
+    table = argument_table("bridge")
+    return replace(table, arguments={**table.arguments, **dict(_as_megatron(table.content["as_megatron"]))})
 
 
-def _as_megatron(words: str) -> dict[str, Key]:
-    """Keys of which becomes what becomes of Megatron-LM's argument of their name."""
-    found = known_keys({"mapped": words, "no_effect": (), "not_modelled": (), "refused": ()})
-    for name, key in found.items():
-        word = name.rpartition(".")[2].replace("_", "-")
-        argument = next(a for p in ("", "no-", "disable-") if (a := known_arguments().get(f"--{p}{word}")))
+def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
+    """Keys that have the outcome of Megatron-LM's argument of their name."""
+    known = argument_table("megatron").arguments
+    for key in arguments_of(words, "", "mapped"):
+        word = key.name.rpartition(".")[2].replace("_", "-")
+        argument = next(a for prefix in ("", "no-", "disable-") if (a := known.get(f"--{prefix}{word}")))
         outcome, detail = argument.outcome, argument.detail
         if argument.beside:  # without effect where none of the others is given, which are refused
             outcome, detail = "no effect", f"of {detail}, whose own key is refused"
-        found[name] = replace(key, outcome=outcome, detail=detail)
-    return found
+        yield key.name, replace(key, outcome=outcome, detail=detail)
 
 
 def key_of(argument: str) -> tuple[str | None, bool]:
     """The key that says what an argument of Megatron-LM does, None where there is none, and whether a switch
     is its true value."""
-    _, _, arguments, off = _tables()
-    by_argument = {**{other: key for key, other in off.items()}, **{a: key for key, a in arguments.items()}}
-    return by_argument.get(argument), argument not in off.values()
-
-
-@dataclass
-class BridgeTranslation(Translation):
-    """As :class:`Translation`, which names the keys that the arguments came from."""
-
-    spellings: dict[str, str] = field(default_factory=dict)
-
-    def spelled(self, name: str) -> str:
-        return self.spellings.get(name, super().spelled(name))
+    content = bridge_table().content
+    off = {other: key for key, other in content["switched_off_by"].items()}
+    by_argument = {**off, **{other: key for key, other in content["arguments"].items()}}
+    return by_argument.get(argument), argument not in off
 
 
 def read(files: JobFiles) -> Job | None:
@@ -107,7 +98,7 @@ def read(files: JobFiles) -> Job | None:
     """
     found: dict[str, Mapping[str, Any]] = {}
     for file in files.files:
-        content = content_of(file) or {}
+        content = mapping_in(file) or {}
         if "model_type" in content:
             found["config"] = content
         elif isinstance(content.get("model", {}), dict) and len(_SECTIONS & {*content}) >= 2:
@@ -120,28 +111,23 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: JobFiles) -> Job:
-    program, known, _, _ = _tables()
-    given = {name: value for name, value in flat(content, known) if not name.endswith("_target_")}
-    k = Keys(program, known, given)
+    known = bridge_table().arguments
+    k = key_account(bridge_table(), flat(content, known), lambda name: not name.endswith("_target_"))
     values = {name: key.default for name, key in known.items() if key.outcome == "mapped"}
-    of_config = _of_config(k, config)
-    values |= of_config | {name: k.value(name) for name in given if name in values}
-    t = _translation(k, values, of_config)
-    problems = files.machine_problems(None)
-    if not k.problems and not t.given.problems:
-        set_model(t, bert=False, cluster=files.cluster)
-        replicas = set_parallelism(t, files.gpus)
-        set_batch(t, replicas)
-        set_schedule(t)
-        set_optimizer(t, files.cluster)
-    t.problems[:0] = [*k.problems, *t.given.problems]
+    from_config = _from_config(k, config)
+    values |= from_config | {name: k.value(name) for name in k.given if name in values}
+    given = _as_arguments(k, values, from_config)
+    a = megatron_account(given, _environment(k))
+    if not k.problems:
+        make_settings(a, files.gpus, files.cluster)
+    a.problems[:0] = k.problems
     # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
-    t.remarks = [remark for remark in t.remarks if "this one refuses" not in remark]
-    arguments = [*_arguments(k, t), *variables(t, t.environment)]
-    return t.job("bridge", program, files, arguments, problems)
+    a.remarks = [remark for remark in a.remarks if "this one refuses" not in remark]
+    arguments = [*_arguments(k, a), *variables(a)]
+    return replace(a, table=k.table).job("bridge", files, arguments, files.machine_problems(None))
 
 
-def _of_config(k: Keys, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _from_config(k: Account, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """What follows from a config.json."""
     if config is None:
         return {}
@@ -152,49 +138,46 @@ def _of_config(k: Keys, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**_FAMILIES[family], **{key: config[f] for f, key in _SIZES.items() if config.get(f) is not None}}
 
 
-def _translation(k: Keys, values: Mapping[str, Any], of_config: Mapping[str, Any]) -> BridgeTranslation:
+def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]) -> dict[str, Given]:
     """The keys as arguments of Megatron-LM."""
-    _, known, arguments, off = _tables()
-    words: list[str] = []
-    spellings = {}
+    content, known = bridge_table().content, argument_table("megatron").arguments
+    given: dict[str, Given] = {}
 
     def add(argument: str, key: str, *value: object) -> None:
-        whole = (int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v for v in value)
-        words.extend([argument, *map(str, whole)])
-        default = f"config.json ({key})" if key in of_config else f"default of {key}"
-        spellings[argument] = k.spelled(key) if key in k.given else default
+        words = [str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in value]
+        default = f"config.json ({key})" if key in from_config else f"default of {key}"
+        each, problems = given_argument(argument, known[argument], words)
+        given[argument] = replace(each, source=k.spelled(key) if key in k.given else default)
+        k.problems += problems
 
     values = _with_overlaps(k, values)
-    for key, argument in arguments.items():
+    for key, argument in content["arguments"].items():
         value = values[key]
-        if key in k.given and value == known[key].default and value in (None, False):
+        if key in k.given and value == k.known[key].default and value in (None, False):
             k.ignore("is so by default", key)
         if key == "model.vocab_size" and values["model.should_pad_vocab"]:
             argument = "--vocab-size"
-        if value is True:
-            add(argument, key)
-        elif value is not None and value is not False:
-            add(argument, key, *(value if isinstance(value, list) else [value]))
-    for key, argument in off.items():
+        if value is not None and value is not False:
+            add(argument, key, *([] if value is True else value if isinstance(value, list) else [value]))
+    for key, argument in content["switched_off_by"].items():
         if values[key] is False:
             add(argument, key)
     if values["model.num_query_groups"] is not None:
         add("--group-query-attention", "model.num_query_groups")
     _add_activation(k, values, add)
     _add_precision(k, values["mixed_precision"], add)
-    lengths = {
-        values[key] for key in ("model.seq_length", "dataset.seq_length", "dataset.sequence_length")
-    } - {None}
+    length, positions = "model.seq_length", "model.max_position_embeddings"
+    lengths = {values[key] for key in (length, "dataset.seq_length", "dataset.sequence_length")} - {None}
     if len(lengths) > 1:
         k.problems.append("model.seq_length and dataset.seq_length differ; give one length")
-    elif lengths and values["model.seq_length"] is None:
+    elif lengths and values[length] is None:
         add("--seq-length", "dataset.seq_length", *lengths)
-    if values["model.max_position_embeddings"] is None and lengths:
-        add("--max-position-embeddings", "model.max_position_embeddings", min(lengths))
-    return BridgeTranslation(parse(words), _environment(k), problems=[], spellings=spellings)
+    if values[positions] is None and lengths:
+        add("--max-position-embeddings", positions, min(lengths))
+    return given
 
 
-def _with_overlaps(k: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_overlaps(k: Account, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a section comm_overlap leaves, which sets overlaps of several replicas' gradients and
     weights, and of interleaved stages (setup of CommOverlapConfig in its training/comm_overlap.py)."""
     own = {name for name in k.given if name.startswith("comm_overlap.")}
@@ -221,7 +204,7 @@ def _with_overlaps(k: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **set_there}
 
 
-def _environment(k: Keys) -> dict[str, str]:
+def _environment(k: Account) -> dict[str, str]:
     """The variables that Megatron-Bridge sets before it starts."""
     found: dict[str, str] = {}
     for key in ("env_vars", "model.env_vars"):
@@ -230,7 +213,7 @@ def _environment(k: Keys) -> dict[str, str]:
     return found
 
 
-def _add_activation(k: Keys, values: Mapping[str, Any], add: Any) -> None:
+def _add_activation(k: Account, values: Mapping[str, Any], add: Callable[..., None]) -> None:
     gate, function = "model.gated_linear_unit", "model.activation_func"
     named = values[function]
     named = named.get("_target_") if isinstance(named, Mapping) else named
@@ -244,7 +227,7 @@ def _add_activation(k: Keys, values: Mapping[str, Any], add: Any) -> None:
     k.took(f"mlp: {'swiglu' if gated else 'gelu'}", gate, function, "model.bias_activation_fusion")
 
 
-def _add_precision(k: Keys, recipe: Any, add: Any) -> None:
+def _add_precision(k: Account, recipe: Any, add: Callable[..., None]) -> None:
     key = "mixed_precision"
     if recipe in _PRECISIONS:
         add(_PRECISIONS[recipe], key)
@@ -253,21 +236,21 @@ def _add_precision(k: Keys, recipe: Any, add: Any) -> None:
     k.took(f"precision: {_PRECISIONS.get(recipe, '--fp32')[2:]}", key)
 
 
-def _arguments(k: Keys, t: BridgeTranslation) -> Iterator[Argument]:
+def _arguments(k: Account, a: Account) -> Iterator[Argument]:
     """What became of every key, by what became of its argument."""
-    _, _, arguments, off = _tables()
-    told = {argument.name: argument for argument in t.arguments(model_name(False))}
+    content = bridge_table().content
+    accounted = {argument.name: argument for argument in a.arguments()}
     for own in k.arguments():
-        name = arguments.get(own.name) or off.get(own.name, "")
-        name = "--vocab-size" if name == "--padded-vocab-size" and name not in told else name
-        argument = told.get(name)
+        name = content["arguments"].get(own.name) or content["switched_off_by"].get(own.name, "")
+        name = "--vocab-size" if name == "--padded-vocab-size" and name not in accounted else name
+        argument = accounted.get(name)
         if argument is None or own.outcome == "unknown" or own.name in k.missing or k.problems:
             yield own if own.outcome != "refused" or own.name in k.missing else _idle(k, own)
             continue
         yield Argument(own.name, own.value, argument.outcome, argument.detail)
 
 
-def _idle(k: Keys, own: Argument) -> Argument:
+def _idle(k: Account, own: Argument) -> Argument:
     """A key that stands for no argument, as it says what is so without one."""
     outcome: Outcome = "refused" if k.known[own.name].outcome == "refused" else "no effect"
     return Argument(own.name, own.value, outcome, own.detail if outcome == "refused" else "is so without it")

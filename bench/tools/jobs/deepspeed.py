@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from spbench.bench.tools.jobs.deepspeed_files import DeepSpeedFiles, sorted_files
+from spbench.bench.tools.jobs.account import key_account
+from spbench.bench.tools.jobs.argument_tables import argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.keys import Key, Keys, flat, known_keys
+from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS
-from spbench.bench.yaml_files import read_yaml
 
 _TRAINER, _ACCELERATE = "TrainingArguments", "accelerate"
 _CONTEXT = "accelerate.parallelism_config.parallelism_config_cp"
@@ -43,11 +41,64 @@ _ALIASES = {
 _ADAM = {"adam", "adamw", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"}
 
 
-@cache
-def _program() -> tuple[str, Mapping[str, Key]]:
-    """The program and its keys."""
-    content = read_yaml(Path(__file__).with_name("deepspeed_keys.yaml"))
-    return str(content["program"]), known_keys(content)
+#: of what a file is, by keys of which it has some: the Trainer's are the last, as they have most names
+_SIGNS: Mapping[str, frozenset[str]] = {
+    "model": frozenset({"model_type"}),
+    "accelerate": frozenset({"compute_environment", "distributed_type", "deepspeed_config", "fsdp_config"}),
+    "deepspeed": frozenset(
+        {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print"}
+    ),
+    "trainer": frozenset(
+        {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "max_length"}
+    ),
+}
+_WORDS = {
+    "model": "config.json of a model",
+    "accelerate": "configuration of accelerate",
+    "deepspeed": "configuration of DeepSpeed",
+    "trainer": "file of the Trainer's arguments",
+}
+
+
+@dataclass
+class DeepSpeedFiles:
+    """What each file holds; a Trainer's arguments may have DeepSpeed's configuration in them.
+
+    Attributes:
+        model: the path of the config.json.
+        model_type: in it.
+    """
+
+    model: str | None = None
+    model_type: str = ""
+    given: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def sorted_files(files: JobFiles) -> DeepSpeedFiles | None:
+    """The files by what they are; None where none is a configuration of DeepSpeed or accelerate.
+
+    Raises:
+        UserError: a file is damaged, two are of one kind, or one is of none beside others that are.
+    """
+    contents = [(file, mapping_in(file)) for file in files.files]
+    kinds = [_kind(content) for _, content in contents]
+    if not {"accelerate", "deepspeed"} & {*kinds}:
+        return None
+    found = DeepSpeedFiles()
+    for (file, content), kind in zip(contents, kinds, strict=True):
+        if content is None or not kind:
+            known = ", ".join(_WORDS.values())
+            raise file.wrong(f"not one of the files of a DeepSpeed job ({known})")
+        if kind in found.given:
+            raise file.wrong(f"a second {_WORDS[kind]}; one is read")
+        found.given[kind] = content
+        if kind == "model":
+            found.model, found.model_type = str(file.path), str(content["model_type"])
+    return found
+
+
+def _kind(content: Mapping[str, Any] | None) -> str:
+    return next((kind for kind, signs in _SIGNS.items() if signs & {*(content or {})}), "")
 
 
 def read(files: JobFiles) -> Job | None:
@@ -62,7 +113,7 @@ def read(files: JobFiles) -> Job | None:
 
 def _named(found: DeepSpeedFiles) -> Iterator[tuple[str, Any]]:
     """The values of all files but the model's, by the names of their keys."""
-    _, known = _program()
+    known = argument_table("deepspeed").arguments
     for name, value in flat(found.given.get("deepspeed", {}), known):
         yield _ALIASES.get(name, name), value
     for kind, name in (("trainer", _TRAINER), ("accelerate", _ACCELERATE)):
@@ -73,9 +124,8 @@ class DeepSpeedJob:
     """The translation of one job."""
 
     def __init__(self, found: DeepSpeedFiles, files: JobFiles):
-        program, known = _program()
         self.found, self.files = found, files
-        self.keys = Keys(program, known, dict(_named(found)))
+        self.keys = key_account(argument_table("deepspeed"), _named(found))
 
     def job(self) -> Job:
         k = self.keys
@@ -84,10 +134,10 @@ class DeepSpeedJob:
         if replicas is not None:
             self._batch(replicas)
         self._precision()
-        set_sharding(k, self.found)
+        set_sharding(k, self.found.given)
         self._optimizer()
         self._beside()
-        return k.job("deepspeed", k.program, self.files, k.arguments())
+        return k.job("deepspeed", self.files, k.arguments())
 
     def _model(self) -> None:
         k = self.keys
@@ -231,7 +281,7 @@ class DeepSpeedJob:
                 k.problems.append(f"{k.spelled(name)} and {k.spelled(beside)} differ; leave one, or say auto")
             k.took(f"as {name}", beside)
             return value, name
-        automatic = any(k.given.get(each) == "auto" for each in names)
+        automatic = any(each in k.given and k.given[each].value == "auto" for each in names)
         if "trainer" not in self.found.given:
             if automatic:
                 k.problems.append(f"{own} is auto, but no Trainer's arguments are given beside")
@@ -287,5 +337,4 @@ class DeepSpeedJob:
             if k.value(name) is not None and k.value(name).lower() not in _ADAM:
                 k.refuse("another optimizer than Adam", name)
             k.took("Adam, the optimizer that there is", name)
-        k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-        k.set("training.steps", 2, note="and one after it")
+        k.first_steps()

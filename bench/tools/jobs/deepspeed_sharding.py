@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from spbench.bench.tools.jobs.deepspeed_files import DeepSpeedFiles
-from spbench.bench.tools.jobs.keys import Keys
+from collections.abc import Mapping
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account
 
 _ZERO = "zero_optimization"
 _OFFLOADED = ("optimizer", "param")
 _STRATEGY = "accelerate.fsdp_config.fsdp_sharding_strategy"
 
 
-def set_sharding(k: Keys, found: DeepSpeedFiles) -> None:
+def set_sharding(k: Account, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Set the backend: FSDP where accelerate's file asks for it, else a stage of ZeRO."""
     kind = k.value("accelerate.distributed_type")
     k.took("which files count", "accelerate.distributed_type")
-    if kind == "FSDP" or (kind is None and "fsdp_config" in found.given.get("accelerate", {})):
-        if "deepspeed" in found.given:
+    if kind == "FSDP" or (kind is None and "fsdp_config" in files.get("accelerate", {})):
+        if "deepspeed" in files:
             k.problems.append("accelerate.distributed_type is FSDP beside a configuration of DeepSpeed")
         _set_fsdp(k)
         k.ignore("of DeepSpeed", *(name for kind in _OFFLOADED for name in _places(kind)))
@@ -23,7 +25,7 @@ def set_sharding(k: Keys, found: DeepSpeedFiles) -> None:
         _set_zero(k)
 
 
-def _set_fsdp(k: Keys) -> None:
+def _set_fsdp(k: Account) -> None:
     fsdp = "accelerate.fsdp_config"
     if k.value(offloaded := f"{fsdp}.fsdp_offload_params"):
         k.set("training.optimizer", "host", offloaded, note="torch's CPUOffloadPolicy")
@@ -44,7 +46,7 @@ def _set_fsdp(k: Keys) -> None:
     k.ignore("a unit for each layer", wraps)
 
 
-def _set_zero(k: Keys) -> None:
+def _set_zero(k: Account) -> None:
     stage, name = k.chosen("accelerate.deepspeed_config.zero_stage", f"{_ZERO}.stage")
     buckets = [f"{_ZERO}.{each}" for each in ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm")]
     fetched = [f"{_ZERO}.stage3_prefetch_bucket_size", f"{_ZERO}.stage3_max_live_parameters"]
@@ -80,7 +82,7 @@ def _set_zero(k: Keys) -> None:
     k.ignore(f"of another stage of ZeRO than {stage}, or as large as the job makes them", *buckets, *fetched)
 
 
-def _set_messages(k: Keys, stage: int) -> None:
+def _set_messages(k: Account, stage: int) -> None:
     """Set the type in which gradients are summed over ranks: that of the weights, but for parts of sequences,
     whose gradients DeepSpeed sums in float32 unless another is asked for."""
     of_parts, of_wholes = "seq_parallel_communication_data_type", "communication_data_type"
@@ -104,7 +106,7 @@ def _places(kind: str) -> tuple[str, str]:
     return f"accelerate.deepspeed_config.offload_{kind}_device", f"{_ZERO}.offload_{kind}.device"
 
 
-def _set_offloading(k: Keys, stage: int) -> None:
+def _set_offloading(k: Account, stage: int) -> None:
     """Set what a stage of ZeRO keeps on the host."""
     (optimizer, name), (param, of_param) = (k.chosen(*_places(kind)) for kind in _OFFLOADED)
     for place, key in ((optimizer, name), (param, of_param)):

@@ -1,20 +1,31 @@
-"""The files of a job, and reading them by the kind that knows them."""
+"""The files of a job, and reading them by the kind that takes them for its own.
+
+Files of programs that are known and not read are taken for no other's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files import decoded, read_file
+from spbench.bench.errors import shown as quoted
+from spbench.bench.files import decoded, parse_json, read_file
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.other_programs import keyed_program, started_program
+from spbench.bench.yaml_files import parse_yaml, read_yaml
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
+#: how deep keys are nested by which another program's file is known
+_MOST_NESTED = 3
+_CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
 
 
 @dataclass(frozen=True)
@@ -115,21 +126,20 @@ def read_job(
     for file in given.files:
         if other := keyed_program(file) or started_program(file, unread=False):
             raise file.wrong(other)
-    found = _jobs(given, JOBS.names() if kind is None else [kind], kind)
-    if not found and kind is None:
-        for file in given.files:
-            if other := started_program(file, unread=True):
-                raise file.wrong(other)
-    if len(found) != 1:
+    jobs = _jobs(given, JOBS.names() if kind is None else [kind], kind)
+    for file in given.files if not jobs and kind is None else ():
+        if other := started_program(file, unread=True):
+            raise file.wrong(other)
+    if len(jobs) != 1:
         known = f"known kinds: {', '.join(JOBS.names())}"
-        what = f"a job of {' and of '.join(found)}: say which" if found else f"no job of {kind or 'any kind'}"
+        what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
         raise UserError(f"{given.title}: {what} ({known})")
-    return dataclasses.replace(next(iter(found.values())), allow_unknown=allow_unknown)
+    return dataclasses.replace(next(iter(jobs.values())), allow_unknown=allow_unknown)
 
 
 def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
     """What the files are as jobs of those kinds that take them for their own."""
-    found: dict[str, Job] = {}
+    jobs: dict[str, Job] = {}
     for name in kinds:
         try:
             job = JOBS.load(name)(given)
@@ -138,8 +148,8 @@ def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str,
                 raise
             continue  # so the files are of another kind
         if job is not None:
-            found[name] = job
-    return found
+            jobs[name] = job
+    return jobs
 
 
 def path_and_part(word: Path | str) -> tuple[Path, str]:
@@ -161,3 +171,75 @@ def _read(file: Path | str | JobFile) -> JobFile:
     if len(read.content) > MOST_BYTES:
         raise read.wrong(f"has more than {MOST_BYTES} bytes: no job file")
     return read
+
+
+def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
+    """The mapping that a YAML, JSON or TOML holds; None for another file. UserError if it is damaged."""
+    if file.path.suffix in (".yaml", ".yml"):
+        return parse_yaml(file.path, file.content)
+    if file.path.suffix == ".json":
+        content = parse_json(file.path, file.content, object_pairs_hook=_once)
+        return content if isinstance(content, dict) else None
+    if file.path.suffix != ".toml":
+        return None
+    try:
+        return tomllib.loads(file.text)
+    except (ValueError, RecursionError) as error:
+        line = " ".join(str(error).split())
+        raise file.wrong(f"no TOML: {line[:150] or 'nested too deep'}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{quoted(key)} is given twice; leave one")
+        content[key] = value
+    return content
+
+
+@cache
+def other_programs() -> Mapping[str, Mapping[str, Any]]:
+    """The programs whose files are known and not read."""
+    return read_yaml(Path(__file__).with_name("other_programs.yaml"))
+
+
+def keyed_program(file: JobFile) -> str:
+    """Which program's configuration it is that is not read, and what to give in its place; "" where none is
+    known by its keys."""
+    try:
+        keys = {*_keys(mapping_in(file), "", 1)}
+    except UserError:
+        return ""  # its reader says what is wrong
+    return _instead(
+        name
+        for name, program in other_programs().items()
+        if any({*words.split()} <= keys for words in program.get("keys", ()))
+    )
+
+
+def started_program(file: JobFile, *, unread: bool) -> str:
+    """The same of a script, by what it starts; ``unread``: no program that is read is started in it."""
+    if file.path.suffix in _CONFIGURATIONS:
+        return ""
+    names = ("text", "even_then") if unread else ("even_then",)
+    return _instead(
+        name
+        for name, program in other_programs().items()
+        if any(re.search(program[key], file.text, re.MULTILINE) for key in names if key in program)
+    )
+
+
+def _instead(names: Iterator[str]) -> str:
+    name = next(names, None)
+    if name is None:
+        return ""
+    article = "" if name.startswith("a ") else "a job of "
+    return f"{article}{name}, which is not read here: {other_programs()[name]['instead']}"
+
+
+def _keys(content: Any, above: str, depth: int) -> Iterator[str]:
+    if isinstance(content, Mapping) and depth <= _MOST_NESTED:
+        for key, value in content.items():
+            yield f"{above}{key}"
+            yield from _keys(value, f"{above}{key}.", depth + 1)

@@ -10,8 +10,8 @@ from pathlib import PurePosixPath
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job_files import JobFile
-from spbench.bench.tools.jobs.shell import Command, Shell, shown, unknown_in
-from spbench.bench.tools.jobs.shell_words import ShellError
+from spbench.bench.tools.jobs.shell import Command, Shell
+from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word, unknown_in
 
 #: options of launchers that say how many processes a node has, and how many nodes there are
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--gpus-per-node", "--ntasks-per-node")
@@ -61,6 +61,8 @@ def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str,
                     for each in nested.commands
                 ]
     except ShellError as error:
+        if not programs.search(text):
+            return None
         raise UserError(f"{file.path}:{error.line}: {error}") from error
     except RecursionError as error:
         raise UserError(f"{file.path}: brackets are nested too deeply") from error
@@ -79,13 +81,13 @@ def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str,
     options = {f[1]: f[2] or "" for f in _COMMENT_OPTION.finditer(text)}
     exported = {**environment, **command.environment}
     gpus, not_said = _gpus(command.words[:at], options, exported)
-    program = PurePosixPath(shown(command.words[at])).name
+    program = PurePosixPath(shown_word(command.words[at])).name
     return Launch(command.line, program, command.words[at + 1 :], exported, gpus, not_said)
 
 
 def _program(words: Sequence[str], programs: re.Pattern[str]) -> int | None:
     """Where in a command the program's file is, after which its arguments come."""
-    places = (at for at, word in enumerate(words) if programs.fullmatch(PurePosixPath(shown(word)).name))
+    places = (at for at, word in enumerate(words) if programs.fullmatch(PurePosixPath(shown_word(word)).name))
     at = next(places, None)
     return at if words and words[0] not in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[[") else None
 

@@ -4,20 +4,20 @@ one of its functional tests."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
+from spbench.bench.tools.jobs.account import Account, Given
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.megatron_arguments import parse, program
-from spbench.bench.tools.jobs.megatron_container import CONTAINER, container_problems
-from spbench.bench.tools.jobs.megatron_model import model_name, set_model
-from spbench.bench.tools.jobs.megatron_stages import set_schedule
-from spbench.bench.tools.jobs.megatron_training import set_batch, set_optimizer, set_parallelism
-from spbench.bench.tools.jobs.megatron_translation import Translation
+from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
+from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
+from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
 from spbench.bench.tools.jobs.shell import Shell
-from spbench.bench.tools.jobs.shell_words import ShellError
+from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word, unknown_in
 from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import parse_yaml
 
@@ -25,6 +25,19 @@ _PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")
 _TRAINS = {"pretrain_gpt.py": False, "pretrain_bert.py": True}
 #: of a functional test
 _ARGUMENTS, _VARIABLES = "MODEL_ARGS", "ENV_VARS"
+#: outcomes of arguments whose value need not be known
+_WITHOUT_SETTING = ("no effect", "not modelled")
+#: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
+CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
+#: the strategy of two levels, and its --cp-comm-type
+HIERARCHICAL = "ulysses+ring_attention", "a2a+p2p"
+_AXES = {"tp": "tensor-model", "pp": "pipeline-model", "sp": "context"}
+_HIERARCHY = "--hierarchical-context-parallel-sizes"
+
+
+def table() -> ArgumentTable:
+    """The arguments of Megatron-LM."""
+    return argument_table("megatron")
 
 
 def read(files: JobFiles) -> Job | None:
@@ -39,33 +52,106 @@ def read(files: JobFiles) -> Job | None:
     if launch is None:
         return None
     bert = _TRAINS.get(launch.program, False)
-    given = parse(launch.arguments)
-    t = Translation(given, launch.environment)
+    given, wrong = parse(launch.arguments)
+    a = megatron_account(given, launch.environment)
     gpus = files.gpus if files.gpus is not None else launch.gpus
     problems = files.machine_problems(gpus)
     if launch.not_said and gpus is None:
         problems[0] += f" ({launch.not_said})"
     if launch.program not in _TRAINS:
         problems.insert(0, f"{launch.program} is none of {' and '.join(_TRAINS)}")
-    if not given.problems:
-        set_model(t, bert=bert, cluster=files.cluster)
-        replicas = set_parallelism(t, gpus)
-        set_batch(t, replicas)
-        set_schedule(t)
-        set_optimizer(t, files.cluster)
-        t.problems += container_problems(t)
-    t.ignore("what the job needs of it is the same in all releases", CONTAINER)
-    if (workspace := "CUBLAS_WORKSPACE_CONFIG") not in t.made_of:
-        t.took("not before the arguments are right", workspace)
-    arguments = [*t.arguments(model_name(bert)), *variables(t, t.environment)]
-    t.problems[:0] = given.problems
-    return t.job("megatron", program(), files, arguments, problems)
+    if not wrong:
+        make_settings(a, gpus, files.cluster, bert=bert)
+        a.problems += container_problems(a)
+    a.ignore("what the job needs of it is the same in all releases", CONTAINER)
+    if (workspace := "CUBLAS_WORKSPACE_CONFIG") not in a.made_of:
+        a.took("not before the arguments are right", workspace)
+    a.problems[:0] = wrong
+    return a.job("megatron", files, [*a.arguments(), *variables(a)], problems)
+
+
+def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str]) -> Account:
+    """The account of arguments of Megatron-LM, of which nothing was made yet."""
+    source = "default of Megatron-LM"
+    return Account(table=table(), given=given, environment=environment, by_default=source)
+
+
+def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
+    """Make the settings of all arguments."""
+    set_model(a, bert=bert, cluster=cluster)
+    replicas = _set_parallelism(a, gpus)
+    _set_batch(a, replicas)
+    set_schedule(a)
+    set_optimizer(a, cluster)
+    a.unasked = f"{model_name(bert)} has no option for it"
+
+
+def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+    """The arguments among the words of a command line, as argparse takes them: no abbreviations, the last of
+    a name counts.
+
+    Returns:
+        The last of each by its first spelling; and what Megatron-LM's parser would refuse, or is not known
+        before the job runs.
+    """
+    arguments: dict[str, Given] = {}
+    problems: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            unknown = unknown_in(word)
+            stray = f"what arguments {unknown[0]} adds is not known; write them out" if unknown else ""
+            problems.append(stray or f"{shown_word(word)!r} belongs to no argument")
+            continue
+        name, equals, value = word.partition("=")
+        values = [value] if equals else []
+        known = table().arguments.get(name)
+        while not equals and rest and not rest[0].startswith("--") and _takes_more(known, len(values)):
+            values.append(rest.pop(0))
+        given, wrong = given_argument(shown_word(name), known, values, equals)
+        problems += wrong
+        key = known.name if known else given.name
+        before = arguments.pop(key, None)
+        if before and known and known.outcome not in _WITHOUT_SETTING and str(before) != str(given):
+            problems.append(f"{before} and {given} are both given; leave one")
+        arguments[key] = given
+    return arguments, problems
+
+
+def _takes_more(known: ProgramArgument | None, have: int) -> bool:
+    if known is None or known.count in ("+", "*"):
+        return True
+    return have < (int(known.count[1:]) if known.count else 1 if known.takes else 0)
+
+
+def given_argument(
+    name: str, known: ProgramArgument | None, words: Sequence[str], equals: str = ""
+) -> tuple[Given, list[str]]:
+    """An argument with its words, and what is wrong with these."""
+    text = " ".join(map(shown_word, words))
+    if known is None:
+        return Given(name, text, text), []
+    if not known.takes:
+        return Given(name, True, text), [f"{name} takes no value, but has {text!r}"] if equals else []
+    problems = []
+    if not words and known.count != "*":
+        problems.append(f"{name} has no value")
+    if (count := known.count[1:]) and len(words) != int(count):
+        problems.append(f"{name} takes {count} values, but has {len(words)}")
+    unknown = [(word, what[0]) for word in words if (what := unknown_in(word))]
+    if known.outcome not in _WITHOUT_SETTING:
+        not_set = "is not set in the script; set it there"
+        problems += [f"{name} {shown_word(word)}: {what} {not_set}" for word, what in unknown]
+    plain = [known.wrong(known.parsed(word)) for word in words if not unknown_in(word)]
+    wrong = [*filter(None, plain), *(what for _, what in unknown), *([] if words else ["no value"])]
+    problems += [f"{name}: {each}" for each in plain if each]
+    return Given(name, known.parsed(text) if len(words) == 1 else text, text, "".join(wrong[:1])), problems
 
 
 def _is_yaml(file: JobFile) -> bool:
-    return file.path.suffix in (".yaml", ".yml") or bool(
-        re.search(rf"^{_ARGUMENTS}:", file.text, re.MULTILINE)
-    )
+    marked = re.search(rf"^{_ARGUMENTS}:", file.text, re.MULTILINE)
+    return file.path.suffix in (".yaml", ".yml") or bool(marked)
 
 
 def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
@@ -89,18 +175,130 @@ def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
     return Launch(1, "pretrain_bert.py" if bert else "pretrain_gpt.py", words, exported, None)
 
 
-def _words(shell: Shell, name: str, value: Any) -> Sequence[str]:
+def _words(shell: Shell, name: str, value: Any) -> Iterator[str]:
     """The words of one argument of a functional test: `true` is a switch, of which `false` leaves it out."""
-    name = name if name.startswith("--") else f"--{name}"
-    if value is True:
-        return [name]
     if value is False or value is None:
-        return []
+        return
+    yield name if name.startswith("--") else f"--{name}"
+    if value is True:
+        return
     values = value if isinstance(value, list) else [_text(value)]
     if isinstance(value, str) and (listed := re.fullmatch(r"\[([^][]*)\]|([\d ]+)", value.strip())):
         values = (listed[1] or listed[2] or "").split()
-    return [name, *(shell.expand_text(_text(each)) for each in values)]
+    yield from (shell.expand_text(_text(each)) for each in values)
 
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _set_parallelism(a: Account, gpus: int | None) -> int | None:
+    """Set strategy, sizes and mesh; returns how many replicas there are."""
+    names = {axis: f"--{kind}-parallel-size" for axis, kind in _AXES.items()}
+    sizes = {axis: a.value(name) for axis, name in names.items()}
+    for axis, name in names.items():
+        if sizes[axis] < 1:
+            a.problems.append(f"{a.spelled(name)} is no number of ranks")
+            return None
+    parts = prod(sizes.values())
+    replicas = gpus // parts if gpus is not None and gpus % parts == 0 else None
+    if gpus is not None and replicas is None:
+        a.problems.append(
+            f"{gpus} GPUs are no multiple of tensor x pipeline x context parallel sizes, which are {parts}"
+        )
+    sequence, mapping = "--sequence-parallel", "--use-tp-pp-dp-mapping"
+    split = [sequence] if a.has(sequence) and sizes["tp"] > 1 else []
+    a.ignore("Megatron-LM leaves it off at --tensor-model-parallel-size 1", sequence)
+    axes = ["pp", "dp", "sp", "tp"]
+    strategy, from_context = "megatron_sp" if split else "tensor_parallel", list[str]()
+    levels = _hierarchy(a)
+    hierarchical = False
+    if sizes["sp"] > 1:
+        context, zigzag = _context(a)
+        hierarchical = "+" in context
+        from_context = [names["sp"], "--cp-comm-type", *([_HIERARCHY] if hierarchical else [])]
+        strategy = f"{strategy}+{context}"
+    a.ignore("there is no context parallelism", "--cp-comm-type", _HIERARCHY)
+    a.set("strategy", strategy, *split, *from_context)
+    if split:
+        a.set("strategy_options.vocabulary", "split", sequence)
+    if from_context and zigzag:
+        a.set("strategy_options.placement", "zigzag", *from_context)
+    if hierarchical:
+        axes.insert(2, "cp")
+    if hierarchical and len(levels) == 2:
+        a.set("sizes.cp", levels[1], _HIERARCHY)
+        if prod(levels) != sizes["sp"]:
+            a.problems.append(f"{_HIERARCHY} do not make {names['sp']}")
+        sizes["sp"] = levels[0]
+    for axis, name in names.items():
+        if sizes[axis] > 1:
+            a.set(
+                f"sizes.{axis}", sizes[axis], name, *([_HIERARCHY] if axis == "sp" and hierarchical else [])
+            )
+        else:
+            a.ignore("one part: not split", name)
+    if replicas is not None:
+        a.set("sizes.dp", replicas, note=f"{gpus} GPUs / {parts} (tensor x pipeline x context)")
+    if a.has(mapping):
+        axes[:2] = ["dp", "pp"]
+    a.set("mesh", axes, mapping)
+    return replicas
+
+
+def _hierarchy(a: Account) -> list[int]:
+    return [int(size) for size in str(a.value(_HIERARCHY) or "").split()]
+
+
+def _context(a: Account) -> tuple[str, bool]:
+    """The strategy of context parallelism, and whether it takes chunks in zigzag."""
+    kinds = {*(a.value("--cp-comm-type") or "p2p").split()}
+    if kinds == {HIERARCHICAL[1]}:
+        if len(_hierarchy(a)) != 2:
+            a.problems.append(f"--cp-comm-type {HIERARCHICAL[1]} needs two {_HIERARCHY}")
+        return HIERARCHICAL[0], True
+    if len(kinds) > 1 or not kinds <= CONTEXT.keys():
+        a.refuse_given("this kind of context parallelism, or several in one model", "--cp-comm-type")
+        return CONTEXT["p2p"]
+    return CONTEXT[kinds.pop()]
+
+
+def _set_batch(a: Account, replicas: int | None) -> None:
+    """Set batch, length and precision."""
+    length = length_of(a)
+    if length is None:
+        a.problems.append("--seq-length is missing")
+    a.set("seq_len", length, "--seq-length", "--encoder-seq-length")
+    context = a.value("--context-parallel-size") or 1
+    if context > 1 and length is not None and length % (2 * context):
+        a.problems.append(f"--seq-length {length} is no multiple of 2 x --context-parallel-size {context}")
+    if a.has("--bf16") and a.has("--fp16"):
+        a.problems.append("--bf16 and --fp16 are both given; leave one")
+    precision = "bf16" if a.has("--bf16") else "fp16" if a.has("--fp16") else "fp32"
+    a.set("precision", precision, "--bf16", "--fp16")
+    name, micro_name = "--global-batch-size", "--micro-batch-size"
+    micro, total, schedule = a.value(micro_name), a.value(name), a.value("--step-batch-size-schedule")
+    if schedule is not None:
+        if total is not None:
+            a.problems.append(f"--step-batch-size-schedule and {name} are both given; leave one")
+        first = schedule.split()[0].rpartition(":")[2] if schedule.split() else ""
+        if not first.isdecimal():
+            a.problems.append(f"--step-batch-size-schedule {schedule!r} is not TOKENS:BATCH ...")
+            return
+        total, name = int(first), "--step-batch-size-schedule"
+        a.remarks.append("the batch is the first of the schedule; later ones have more micro-batches")
+    if micro is None or replicas is None:
+        a.ignore("the replicas are not known", name, micro_name)
+        return
+    note = "one micro-batch a replica" if total is None else ""
+    total = micro * replicas if total is None else total
+    if micro < 1 or total < 1 or total % (micro * replicas):
+        a.problems.append(
+            f"{name} {total} is no multiple of {micro_name} {micro} x {replicas} replicas"
+            f"{'' if a.has(name) else ' (by default)'}"
+        )
+        a.ignore("they do not divide", name, micro_name)
+        return
+    a.set("batch", total, name, *([micro_name] if note else []), note=note)
+    note = f"{total} / ({micro} x {replicas} replicas)"
+    a.set("training.micro_batches", total // (micro * replicas), micro_name, note=note)

@@ -1,251 +1,241 @@
-"""The parallel sizes, the batch and the optimizer of a Megatron-LM job, from the arguments."""
+"""The pipeline and the optimizer of a Megatron-LM job, from the arguments."""
 
 from __future__ import annotations
 
-from math import prod
+import re
 
-from spbench.bench.tools.jobs.megatron_container import set_workspace
-from spbench.bench.tools.jobs.megatron_model import length_of
-from spbench.bench.tools.jobs.megatron_translation import Translation
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.megatron_kernels import set_workspace
+from spbench.bench.tools.jobs.megatron_model import layers_of
+from spbench.impls.options import LARGEST_OF
 
-#: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
-CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
-
-
-def set_parallelism(t: Translation, gpus: int | None) -> int | None:
-    """Set strategy, sizes and mesh; returns how many replicas there are."""
-    g = t.given
-    names = {
-        "tp": "--tensor-model-parallel-size",
-        "pp": "--pipeline-model-parallel-size",
-        "sp": "--context-parallel-size",
-    }
-    sizes = {axis: g.number(name) or 1 for axis, name in names.items()}
-    for axis, name in names.items():
-        if sizes[axis] < 1:
-            t.problems.append(f"{t.spelled(name)} is no number of ranks")
-            return None
-    parts = prod(sizes.values())
-    replicas = gpus // parts if gpus is not None else None
-    if gpus is not None and gpus % parts:
-        t.problems.append(
-            f"{gpus} GPUs are no multiple of tensor x pipeline x context parallel sizes, which are {parts}"
-        )
-        replicas = None
-    sequence_parallel = g.on("--sequence-parallel") and sizes["tp"] > 1
-    t.ignore("Megatron-LM leaves it off at --tensor-model-parallel-size 1", "--sequence-parallel")
-    strategy = "megatron_sp" if sequence_parallel else "tensor_parallel"
-    options = {"vocabulary": "split"} if sequence_parallel else {}
-    axes, context = ["pp", "dp", "sp", "tp"], ""
-    from_context: tuple[str, ...] = ()
-    if sizes["sp"] > 1:
-        context = _context(t)
-        from_context = ("--context-parallel-size", "--cp-comm-type")
-        if context == "ulysses+ring_attention":
-            axes = ["pp", "dp", "cp", "sp", "tp"]
-            from_context += ("--hierarchical-context-parallel-sizes",)
-        if context != "ulysses":
-            options["placement"] = "zigzag"
-        strategy = f"{strategy}+{context}"
-    t.ignore("there is no context parallelism", "--cp-comm-type", "--hierarchical-context-parallel-sizes")
-    t.set("strategy", strategy, *(("--sequence-parallel",) if sequence_parallel else ()), *from_context)
-    if "vocabulary" in options:
-        t.set("strategy_options.vocabulary", options["vocabulary"], "--sequence-parallel")
-    if "placement" in options:
-        t.set("strategy_options.placement", options["placement"], *from_context)
-    hierarchy = (g.text("--hierarchical-context-parallel-sizes") or "").split()
-    if context == "ulysses+ring_attention" and len(hierarchy) == 2:
-        sizes["sp"], cp = map(int, hierarchy)
-        t.set("sizes.cp", cp, "--hierarchical-context-parallel-sizes")
-        if sizes["sp"] * cp != g.number("--context-parallel-size"):
-            t.problems.append("--hierarchical-context-parallel-sizes do not make --context-parallel-size")
-    for axis, name in names.items():
-        more = ("--hierarchical-context-parallel-sizes",) if axis == "sp" and len(axes) == 5 else ()
-        if sizes[axis] > 1:
-            t.set(f"sizes.{axis}", sizes[axis], name, *more)
-        else:
-            t.ignore("one part: not split", name)
-    if replicas is not None:
-        t.set("sizes.dp", replicas, note=f"{gpus} GPUs / {parts} (tensor x pipeline x context)")
-    if g.on("--use-tp-pp-dp-mapping"):
-        axes[0], axes[1] = axes[1], axes[0]
-    t.set("mesh", axes, "--use-tp-pp-dp-mapping")
-    return replicas
+_PIPELINE_SPLITS = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+#: of interleaved schedules alone
+_INTERLEAVED = (
+    "--overlap-p2p-communication-warmup-flush",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+    "--no-overlap-p2p-communication",
+)
+#: switches of data parallelism
+_SHARDS, _OVERLAPS = "--use-distributed-optimizer", ("--overlap-grad-reduce", "--overlap-param-gather")
+_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_LAYOUT = "--pipeline-model-parallel-layout"
+#: of a layout: what it may say, (...)*n and x*n, and how often it may be repeated
+_LAYOUT_TEXT, _REPEATED = re.compile(r"[EtmL|()*\d]+"), (r"\(([^()]+)\)\*(\d{1,3})", r"([EtmL|])\*(\d{1,3})")
 
 
-def _context(t: Translation) -> str:
-    """The strategy of context parallelism."""
-    kinds = set((t.given.text("--cp-comm-type") or "p2p").split())
-    if kinds == {"a2a+p2p"}:
-        if len((t.given.text("--hierarchical-context-parallel-sizes") or "").split()) != 2:
-            t.problems.append("--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes")
-        return "ulysses+ring_attention"
-    if len(kinds) > 1 or not kinds <= CONTEXT.keys():
-        t.refuse("this kind of context parallelism, or several in one model", "--cp-comm-type")
-        return "ring_attention"
-    return CONTEXT[kinds.pop()][0]
-
-
-def set_batch(t: Translation, replicas: int | None) -> None:
-    """Set batch, length and precision."""
-    g = t.given
-    length = length_of(t)
-    if length is None:
-        t.problems.append("--seq-length is missing")
-    t.set("seq_len", length, "--seq-length", "--encoder-seq-length")
-    context = g.number("--context-parallel-size") or 1
-    if context > 1 and length is not None and length % (2 * context):
-        t.problems.append(f"--seq-length {length} is no multiple of 2 x --context-parallel-size {context}")
-    if g.on("--bf16") and g.on("--fp16"):
-        t.problems.append("--bf16 and --fp16 are both given; leave one")
-    precision = "bf16" if g.on("--bf16") else "fp16" if g.on("--fp16") else "fp32"
-    t.set("precision", precision, "--bf16", "--fp16")
-    micro = g.number("--micro-batch-size")
-    schedule, whole = g.text("--step-batch-size-schedule"), g.number("--global-batch-size")
-    name = "--global-batch-size"
-    if schedule is not None:
-        if whole is not None:
-            t.problems.append(f"--step-batch-size-schedule and {name} are both given; leave one")
-        first = schedule.split()[0].rpartition(":")[2] if schedule.split() else ""
-        if not first.isdecimal():
-            t.problems.append(f"--step-batch-size-schedule {schedule!r} is not TOKENS:BATCH ...")
+def set_schedule(a: Account) -> None:
+    """Set how the pipeline runs."""
+    stages, layers = a.value("--pipeline-model-parallel-size") or 1, layers_of(a) or 0
+    each, virtual = _CHUNKS
+    counted = layers + a.has(_PIPELINE_SPLITS[2]) + a.has(_PIPELINE_SPLITS[3])
+    chunks, name = a.value(virtual) or 1, virtual
+    if (layout := a.value(_LAYOUT)) is not None:
+        sizes = _layers_by_layout(a, layout, stages, layers)
+        if sizes is None:
             return
-        whole, name = int(first), "--step-batch-size-schedule"
-        t.remarks.append("the batch is the first of the schedule; later ones have more micro-batches")
-    if micro is None or replicas is None:
-        t.ignore("the replicas are not known", name, "--micro-batch-size")
+        if len({*sizes}) > 1:
+            a.set("training.stage_layers", sizes, _LAYOUT)
+        chunks, name = len(sizes) // stages, _LAYOUT
+        a.ignore("the stages have as many layers anyway", _LAYOUT)
+        _set_interleaving(a, stages, chunks, name)
         return
-    note = ""
-    if whole is None:
-        whole, note = micro * replicas, "one micro-batch a replica"
-    if micro < 1 or whole < 1 or whole % (micro * replicas):
-        t.problems.append(
-            f"{name} {whole} is no multiple of --micro-batch-size {micro} x {replicas} replicas"
-            f"{'' if t.given.on(name) else ' (by default)'}"
+    if (of_each := a.value(each)) is not None:
+        name = each
+        if a.has(virtual):
+            a.problems.append(f"{each} and {virtual} are both given; leave one")
+        if of_each < 1 or counted % (stages * of_each):
+            a.problems.append(f"--num-layers {layers} is no multiple of {stages} stages x {a.spelled(each)}")
+            return
+        chunks = counted // (stages * of_each)
+    if chunks > 1 and stages == 1:
+        a.problems.append(f"{a.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
+    parts = stages * max(1, chunks)
+    if parts > 1 and parts > min(counted, LARGEST_OF["layers"]):
+        a.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
+        return
+    _set_stages(a, layers, stages, max(1, chunks))
+    _set_interleaving(a, stages, max(1, chunks), name)
+
+
+def _set_interleaving(a: Account, stages: int, chunks: int, name: str) -> None:
+    """Set the interleaved schedule of several chunks, which the argument ``name`` says."""
+    early, group, waits = _INTERLEAVED
+    if chunks == 1:
+        a.ignore("a rank has one run of layers", *_CHUNKS, *_INTERLEAVED)
+        return
+    a.set("training.schedule", "interleaved", name)
+    a.set("training.virtual_stages", chunks, name)
+    a.map(waits)
+    if a.has(waits) and stages < 3:
+        a.problems.append(f"{waits} with virtual stages needs --pipeline-model-parallel-size of 3 or more")
+    a.map_given(group)
+    a.leave("time", "transfers of the warm-up and of the flush run beside computation, below the peak", early)
+
+
+def _set_stages(a: Account, layers: int, stages: int, chunks: int) -> None:
+    """Set how many layers each stage has, as get_num_layers_to_build of Megatron-Core does."""
+    first, last = (a.value(name) for name in _PIPELINE_SPLITS[:2])
+    embedding, loss = (a.has(name) for name in _PIPELINE_SPLITS[2:])
+    if stages == 1:
+        a.ignore("there is one stage", *_PIPELINE_SPLITS)
+        return
+    if (embedding or loss) and (first is not None or last is not None):
+        a.problems.append(f"{_PIPELINE_SPLITS[2 if embedding else 3]} and a number of layers are both given")
+        return
+    between = [*range(first is not None, stages - (last is not None))]
+    left = layers + embedding + loss - (first or 0) - (last or 0)
+    if left < 0 or (left % len(between) if between else left):
+        a.problems.append(f"{left} layers cannot be split evenly over {len(between)} stages")
+        return
+    of_rank = [left // len(between) if between else 0] * stages
+    for rank, given in ((0, first), (stages - 1, last)):
+        of_rank[rank] = of_rank[rank] if given is None else given
+    if any(n % chunks for n in of_rank):
+        a.problems.append(f"stages of {of_rank} layers cannot be split into {chunks} parts each")
+        return
+    sizes = [n // chunks for n in of_rank] * chunks
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    if len({*sizes}) > 1:
+        a.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
+    else:
+        a.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
+
+
+def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list[int] | None:
+    """Layers of the stages that a layout lists, as PipelineParallelLayerLayout of Megatron-Core reads it;
+    None where it is none, which is a problem then."""
+    others = [name for name in (*_CHUNKS, *_PIPELINE_SPLITS) if a.has(name)]
+    if others:
+        a.problems.append(f"{_LAYOUT} and {others[0]} are both given; leave one")
+        return None
+    text = layout.replace(",", "")
+    for pattern in _REPEATED if _LAYOUT_TEXT.fullmatch(text) else ():
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    found = text.split("|")
+    if not re.fullmatch(r"E[t|]*L", text.replace("m", "")):
+        a.problems.append(f"{_LAYOUT} {layout!r} is no E, then t and | for layers and stages, then L")
+    elif "m" in text:
+        a.refuse_given("layers that predict several tokens (m)", _LAYOUT)
+    elif len(found) % stages or (stages == 1 and len(found) > 1) or len(found) > LARGEST_OF["layers"]:
+        a.problems.append(
+            f"{_LAYOUT} has {len(found)} stages, which --pipeline-model-parallel-size {stages} cannot have"
         )
-        t.ignore("they do not divide", name, "--micro-batch-size")
-        return
-    t.set("batch", whole, name, *(("--micro-batch-size",) if note else ()), note=note)
-    t.set(
-        "training.micro_batches",
-        whole // (micro * replicas),
-        "--micro-batch-size",
-        note=f"{whole} / ({micro} x {replicas} replicas)",
-    )
+    elif text.count("t") != layers:
+        a.problems.append(f"{_LAYOUT} has {text.count('t')} layers, not --num-layers {layers}")
+    else:
+        return [part.count("t") for part in found]
+    a.ignore("it is not right", _LAYOUT)
+    return None
 
 
-def set_optimizer(t: Translation, cluster: str | None) -> None:
+def set_optimizer(a: Account, cluster: str | None) -> None:
     """Set data parallelism and the optimizer."""
-    g = t.given
-    if g.text("--optimizer") != "adam":
-        t.refuse("another optimizer than Adam", "--optimizer")
-    t.ignore("Adam is what there is", "--optimizer")
+    if a.value("--optimizer") != "adam":
+        a.refuse_given("another optimizer than Adam", "--optimizer")
+    a.ignore("Adam is what there is", "--optimizer")
     sharded, late = "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"
-    flags = {
-        "distributed_optimizer": "--use-distributed-optimizer",
-        "overlap_grad_reduce": "--overlap-grad-reduce",
-        "overlap_param_gather": "--overlap-param-gather",
-    }
-    if g.on(sharded):
-        t.set("training.backend", "zero2" if g.on(late) else "zero3", sharded, late)
-        t.remarks.append(f"{sharded} is taken for {'zero2' if g.on(late) else 'zero3'}, FSDP2 by layer")
-        untied, fusion = "--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"
-        needs = {untied: g.on(untied), fusion: g.on(fusion), "no --fp16": not g.on("--fp16")}
-        needs["--pipeline-model-parallel-size 1"] = (g.number("--pipeline-model-parallel-size") or 1) == 1
-        needs["no --use-distributed-optimizer"] = not g.on("--use-distributed-optimizer")
-        queues = "CUDA_DEVICE_MAX_CONNECTIONS"
-        needs[f"no {queues}=1"] = t.environment.get(queues) != "1"
-        t.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
-        t.ignore(f"{sharded} reduces and gathers by itself", *flags.values(), "--ddp-bucket-size")
-        t.ignore(f"{sharded} has no main gradients", "--no-gradient-accumulation-fusion")
-        t.refuse("FSDP2 with Megatron-LM's optimizer on the host", "--optimizer-cpu-offload")
-        _set_moments(t, cluster)
+    if a.has(sharded):
+        _set_sharding(a, sharded, late)
+        _set_moments(a, cluster)
         return
-    t.ignore(f"without {sharded} there is none", late)
-    t.set("training.backend", "megatron", note="DistributedDataParallel and optimizer of Megatron-Core")
-    for option, name in flags.items():
-        if g.on(name):
-            t.set(f"training.{option}", True, name)
-    _set_alignment(t)
+    a.ignore(f"without {sharded} there is none", late)
+    a.set("training.backend", "megatron", note="DistributedDataParallel and optimizer of Megatron-Core")
+    a.map_given(_SHARDS, *_OVERLAPS)
+    _set_alignment(a)
     early = "--overlap-param-gather-with-optimizer-step"
-    pairs = [("--overlap-param-gather", "--use-distributed-optimizer")]
-    pairs += [("--overlap-param-gather", "--overlap-grad-reduce"), (early, "--overlap-param-gather")]
-    for name, needed in pairs:
-        if g.on(name) and not g.on(needed):
-            t.problems.append(f"{name} needs {needed}")
-    if g.on(early):
-        t.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
-        t.leave("time", "an all-gather of the same buffers starts earlier", early)
-    _set_offloading(t)
-    fusion = "--no-gradient-accumulation-fusion"
-    t.set("training.gradient_accumulation_fusion", not g.on(fusion), fusion)
-    _set_main_gradients(t)
-    if (size := g.number("--ddp-bucket-size")) is not None:
-        t.set("training.bucket_size", size, "--ddp-bucket-size")
-    padded = "--ddp-pad-buckets-for-high-nccl-busbw"
-    if g.on(padded):
-        t.set("training.pad_buckets_for_high_nccl_busbw", True, padded)
+    reduces, gathers = _OVERLAPS
+    for name, needed in ((gathers, _SHARDS), (gathers, reduces), (early, gathers)):
+        if a.has(name) and not a.has(needed):
+            a.problems.append(f"{name} needs {needed}")
+    if a.has(early):
+        a.remarks.append(f"{early}: the first all-gather starts after all of the optimizer's step")
+        a.leave("time", "an all-gather of the same buffers starts earlier", early)
+    _set_offloading(a)
+    a.map("--no-gradient-accumulation-fusion")
+    _set_main_gradients(a)
+    a.map_given("--ddp-bucket-size", "--ddp-pad-buckets-for-high-nccl-busbw")
     instances = "--num-distributed-optimizer-instances"
-    if (g.number(instances) or 1) != 1:
-        t.set("training.num_distributed_optimizer_instances", g.number(instances), instances)
-    t.refuse("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
-    t.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
-    _set_moments(t, cluster)
+    if a.value(instances) != 1:
+        a.map(instances)
+    a.refuse_given("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
+    a.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
+    _set_moments(a, cluster)
 
 
-def _set_alignment(t: Translation) -> None:
+def _set_sharding(a: Account, sharded: str, late: str) -> None:
+    """Set FSDP2, whose switch and that of its ZeRO-2 are given."""
+    backend = "zero2" if a.has(late) else "zero3"
+    a.set("training.backend", backend, sharded, late)
+    a.remarks.append(f"{sharded} is taken for {backend}, FSDP2 by layer")
+    untied, fusion = "--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+    needs = {
+        untied: a.has(untied),
+        fusion: a.has(fusion),
+        "no --fp16": not a.has("--fp16"),
+        "--pipeline-model-parallel-size 1": a.value("--pipeline-model-parallel-size") == 1,
+        f"no {_SHARDS}": not a.has(_SHARDS),
+        f"no {queues}=1": a.environment.get(queues) != "1",
+    }
+    a.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
+    a.ignore(f"{sharded} reduces and gathers by itself", _SHARDS, *_OVERLAPS, "--ddp-bucket-size")
+    a.ignore(f"{sharded} has no main gradients", fusion)
+    a.refuse_given("FSDP2 with Megatron-LM's optimizer on the host", "--optimizer-cpu-offload")
+
+
+def _set_alignment(a: Account) -> None:
     """Set when the stages of a pipeline begin to gather weights, which one run of layers a rank does not say:
     there each stage begins as it needs them, aligned or not."""
-    g, apart = t.given, "--no-align-param-gather"
+    apart = "--no-align-param-gather"
     chunks = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
-    if not g.on("--overlap-param-gather"):
-        t.ignore("weights are gathered at once, after the optimizer's step", apart)
-    elif not any(map(g.on, (*chunks, "--pipeline-model-parallel-layout"))):
-        t.ignore("so it is where a rank has one run of layers", apart)
-    elif g.on(apart):
-        t.set("training.align_param_gather", False, apart)
-
-
-def _set_offloading(t: Translation) -> None:
-    """Set the optimizer's place, for which Megatron-LM has the path of its precision-aware optimizer."""
-    g, aware, torchs = t.given, "--use-precision-aware-optimizer", "--use-torch-optimizer-for-cpu-offload"
-    offloaded, overlapped = "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"
-    t.ignore("main weights, gradients and moments are float32 as without it", aware)
-    if not g.on(offloaded):
-        t.ignore(f"of {offloaded}", overlapped, torchs)
-        return
-    t.problems += [
-        f"{offloaded} needs {name}" for name in (aware, "--use-distributed-optimizer") if not g.on(name)
-    ]
-    t.set("training.optimizer", "host", offloaded)
-    t.set("training.overlap_cpu_optimizer_d2h_h2d", g.on(overlapped), overlapped)
-
-
-def _set_main_gradients(t: Translation) -> None:
-    g = t.given
-    whole, half = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
-    if g.on("--bf16"):
-        t.ignore("is so with --bf16", whole)
-        if g.on(half):
-            t.set("training.accumulate_allreduce_grads_in_fp32", False, half)
-    elif g.on("--fp16"):
-        t.ignore("--bf16 is not given", half)
-        t.set("training.accumulate_allreduce_grads_in_fp32", g.on(whole), whole)
+    if not a.has("--overlap-param-gather"):
+        a.ignore("weights are gathered at once, after the optimizer's step", apart)
+    elif not any(map(a.has, (*chunks, "--pipeline-model-parallel-layout"))):
+        a.ignore("so it is where a rank has one run of layers", apart)
     else:
-        t.ignore("all is in float32", whole, half)
+        a.map_given(apart)
 
 
-def _set_moments(t: Translation, cluster: str | None) -> None:
-    g = t.given
-    set_workspace(t, cluster)
-    if g.on("--fp16"):
-        t.ignore("gradients are checked for overflow with a fixed scale too", "--loss-scale")
-    micro, of_evaluation = g.number("--micro-batch-size") or 1, "--eval-micro-batch-size"
-    if (g.number(of_evaluation) or 0) <= micro:
-        t.ignore("evaluation holds no more than a step of training", of_evaluation)
-    if g.on("--deterministic-mode"):
-        t.remarks.append("kernels of --deterministic-mode are slower, which is not modelled")
-        t.took("see what is approximate", "--deterministic-mode")
-    t.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-    one = g.text("--train-iters") == "1"
-    t.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
+def _set_offloading(a: Account) -> None:
+    """Set the optimizer's place, for which Megatron-LM has the path of its precision-aware optimizer."""
+    aware, torchs = "--use-precision-aware-optimizer", "--use-torch-optimizer-for-cpu-offload"
+    offloaded, overlapped = "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"
+    a.ignore("main weights, gradients and moments are float32 as without it", aware)
+    if not a.has(offloaded):
+        a.ignore(f"of {offloaded}", overlapped, torchs)
+        return
+    a.problems += [f"{offloaded} needs {name}" for name in (aware, _SHARDS) if not a.has(name)]
+    a.map(offloaded, overlapped)
+
+
+def _set_main_gradients(a: Account) -> None:
+    whole, half = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
+    if a.has("--bf16"):
+        a.ignore("is so with --bf16", whole)
+        if a.has(half):
+            a.set("training.accumulate_allreduce_grads_in_fp32", False, half)
+    elif a.has("--fp16"):
+        a.ignore("--bf16 is not given", half)
+        a.set("training.accumulate_allreduce_grads_in_fp32", a.has(whole), whole)
+    else:
+        a.ignore("all is in float32", whole, half)
+
+
+def _set_moments(a: Account, cluster: str | None) -> None:
+    set_workspace(a, cluster)
+    if a.has("--fp16"):
+        a.ignore("gradients are checked for overflow with a fixed scale too", "--loss-scale")
+    micro, of_evaluation = a.value("--micro-batch-size") or 1, "--eval-micro-batch-size"
+    if (a.value(of_evaluation) or 0) <= micro:
+        a.ignore("evaluation holds no more than a step of training", of_evaluation)
+    if a.has("--deterministic-mode"):
+        a.remarks.append("kernels of --deterministic-mode are slower, which is not modelled")
+        a.took("see what is approximate", "--deterministic-mode")
+    a.first_steps(one=a.value("--train-iters") == 1)

@@ -1,52 +1,36 @@
-"""What the commands of a shell script are, running none: variables, arrays and arithmetic are expanded.
+"""What the commands of a shell script are, running none: variables, arrays, arithmetic and conditions on
+these are evaluated on the syntax tree of tree-sitter-bash.
 
-What only a run could tell (what ``$(...)`` prints, variables that are set elsewhere, branches) is a mark in
-the words that have it; :func:`unknown_in` says what it stands for.
+What only a run could tell (what ``$(...)`` prints, variables that are set elsewhere, other conditions) is a
+mark in the words that have it; :func:`unknown_in` says what it stands for.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spbench.bench.tools.jobs.shell_words import Part, ShellError, Word, parts_of, words
+from tree_sitter import Node
 
-_MARK = re.compile("\ue000([^\ue001]*)\ue001")
-_SPACE, _NO_BREAK = re.compile(r"\s+"), "\ue002"
-_OPENING = {"if", "while", "until", "for", "case", "select", "{"}
-_CLOSING = {"fi", "done", "esac", "}"}
-_BETWEEN = {"then", "else", "elif", "do", "!", "time"}
-_DECLARING = {"export", "declare", "local", "readonly", "typeset"}
-_MOST_DIGITS = 30
-#: how often variables may stand in each other's values, and characters that a word may become
-_MOST_DEPTH = 50
+from spbench.bench.tools.jobs.shell_arithmetic import NotKnown, holds, number
+from spbench.bench.tools.jobs.shell_syntax import (
+    EXPANDED,
+    ShellError,
+    below,
+    mark,
+    source_of,
+    syntax_tree,
+    unescaped,
+)
+
+#: characters that a word may become
 _MOST_CHARACTERS = 10**6
-_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-def mark(what: str) -> str:
-    """The mark of what is not known, in a word, which is not split in it."""
-    return f"\ue000{_SPACE.sub(_NO_BREAK, what)}\ue001"
-
-
-def unknown_in(text: str) -> list[str]:
-    """What of a word only a run could tell, as it stands in the script: ``$DATA_PATH``."""
-    return [what.replace(_NO_BREAK, " ") for what in _MARK.findall(text)]
-
-
-def shown(text: str) -> str:
-    """A word as the script has it, without marks."""
-    return _MARK.sub(lambda match: match[1].replace(_NO_BREAK, " "), text)
+#: ${NAME}, ${NAME[@]}, ${NAME:-TEXT} and such
+_PARAMETER = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+#: commands whose here-document is a script
+_SHELLS = {"bash", "sh", "sbatch", "srun", "zsh"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +40,7 @@ class Command:
     Attributes:
         words: its words, expanded.
         environment: the variables that are exported when it runs.
-        branch: it is part of a condition, a loop or a function.
+        branch: it is under a condition that is not known, in a loop or in a function.
     """
 
     line: int
@@ -77,144 +61,256 @@ class Shell:
     variables: dict[str, str | list[str]]
     exported: set[str] = field(default_factory=set)
     commands: list[Command] = field(default_factory=list)
+    _branch: bool = False
+    _above: int = 0
 
-    def read(self, text: str) -> None:
-        """Read a script. ShellError where it cannot be read."""
-        depth, chained, command = 0, False, list[Word]()
-        for word in [*words(text), Word(0, operator=";")]:
-            if not word.operator:
-                command.append(word)
-                continue
-            if command:
-                depth = self._command(command, depth, chained)
-            chained = word.operator in ("&&", "||") or (chained and word.operator == "|")
-            depth += (word.operator == "(") - (word.operator == ")" and depth > 0)
-            command = []
+    def read(self, text: str, above: int = 0) -> None:
+        """Read a script that has lines above it. ShellError where it cannot be read."""
+        before, self._above = self._above, above
+        self._run_all(syntax_tree(text, above).named_children)
+        self._above = before
 
-    def _command(self, command: list[Word], depth: int, chained: bool) -> int:
-        """Note a command, or do its assignments. Returns how many branches it leaves open."""
-        while command and (plain := command[0].plain) in _OPENING | _CLOSING | _BETWEEN | {"function"}:
-            depth = max(0, depth + (plain in _OPENING) - (plain in _CLOSING))
-            if plain in ("for", "case", "select", "function"):
-                if plain == "for" and len(command) > 1:
-                    self.variables[command[1].plain] = mark(f"${command[1].plain}, of a loop")
-                return depth
-            command = command[1:]
-        branch = depth > 0 or chained
-        own: dict[str, str] = {}
-        declares = bool(command) and command[0].plain in _DECLARING
-        exports = declares and command[0].plain == "export"
-        rest = [w for w in command[1:] if not w.plain.startswith("-")] if declares else command
-        while rest and (assignment := rest[0].split_assignment()):
-            name, appends, value = assignment
-            own[name] = self._assigned(name, appends, value, branch)
-            rest = rest[1:]
-        if declares:
-            self.exported |= {w.plain for w in rest if exports} | (own.keys() if exports else set())
-        elif rest:
-            for name in own:
-                self.variables.pop(name, None)
-            expanded = [text for word in rest for text in self.expand(word)]
-            environment = {n: v for n in sorted(self.exported) if isinstance(v := self.variables.get(n), str)}
-            self.commands.append(Command(rest[0].line, expanded, {**environment, **own}, branch))
-        return depth
-
-    def _assigned(self, name: str, appends: bool, word: Word, branch: bool) -> str:
-        """Assign to a variable; returns its value as one text."""
-        before = self.variables.get(name, [] if word.array is not None else "")
-        value: str | list[str]
-        if word.array is not None:
-            value = [t for each in word.array if not each.operator for t in self.expand(each)]
-            if branch:
-                value = [mark(f"${name}, which line {word.line} sets under a condition")]
-            if appends:
-                value = [*([before] if isinstance(before, str) else before), *value]
-        else:
-            value = " ".join(self.expand(Word(word.line, [Part(p.text, p.kind, True) for p in word.parts])))
-            if branch:
-                value = mark(f"${name}, which line {word.line} sets under a condition")
-            if appends:
-                value = [*before, value] if isinstance(before, list) else before + value
-        self.variables[name] = value
-        return value if isinstance(value, str) else " ".join(value)
+    def _line(self, node: Node) -> int:
+        return self._above + int(node.start_point[0]) + 1
 
     def expand_text(self, text: str) -> str:
         """What a text becomes in which only variables are expanded."""
-        return " ".join(self.expand(Word(1, parts_of(text, 1, True))))
+        plain = text.replace('"', "").replace("'", "")
+        words = syntax_tree(f'echo "{plain}"').named_children[0].named_children
+        return " ".join(self.expand(words[1]))
 
-    def expand(self, word: Word, depth: int = 0) -> list[str]:
+    def _run_all(self, nodes: Sequence[Node], branch: bool = False) -> bool | None:
+        """Run statements, or those that may run (``branch``). Returns whether the last succeeds, if known."""
+        with self._under_condition(branch):
+            return [None, *map(self._run, nodes)][-1]
+
+    @contextmanager
+    def _under_condition(self, branch: bool) -> Iterator[None]:
+        before = self._branch
+        self._branch = before or branch
+        try:
+            yield
+        finally:
+            self._branch = before
+
+    def _run(self, node: Node) -> bool | None:
+        """Note the commands of a statement and do its assignments. Returns whether it succeeds; None: not
+        known."""
+        children = node.named_children
+        match node.type:
+            case "command":
+                return self._command(node)
+            case "variable_assignment":
+                return self._assign(node)
+            case "declaration_command":
+                exports = node.children[0].type == "export"
+                for each in children:
+                    if is_set := each.type == "variable_assignment":
+                        self._assign(each)
+                    if exports:
+                        self.exported.add(source_of(each.named_children[0] if is_set else each))
+                return True
+            case "redirected_statement":
+                return self._redirected(node)
+            case "negated_command":
+                status = self._run(children[-1])
+                return None if status is None else not status
+            case "test_command" | "compound_statement" if (sign := node.children[0].type) != "{":
+                evaluated = number if sign == "((" else holds
+                try:
+                    return bool(evaluated(children[0], self._joined))
+                except (NotKnown, ValueError, ArithmeticError, IndexError):
+                    return None
+            case "variable_assignments" | "compound_statement" | "pipeline":
+                return self._run_all(children)
+            case "list":
+                status = self._run(children[0])
+                if status is (node.children[1].type == "||"):
+                    return status
+                last = self._run_all(children[1:], branch=status is None)
+                return None if status is None else last
+            case "if_statement":
+                self._if(node)
+                return None
+            case "subshell":
+                before = dict(self.variables)
+                status = self._run_all(children)
+                self.variables = before
+                return status
+            case "for_statement" if variable := node.child_by_field_name("variable"):
+                self.variables[source_of(variable)] = mark(f"${source_of(variable)}, of a loop")
+        self._run_all(children, branch=True)
+        return None
+
+    def _if(self, node: Node) -> None:
+        """Read the branch that is taken, or all that may be where that is not known."""
+        certain = True  # no clause above may have been taken
+        for clause in (node, *(each for each in node.named_children if each.type.endswith("_clause"))):
+            body = [each for each in clause.named_children if not each.type.endswith("_clause")]
+            status: bool | None = True
+            if clause.type != "else_clause":
+                status = self._run_all([body.pop(0)], branch=not certain)
+            if status is not False:
+                self._run_all(body, branch=status is None or not certain)
+            if status and certain:
+                return
+            certain = certain and status is False
+
+    def _redirected(self, node: Node) -> bool | None:
+        """A statement with redirections: in its file the grammar has words after it too."""
+        body, redirects = node.child_by_field_name("body"), node.children_by_field_name("redirect")
+        if body is None:
+            return None
+        more = [word for each in redirects for word in each.children_by_field_name("destination")[1:]]
+        status = self._command(body, more) if body.type == "command" else self._run(body)
+        is_script = bool(self.commands) and self.commands[-1].words[0] in _SHELLS
+        for redirect in redirects:
+            quoted = any(source_of(c)[:1] in "'\"\\" for c in redirect.children if c.type == "heredoc_start")
+            for each in redirect.named_children if redirect.type == "heredoc_redirect" else ():
+                if each.type == "heredoc_body" and is_script:
+                    self.read(source_of(each) if quoted else self._text(each), self._line(each) - 1)
+                elif each.type in ("pipeline", "command", "list"):
+                    self._run(each)
+        return status
+
+    def _command(self, node: Node, more: Sequence[Node] = ()) -> bool | None:
+        own: dict[str, str] = {}
+        words, before = [*node.named_children, *more], dict(self.variables)
+        while words and words[0].type == "variable_assignment":
+            assignment = words.pop(0)
+            self._assign(assignment)
+            value = self.variables[source_of(assignment.named_children[0])]
+            own[source_of(assignment.named_children[0])] = (
+                value if isinstance(value, str) else " ".join(value)
+            )
+            after = (node.text or b"")[assignment.end_byte - node.start_byte :]
+            if re.match(
+                rb"(?:[ \t]|\\\n)*(#[^\n]*)?\n", after
+            ):  # the grammar joins NAME=VALUE and the line below
+                own, before = {}, dict(self.variables)
+        self.variables = before
+        expanded = [text for word in words for text in self.expand(word)]
+        if not expanded:
+            return None
+        environment = {n: v for n in sorted(self.exported) if isinstance(v := before.get(n), str)}
+        line = self._line(words[0])
+        self.commands.append(Command(line, expanded, {**environment, **own}, self._branch))
+        return {"true": True, ":": True, "false": False}.get(expanded[0])
+
+    def _assign(self, node: Node) -> bool:
+        name, content = source_of(node.named_children[0]), node.child_by_field_name("value")
+        before = self.variables.get(name, "")
+        array = content is not None and content.type == "array"
+        value: str | list[str] = "" if content is None else self._joined(content)
+        if content is not None and array:
+            value = [text for each in content.named_children for text in self.expand(each)]
+        if self._branch:
+            unknown = mark(f"${name}, which line {self._line(node)} sets under a condition")
+            value = [unknown] if array else unknown
+        if any(child.type == "+=" for child in node.children):
+            if isinstance(before, str) and isinstance(value, str):
+                value = before + value
+            else:
+                old = before if isinstance(before, list) else [before] * bool(before)
+                value = [*old, *(value if isinstance(value, list) else [value])]
+        self.variables[name] = value
+        return self._short_enough(node, "".join(value)) is not None
+
+    def expand(self, node: Node) -> list[str]:
         """What a word becomes: several words, or none."""
         fields: list[str] = []
         current: str | None = None
-        for part in word.parts:
-            values = self._values(part, word.line, depth)
-            if part.quoted or part.kind == "text":
-                pieces = values
-            else:  # split at spaces, of which one at an end parts it from its neighbours
-                joined = " ".join(values)
+        for part in node.children if node.type == "concatenation" else [node] * (node.type != "comment"):
+            pieces = self._values(part)
+            if (
+                "expansion" in part.type
+            ):  # split at spaces, of which one at an end parts it from its neighbours
+                joined = " ".join(pieces)
                 pieces = joined.split()
                 if current is not None and joined[:1].isspace():
                     fields.append(current)
                     current = None
-            if not pieces:
-                continue
-            current = (current or "") + pieces[0]
-            for piece in pieces[1:]:
-                fields.append(current)
-                current = piece
-            if sum(map(len, pieces)) > _MOST_CHARACTERS:
-                raise ShellError(word.line, f"a word becomes longer than {_MOST_CHARACTERS} characters")
+            if pieces:
+                first, *others = pieces
+                fields += [(current or "") + first, *others]
+                current = fields.pop()
         return fields if current is None else [*fields, current]
 
-    def _values(self, part: Part, line: int, depth: int) -> list[str]:
-        """What a part becomes: one text, or the elements of an array."""
-        if depth > _MOST_DEPTH:
-            raise ShellError(line, "variables stand in each other's values without end")
-        if part.kind == "text":
-            return [part.text]
-        if part.kind == "command":
-            return [mark(f"$({part.text.strip()})")]
-        if part.kind == "arithmetic":
-            return [self._arithmetic(part.text, line, depth)]
-        if part.text in ("@", "*"):
+    def _joined(self, node: Node) -> str:
+        """What a word becomes that is not split."""
+        parts = node.children if node.type == "concatenation" else [node]
+        return "".join(" ".join(self._values(part)) for part in parts)
+
+    def _values(self, node: Node) -> list[str]:
+        """What a part of a word becomes: one text, or the elements of an array."""
+        text = source_of(node)
+        match node.type:
+            case "string":  # "${NAME[@]}" is as many words as it has elements
+                only = node.named_children[0] if node.named_child_count == 1 else None
+                alone = (
+                    only is not None and len(source_of(only)) + 2 == len(text) and "expansion" in only.type
+                )
+                return self._values(only) if only and alone else [self._text(node, 1)]
+            case "raw_string":
+                return [text[1:-1]]
+            case "command_substitution":
+                return [mark(f"$({text.removeprefix('$(').strip('`)').strip()})")]
+            case "ansi_c_string" | "translated_string" | "process_substitution":
+                return [mark(text)]
+            case "arithmetic_expansion":
+                return [self._arithmetic(node)]
+            case "variable_name":
+                return self._parameter(node, text)
+            case "simple_expansion":
+                return self._parameter(node, text[1:])
+            case "expansion":
+                return self._parameter(node, text[2:-1])
+        return [re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""), flags=re.DOTALL)]
+
+    def _parameter(self, node: Node, text: str) -> list[str]:
+        """What ``$TEXT`` or ``${TEXT}`` becomes."""
+        parts = _PARAMETER.fullmatch(text)
+        if parts is None:
+            return [mark(source_of(node))]
+        name, index, how, otherwise = parts.groups()
+        if name in ("@", "*"):
             return []  # the script is read as one without arguments
-        match = re.fullmatch(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", part.text, re.DOTALL)
-        if match is None:
-            return [mark(f"${{{part.text}}}")]
-        name, index, how, otherwise = match.groups()
         value = self.variables.get(name)
         elements = value if isinstance(value, list) else None if value is None else [value]
         there = elements is not None and (elements != [""] or not (how or "").startswith(":"))
-        if how and how[-1] == "+":
-            return self._inner(otherwise, line, part.quoted, depth) if there else []
-        if how and how[-1] in "-=" and not there:
-            return self._inner(otherwise, line, part.quoted, depth)
+        if how and (how[-1] == "+" or (how[-1] in "-=" and not there)):
+            used = there or how[-1] != "+"
+            return (
+                [self._text(node, len(source_of(node).encode()) - len(otherwise.encode()) - 1)]
+                if used
+                else []
+            )
         if elements is None:
             return [mark(f"${name}")]
         return elements if index or not isinstance(value, list) else elements[:1]
 
-    def _inner(self, text: str, line: int, quoted: bool, depth: int) -> list[str]:
-        return self.expand(Word(line, parts_of(text, line, quoted)), depth + 1)
+    def _text(self, node: Node, skipped: int = 0) -> str:
+        """What the text of a string, of a here-document or of the rest of ``${NAME:-...}`` becomes: without
+        ``skipped`` bytes at its start and, if there are any, one at its end."""
+        text, start, at = node.text or b"", node.start_byte, skipped
+        joined = ""
+        for child in below(node, EXPANDED):
+            if child.start_byte - start >= at and child != node:
+                joined += unescaped(text[at : child.start_byte - start]) + " ".join(self._values(child))
+                at = child.end_byte - start
+        return self._short_enough(node, joined + unescaped(text[at : len(text) - bool(skipped)]))
 
-    def _arithmetic(self, text: str, line: int, depth: int) -> str:
-        names = re.sub(r"(?<![\w$}])\$?\b([A-Za-z_]\w*)\b(?!\})", r"${\1}", text)
-        expanded = " ".join(self.expand(Word(line, parts_of(names, line, True)), depth + 1))
-        if unknown := unknown_in(expanded):
-            return mark(f"$(({text.strip()})), where {unknown[0]} is not known")
+    def _short_enough(self, node: Node, text: str) -> str:
+        if len(text) > _MOST_CHARACTERS:
+            problem = f"a word becomes longer than {_MOST_CHARACTERS} characters"
+            raise ShellError(self._line(node), problem)
+        return text
+
+    def _arithmetic(self, node: Node) -> str:
+        inner = source_of(node).removeprefix("$((").removesuffix("))").strip()
         try:
-            return str(_computed(ast.parse(expanded.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return mark(f"$(({text.strip()}))")
-
-
-def _computed(node: ast.expr) -> int:
-    """A whole number that +, -, *, / and % make; ValueError for anything else."""
-    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 10**_MOST_DIGITS:
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        value = _ARITHMETIC[type(node.op)](_computed(node.left), _computed(node.right))
-        if abs(value) < 10**_MOST_DIGITS:
-            return value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
-    raise ValueError("no arithmetic of whole numbers")
+            return str(number(node.named_children[0], self._joined))
+        except NotKnown as unknown:
+            return mark(f"$(({inner})), where {unknown} is not known")
+        except (ValueError, ArithmeticError, IndexError):
+            return mark(f"$(({inner}))")

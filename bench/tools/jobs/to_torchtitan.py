@@ -9,8 +9,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
-from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
-from spbench.bench.tools.jobs.torchtitan_models import PRESETS, QWEN3, qwen3_options
+from spbench.bench.tools.jobs.torchtitan import PRESETS, QWEN3, ROTATIONS, qwen3_options, versions
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
 
@@ -20,52 +19,52 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabul
 
 def flags(cell: Cell) -> Flags:
     """The file, to be read back; of a model that has not the sizes of a flavor there is none."""
-    program, _ = next(iter(versions().values()))
-    model = model_preset(*cell.model_arguments)
+    table, model = next(iter(versions().values())), model_preset(*cell.model_arguments)
     name, flavor = next((which for which, other in _models() if _alike(model, other)), ("", ""))
     if not isinstance(model, CausalTransformerModel) or not flavor:
         known = ", ".join(f"{name} {flavor}" for (name, flavor), _ in _models())
-        return Flags(program, "train.toml", (), "", (f"model {cell.model} of these sizes (it has {known})",))
-    strategy, mesh = several_ranks(cell)
-    options, training, (batch, length) = cell.strategy_options, cell.training, cell.shape
-    rotation = next((how for how, (name, _) in ROTATIONS.items() if name == strategy.classes[-1].name), None)
-    rest = training.backend_options.get("reshard_rest", True)
-    freed = "never" if training.backend == "zero2" else "always" if rest else "default"
-    mode, every = _recomputation(model)
-    parts = training.micro_batches
-    values: list[tuple[str, Any, str]] = [
-        ("model.name", name, "model"),
-        ("model.flavor", flavor, "model"),
-        ("training.local_batch_size", batch // (parts * cell.sizes.dp), "batch"),
-        ("training.global_batch_size", batch if parts > 1 else None, "training.micro_batches"),
-        ("training.seq_len", length, "seq_len"),
-        ("training.mixed_precision_param", {"bf16": "bfloat16"}.get(cell.precision, "float32"), "precision"),
-        (
-            "training.enable_cpu_offload",
-            training.backend_options.get("parameters") == "host" or None,
-            "training.parameters",
-        ),
-        ("parallelism.data_parallel_shard_degree", mesh.get("dp", 1), "sizes.dp"),
-        ("parallelism.fsdp_reshard_after_forward", freed, "training.backend"),
-        ("parallelism.tensor_parallel_degree", mesh.get("tp", 1), "sizes.tp"),
-        ("parallelism.disable_loss_parallel", options.get("loss") == "gathered", "strategy_options.loss"),
-        ("parallelism.pipeline_parallel_degree", mesh.get("pp", 1), "sizes.pp"),
-        ("parallelism.context_parallel_degree", mesh.get("sp", 1), "sizes.sp"),
-        ("parallelism.context_parallel_rotate_method", rotation, "strategy"),
-        ("activation_checkpoint.mode", mode, "model_options.recompute"),
-        ("activation_checkpoint.selective_ac_option", every, "model_options.recompute_layers"),
-        (
-            "activation_checkpoint.early_stop",
-            model.recompute_early_stop,
-            "model_options.recompute_early_stop",
-        ),
-    ]
-    lines = [Flag(key, json.dumps(value), setting) for key, value, setting in values if value is not None]
-    text = f"# {program}, on {cell.sizes.world} GPUs; data, learning rate and checkpoints are yours to add\n"
+        missing = f"model {cell.model} of these sizes (it has {known})"
+        return Flags(table.program, "train.toml", (), "", (missing,))
+    rows = [("model.name", name, "model"), ("model.flavor", flavor, "model")]
+    rows += [*table.values_of(_settings(model, cell)), *_derived(model, cell)]
+    order = {name: place for place, name in enumerate(table.arguments)}
+    rows.sort(key=lambda row: order[row[0]])
+    lines = [Flag(key, json.dumps(value), setting) for key, value, setting in rows if value is not None]
+    heading = f"# {table.program}, on {cell.sizes.world} GPUs"
+    text = f"{heading}; data, learning rate and checkpoints are yours to add\n"
     for section, keys in groupby(lines, lambda line: line.argument.partition(".")[0]):
         text += f"\n[{section}]\n"
         text += "".join(f"{line.argument.partition('.')[2]} = {line.value}\n" for line in keys)
-    return Flags(program, "train.toml", tuple(lines), text)
+    return Flags(table.program, "train.toml", tuple(lines), text)
+
+
+def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
+    """The settings that keys say as they are."""
+    _, mesh = several_ranks(cell)
+    return {
+        "seq_len": cell.shape[1],
+        "precision": "bf16" if cell.precision == "bf16" else "fp32",
+        "training.parameters": cell.training.backend_options.get("parameters"),
+        **{f"sizes.{axis}": mesh.get(axis, 1) for axis in ("dp", "tp", "pp", "sp")},
+        "strategy_options.loss": cell.strategy_options.get("loss", "parallel"),
+        "model_options.recompute_early_stop": model.recompute_early_stop,
+    }
+
+
+def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, Any, str]]:
+    """Keys that say several settings, or a part of one."""
+    batch, parts, training = cell.shape[0], cell.training.micro_batches, cell.training
+    yield "training.local_batch_size", batch // (parts * cell.sizes.dp), "batch"
+    yield "training.global_batch_size", batch if parts > 1 else None, "training.micro_batches"
+    freed = "always" if training.backend_options.get("reshard_rest", True) else "default"
+    freed = "never" if training.backend == "zero2" else freed
+    yield "parallelism.fsdp_reshard_after_forward", freed, "training.backend"
+    innermost = several_ranks(cell)[0].classes[-1].name
+    rotation = next((how for how, (name, _) in ROTATIONS.items() if name == innermost), None)
+    yield "parallelism.context_parallel_rotate_method", rotation, "strategy"
+    mode, every = _recomputation(model)
+    yield "activation_checkpoint.mode", mode, "model_options.recompute"
+    yield "activation_checkpoint.selective_ac_option", every, "model_options.recompute_layers"
 
 
 def _models() -> Iterator[tuple[tuple[str, str], Model]]:

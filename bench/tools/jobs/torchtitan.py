@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.keys import Key, Keys, flat, known_keys
 from spbench.bench.tools.jobs.torchtitan_files import content_of
-from spbench.bench.tools.jobs.torchtitan_models import set_model
 from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
@@ -22,15 +22,33 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
-#: the axes of a mesh, from the slowest-varying rank to the fastest
-_MESH = ["pp", "dp", "sp", "tp"]
+#: by model.flavor of llama3
+PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
+#: by model.flavor of qwen3, what its flavors do not share: layers, hidden, heads and inner
+QWEN3 = {"8B": (36, 4096, 32, 12288), "14B": (40, 5120, 40, 17408), "32B": (64, 5120, 64, 25600)}
+#: those whose embedding and head are one weight, which two units of FSDP gather
+_QWEN3_TIED = ("debugmodel", "0.6B", "1.7B", "4B")
+#: models of torchtitan that no model here is, and why
+_WITH_EXPERTS = {
+    "llama4": "a mixture of experts (MoE)",
+    "deepseek_v3": "a mixture of experts (MoE) and multi-head latent attention (MLA)",
+    "gpt_oss": "a mixture of experts (MoE) and a softmax with sinks",
+}
 
 
 @cache
-def versions() -> Mapping[str, tuple[str, Mapping[str, Key]]]:
-    """Of each version, the newest first, the program and its keys."""
-    content = read_yaml(Path(__file__).with_name("torchtitan_keys.yaml"))
-    return {v: (str(name), known_keys(content, v)) for v, name in content["versions"].items()}
+def versions() -> Mapping[str, ArgumentTable]:
+    """The keys of each version, the newest first."""
+    content = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {version: argument_table("torchtitan", version) for version in content["versions"]}
+
+
+def qwen3_options(flavor: str) -> dict[str, Any]:
+    """The options that make llama3-8b a Qwen3."""
+    layers, hidden, heads, inner = QWEN3[flavor]
+    options = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "inner": inner}
+    options |= {} if hidden == 128 * heads else {"head_dim": 128}
+    return options | {"vocabulary": 151936, "norm_epsilon": 1e-6, "rotary_base": 1e6, "qk_norm": True}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -52,40 +70,70 @@ class TorchtitanJob:
 
     def __init__(self, content: Mapping[str, Any], files: JobFiles):
         self.files = files
-        unknown = {}
-        for version, (_, known) in versions().items():
-            unknown[version] = sum(name not in known for name, _ in flat(content, known))
+        unknown = {
+            version: sum(name not in table.arguments for name, _ in flat(content, table.arguments))
+            for version, table in versions().items()
+        }
         self.version = min(unknown, key=lambda version: unknown[version])  # of equals the newest
-        program, known = versions()[self.version]
-        self.keys = Keys(program, known, dict(flat(content, known)))
+        table = versions()[self.version]
+        self.keys: Account = key_account(table, flat(content, table.arguments))
 
     def named(self, key: str) -> str:
         """The whole name of a key, whose section has changed."""
         return next(name for name in self.keys.known if name.rpartition(".")[2] == key)
 
+    def value(self, name: str, otherwise: Any) -> Any:
+        """The value of a key, or ``otherwise`` where this version has none of that name."""
+        return self.keys.value(name) if name in self.keys.known else otherwise
+
     def job(self) -> Job:
+        """The job, with what became of each key."""
         k = self.keys
-        set_model(k, self.version)
-        replicas = self._parallelism()
-        if replicas is not None:
-            self._batch(replicas)
+        self._model()
+        if self._parallelism():
+            self._batch()
         self._recomputation()
         self._optimizer()
         self._compile()
-        return k.job("torchtitan", k.program, self.files, k.arguments())
+        return k.job("torchtitan", self.files, k.arguments())
 
-    def _parallelism(self) -> int | None:
-        """Set strategy, sizes and backend; returns how many replicas there are."""
+    def _model(self) -> None:
+        """Set the model, its sizes and how torchtitan makes its layers."""
+        k, names = self.keys, ("model.name", "model.flavor")
+        name, flavor = map(k.value, names)
+        flavors: Mapping[str, Any] = QWEN3 if name == "qwen3" else PRESETS
+        if name not in ("llama3", "qwen3") or (name == "qwen3" and self.version != "c"):
+            another = "another model than llama3 and, in 0.2.2, qwen3"
+            k.refuse(_WITH_EXPERTS.get(name, another), "model.name")
+        elif name == "qwen3" and flavor in _QWEN3_TIED:
+            k.refuse("one weight of embedding and head in two units of FSDP", "model.flavor")
+        elif name == "qwen3" and flavor not in flavors and "-A" in flavor:
+            k.refuse("a mixture of experts (MoE)", "model.flavor")
+        elif flavor not in flavors:
+            k.refuse(f"another flavor of {name} than {', '.join(flavors)}", "model.flavor")
+        note = "with the sizes of Qwen3" if name == "qwen3" else ""
+        k.set("model", PRESETS.get("8B" if note else flavor, "llama3-8b"), *names, note=note)
+        if name == "qwen3":
+            for option, value in qwen3_options(flavor if flavor in QWEN3 else "8B").items():
+                k.set(f"model_options.{option}", value, "model.flavor")
+        note = "wq, wk, wv and w1, w3 are layers of their own"
+        k.set("model_options.separate_projections", True, note=note)
+        note = "torch's scaled_dot_product_attention"
+        k.set("model_options.attention", "flash_attention_2", note=note)
+        if self.version == "c":
+            return
+        own = ["model.norm_type"] if self.version == "a" else []
+        norm = self.value("model.norm_type", "rmsnorm")
+        if norm not in ("rmsnorm", "fused_rmsnorm"):
+            k.refuse("layer norms without a bias", *own)
+        way, note = "fused" if norm == "fused_rmsnorm" else "plain", "" if own else "operator by operator"
+        k.set("model_options.rms_norm", way, *own, note=note)
+
+    def _parallelism(self) -> bool:
+        """Set strategy, sizes and backend; returns whether the number of replicas is known."""
         k, gpus = self.keys, self.files.gpus
-        names = [
-            self.named(f"{kind}_degree")
-            for kind in (
-                "data_parallel_replicate",
-                "tensor_parallel",
-                "pipeline_parallel",
-                "context_parallel",
-            )
-        ]
+        kinds = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
+        names = [self.named(f"{kind}_degree") for kind in kinds]
         copies, tp, pp, cp = (k.count(name) for name in names)
         shard_name = self.named("data_parallel_shard_degree")
         shards, others = k.value(shard_name), copies * tp * pp * cp
@@ -94,16 +142,16 @@ class TorchtitanJob:
         k.problems += self.files.machine_problems(others * shards if shards > 0 else None)
         if shards == 0 or shards < -1:
             k.problems.append(f"{shard_name}: {shards} is neither -1 nor a number of ranks")
-            return None
+            return False
         if gpus is None and shards < 0:
-            return None
+            return False
         ranks = gpus if gpus is not None else others * shards
         if ranks % others or (shards > 0 and others * shards != ranks):
             k.problems.append(
                 f"{ranks} GPUs are not the degrees' product: replicate {copies} x shard {shards} x "
                 f"context {cp} x tensor {tp} x pipeline {pp}"
             )
-            return None
+            return False
         shards = ranks // others
         if shards * cp == 1:
             what = "weights in float32, which autocast makes bfloat16 where they are used"
@@ -111,87 +159,81 @@ class TorchtitanJob:
         elif copies > 1:
             k.refuse("weights that are sharded over a part of the replicas", names[0])
         self._strategy(tp, cp, names[1], names[3])
-        note = "" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others}"
-        k.set("sizes.dp", shards, shard_name, note=note)
-        if cp > 1:
-            k.set("sizes.sp", cp, names[3])
-        if tp > 1:
-            k.set("sizes.tp", tp, names[1])
-        k.set("mesh", [axis for axis in _MESH if axis != "pp"], note="the order of torchtitan's meshes")
+        k.set(
+            "sizes.dp", shards, shard_name, note="" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others}"
+        )
+        for axis, size, name in (("sp", cp, names[3]), ("tp", tp, names[1])):
+            if size > 1:
+                k.set(f"sizes.{axis}", size, name)
+        k.set("mesh", ["dp", "sp", "tp"], note="the order of torchtitan's meshes")
         self._backend()
-        return shards * copies
+        self.replicas = shards * copies
+        return True
 
     def _strategy(self, tp: int, cp: int, tp_name: str, cp_name: str) -> None:
         k = self.keys
         loss, rotation = self.named("disable_loss_parallel"), self.named("context_parallel_rotate_method")
-        balancer = "parallelism.context_parallel_load_balancer"
-        around, options = [], {}
+        balancer, parts = "parallelism.context_parallel_load_balancer", []
+        options: dict[str, tuple[str, str]] = {}
         if tp > 1:
-            around.append("megatron_sp")
-            options["vocabulary"] = "split", [tp_name]
-            options["loss"] = "gathered" if k.value(loss) else "parallel", [loss]
-        k.ignore(
-            "of tensor parallelism, which the job has not", loss, self.named("enable_async_tensor_parallel")
-        )
+            parts.append("megatron_sp")
+            options["vocabulary"] = "split", tp_name
+            options["loss"] = "gathered" if k.value(loss) else "parallel", loss
+        overlapped = self.named("enable_async_tensor_parallel")
+        k.ignore("of tensor parallelism, which the job has not", loss, overlapped)
         if cp > 1:
             strategy, own = ROTATIONS[k.value(rotation)]
-            around.append(strategy)
-            options |= {name: (value, [rotation]) for name, value in own.items()}
-            balanced = k.value(balancer) if balancer in k.known else "headtail"
+            parts.append(strategy)
+            options |= {name: (value, rotation) for name, value in own.items()}
+            balanced = self.value(balancer, "headtail")
             if balanced == "ptrr":
                 k.refuse("sequences balanced by blocks of a mask", balancer)
-            options["placement"] = "zigzag" if balanced else "contiguous", [balancer]
+            options["placement"] = "zigzag" if balanced else "contiguous", balancer
             if self.version != "c":
                 k.approximate(
                     "a sequence's keys and values are sent once; torchtitan repeats them first for the "
                     "queries that share them"
                 )
         k.ignore("of context parallelism, which the job has not", rotation, balancer)
-        at = ([tp_name] if tp > 1 else []) + ([cp_name, rotation] if cp > 1 else [])
-        note = "" if at else "no rank has a part of a layer or a sequence"
-        k.set("strategy", "+".join(around) or "single", *at, note=note)
-        for option, (value, from_keys) in options.items():
-            k.set(f"strategy_options.{option}", value, *from_keys)
+        names = [tp_name] * (tp > 1) + [cp_name, rotation] * (cp > 1)
+        note = "" if names else "no rank has a part of a layer or a sequence"
+        k.set("strategy", "+".join(parts) or "single", *names, note=note)
+        for option, (value, name) in options.items():
+            k.set(f"strategy_options.{option}", value, name)
 
     def _backend(self) -> None:
-        k = self.keys
-        policy = "parallelism.fsdp_reshard_after_forward"
-        given = k.value(policy) if policy in k.known else "default"
-        names = [policy] if policy in k.known else []
-        k.set("training.backend", "zero2" if given == "never" else "zero3", *names, note="FSDP2")
+        k, policy = self.keys, "parallelism.fsdp_reshard_after_forward"
+        freed, names = self.value(policy, "default"), [policy] if policy in self.keys.known else []
+        k.set("training.backend", "zero2" if freed == "never" else "zero3", *names, note="FSDP2")
         if self.version == "c":
             k.set("training.wrap", "embedding", note="units: embedding, each layer, norm and output")
-        if given != "always":
+        if freed != "always":
             k.set("training.reshard_rest", False, *names)
         k.set("training.reduce_dtype", "fp32", "training.mixed_precision_reduce")
-        if self.version != "c" and given == "default":
+        if self.version != "c" and freed == "default":
             k.approximate("the last layer's weights are freed after forward and gathered again, not kept")
 
-    def _batch(self, replicas: int) -> None:
-        k = self.keys
-        name = self.named("batch_size") if self.version == "a" else "training.local_batch_size"
-        local, whole_name = k.count(name), "training.global_batch_size"
-        whole = k.value(whole_name) if whole_name in k.known else -1
-        at_once = local * replicas
-        if whole < 0:
-            k.set("batch", at_once, name, note=f"{local} x {replicas} replicas")
-        elif whole == 0 or whole % at_once:
-            k.problems.append(f"{whole_name} {whole} is no multiple of {name} {local} x {replicas} replicas")
+    def _batch(self) -> None:
+        k, total_name = self.keys, "training.global_batch_size"
+        name = "training.batch_size" if self.version == "a" else "training.local_batch_size"
+        local, total = k.count(name), self.value(total_name, -1)
+        at_once, replicas = local * self.replicas, f"{local} x {self.replicas} replicas"
+        if total < 0:
+            k.set("batch", at_once, name, note=replicas)
+        elif total == 0 or total % at_once:
+            k.problems.append(f"{total_name} {total} is no multiple of {name} {replicas}")
             return
         else:
-            k.set("batch", whole, whole_name)
-            k.took(f"batch: {whole}", name)
-            if whole > at_once:
-                k.set("training.micro_batches", whole // at_once, whole_name, name)
-        length = k.count("training.seq_len")
-        k.set("seq_len", length, "training.seq_len")
-        half = k.value("training.mixed_precision_param") == "bfloat16"
-        k.set("precision", "bf16" if half else "fp32", "training.mixed_precision_param")
+            k.set("batch", total, total_name)
+            k.took(f"batch: {total}", name)
+            if total > at_once:
+                k.set("training.micro_batches", total // at_once, total_name, name)
+        k.set("seq_len", k.count("training.seq_len"), "training.seq_len")
+        k.map("training.mixed_precision_param")
 
     def _recomputation(self) -> None:
-        k = self.keys
+        k, stops = self.keys, "activation_checkpoint.early_stop"
         name, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-        stops = "activation_checkpoint.early_stop"
         mode, every = k.value(name), k.value(option)
         if mode == "none" or (mode == "selective" and every not in ("op", "0", "1")):
             k.approximate("keys and values are kept once, not repeated for the queries that share them")
@@ -215,21 +257,16 @@ class TorchtitanJob:
                 k.set("model_options.recompute_layers", int(every), option)
         else:
             k.problems.append(f"{option}: {every!r} is neither 'op' nor a number of layers")
-        if stops not in k.known or k.value(stops):
-            k.set(
-                "model_options.recompute_early_stop",
-                True,
-                stops,
-                note="" if stops in k.known else "torch's default",
-            )
+        if self.value(stops, True):
+            note = "" if stops in k.known else "torch's default"
+            k.set("model_options.recompute_early_stop", True, stops, note=note)
 
     def _optimizer(self) -> None:
-        k = self.keys
-        name = k.value("optimizer.name")
-        if name not in ("Adam", "AdamW"):
+        k, offloaded = self.keys, "training.enable_cpu_offload"
+        if k.value("optimizer.name") not in ("Adam", "AdamW"):
             k.refuse("another optimizer than Adam", "optimizer.name")
         k.took("Adam, the optimizer that there is", "optimizer.name")
-        if k.value(offloaded := "training.enable_cpu_offload"):
+        if k.value(offloaded):
             k.set("training.optimizer", "host", offloaded, note="torch's CPUOffloadPolicy")
             k.set("training.parameters", "host", offloaded)
         way = "optimizer.fused" if self.version == "a" else "optimizer.implementation"
@@ -242,30 +279,24 @@ class TorchtitanJob:
             f"torch's allocator is as by default; {launcher} (not multinode_trainer.slurm) has "
             f"{ALLOCATOR[0]} {EXPANDABLE_SEGMENTS}, which is training.cuda_alloc_conf"
         )
-        k.set("training.moments", "later", note="a first step, before Adam has made its moments,")
-        k.set("training.steps", 2, note="and one after it")
+        k.first_steps()
 
     def _compile(self) -> None:
-        k = self.keys
-        if self.version == "c":
-            switch, parts = "compile.enable", k.value("compile.components")
-            compiled = k.value(switch) and ("model" in parts or "loss" in parts)
-            k.ignore("nothing is compiled", "compile.components")
-        else:
-            switch = "training.compile"
-            compiled = k.value(switch)
+        k, parts = self.keys, "compile.components"
+        switch = "compile.enable" if self.version == "c" else "training.compile"
+        compiled = k.value(switch) and {"model", "loss"} & {*self.value(parts, ["model"])}
+        k.ignore("nothing is compiled", parts)
         overlapped = self.named("enable_async_tensor_parallel")
         if compiled:
             k.approximate(
                 "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors",
-                *(name for name in (switch, "compile.components") if name in k.given),
+                *filter(k.has, (switch, parts)),
             )
         if k.value(overlapped) and compiled:
             k.approximate("messages of tensor parallelism are waited for, not hidden in products", overlapped)
         else:
             k.ignore("without a compiled model it does nothing", overlapped)
-        if self.version == "a":
-            if k.value("float8.enable_float8_linear"):
-                k.refuse("products in eight bits", "float8.enable_float8_linear")
-        elif k.value("model.converters"):
+        if self.value("float8.enable_float8_linear", False):
+            k.refuse("products in eight bits", "float8.enable_float8_linear")
+        elif self.value("model.converters", []):
             k.refuse("what converters make of layers (products in eight bits)", "model.converters")

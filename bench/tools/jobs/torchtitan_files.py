@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.errors import suggestion
 from spbench.bench.files import read_file
 from spbench.bench.tools.jobs.job import MOST_NAMED
-from spbench.bench.tools.jobs.job_files import JobFile, path_and_part
+from spbench.bench.tools.jobs.job_files import JobFile, mapping_in, path_and_part
 
 #: of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
@@ -30,13 +29,9 @@ def content_of(file: JobFile) -> Mapping[str, Any] | None:
     configuration. UserError if it is damaged, or has something else than plain values."""
     if file.path.suffix == ".py":
         return _of_python(file)
-    if file.path.suffix != ".toml":
+    content = mapping_in(file) if file.path.suffix == ".toml" else None
+    if content is None:
         return None
-    try:
-        content = tomllib.loads(file.text)
-    except (ValueError, RecursionError) as error:
-        line = " ".join(str(error).split())
-        raise file.wrong(f"no TOML: {line[:150] or 'nested too deep'}") from error
     sections = {name for name, section in content.items() if isinstance(section, dict)}
     return content if len(_SECTIONS & sections) >= 2 else None
 

@@ -1,21 +1,32 @@
 """Answers: published numbers that a scenario sets beside its own, in a section of its file for each kind.
 
-The kinds are the modules of :mod:`tools.papers.answers`, found by being there.
+The kinds are the modules of :mod:`tools.papers.answers`, found by being there. :func:`load_scenario` reads a
+scenario with its answers and refuses what is wrong in them; :func:`compare` sets the numbers beside ours.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from os import PathLike
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import create_model
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.expand import Problem
+from spbench.bench.measure.scenarios.scenario import Document, Scenario
+from spbench.bench.measure.scenarios.scenario import load_scenario as load_cells
 from spbench.bench.measurement import Measurement
 from spbench.bench.published_number import InferredSetting, PublishedNumber
-from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.published_results import ScenarioResults
+from spbench.bench.row import Row
+from spbench.bench.tools.papers.comparison import Comparison, Role
+from spbench.bench.tools.papers.selector import Selector
 from spbench.bench.yaml_files import StrictModel
 from spbench.impls.discovery import named_classes
 
@@ -27,10 +38,104 @@ QUANTITIES = (
     *("step_time_s", "tokens_per_s", "samples_per_s"),
 )
 assert Measurement.model_fields.keys() >= set(QUANTITIES)
+#: of these, what a cluster's scalars and rates change
+TIMED = QUANTITIES[3:]
+#: limits of a cluster that change nothing but what fits, and the field that says what does
+CAPACITIES = ("device.memory_total_bytes", "device.memory_context_bytes", "device.memory_peer_bytes")
+CAPACITY_FIELD = "answer"
 
-KeyPath = Sequence[str | int]
 #: (key path, what is wrong there and how to mend it)
-Mistake = tuple[KeyPath, str]
+Mistake = tuple[Sequence[str | int], str]
+AnswerT = TypeVar("AnswerT", bound="Answer")
+
+
+@dataclass(frozen=True)
+class OurNumber:
+    """A field of the measurement of one cell.
+
+    Attributes:
+        cell: None where a selector names none or several.
+        value: None where there is none; ``missing`` says why, else it is "".
+    """
+
+    cell: Cell | None
+    value: Any
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class ScenarioResults:
+    """What the answers of a scenario are compared with.
+
+    Attributes:
+        cells: the declared cells.
+        rows: the results by key, of as many of the cells as have any.
+        folder: the scenario file's, where published files of its own may be.
+    """
+
+    cells: Sequence[Cell]
+    rows: Mapping[str, Row]
+    folder: Path
+    inferences: Sequence[InferredSetting] = ()
+
+    @property
+    def variant(self) -> str:
+        """The variant of the first cell, and of all in a part of :meth:`split`."""
+        return self.cells[0].variant
+
+    def split(self) -> list[ScenarioResults]:
+        """The results by variant, cluster and engine, in the order of the cells."""
+        parts: dict[tuple[str, str, str], list[Cell]] = {}
+        for cell in self.cells:
+            parts.setdefault((cell.variant, cell.cluster, cell.engine), []).append(cell)
+        return [replace(self, cells=cells) for cells in parts.values()]
+
+    def measured(self, selector: Selector, field: str) -> OurNumber:
+        """A field of the one cell that a selector names."""
+        selected = selector.select(self.cells)
+        if len(selected) != 1:
+            return OurNumber(None, None, f"is {len(selected) or 'no'} cells ({selector})")
+        return self.measured_at(selected[0], field)
+
+    def measured_at(self, cell: Cell, field: str) -> OurNumber:
+        """A field of a cell's measurement."""
+        if cell.key not in self.rows:
+            return OurNumber(cell, None, "was not run")
+        row = self.rows[cell.key]
+        value = row["measurement"].get(field)
+        if value in (None, []) or row["status"] not in ("ok", "oom"):
+            reason = f": {row['reason']}" if row["reason"] else ""
+            return OurNumber(cell, None, f"has no {field}, {row['status']}{reason}")
+        return OurNumber(cell, value)
+
+    def role(self, answer: str, number: PublishedNumber, field: str, cells: Sequence[Cell]) -> Role:
+        """Returns calibrated, where a scalar or rate of the cells' cluster was fitted on one of the cells;
+        else inferred, where the number was looked at to choose a setting; else predicted.
+
+        Args:
+            answer: the name of the entry that the number belongs to.
+            field: the field of the cells' measurements that is compared.
+            cells: all that the number of ours is made of.
+        """
+        if any(cell.key in fitted_cells(cell, field) for cell in cells):
+            return "calibrated"
+        for cell in cells:
+            for inference in (*self.inferences, *load_cluster(cell.cluster).inferences):
+                if inference.covers(answer, number, cell.variant):
+                    return "inferred"
+        return "predicted"
+
+
+def fitted_cells(cell: Cell, field: str) -> set[str]:
+    """The keys of the cells whose published numbers decided what the cell's cluster adds to a field."""
+    cluster = load_cluster(cell.cluster)
+    keys: set[str] = set()
+    for name, sourced in cluster.sourced():
+        if field == CAPACITY_FIELD if name in CAPACITIES else field in TIMED:
+            keys |= set(sourced.fitted_on)
+    if field in TIMED:
+        keys |= set(cluster.calibration_of(cell.precision).fitted_on)
+    return keys
 
 
 class Answer(StrictModel, ABC):
@@ -50,8 +155,14 @@ class Answer(StrictModel, ABC):
         return str(getattr(self, self.naming_field))
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
-        """The published numbers that it compares; none, where a kind compares something else. ``folder`` is
-        the scenario file's, where published files may be. UserError if they cannot be read."""
+        """Returns the published numbers that it compares; none, where a kind compares something else.
+
+        Args:
+            folder: the scenario file's, where published files may be.
+
+        Raises:
+            UserError: they cannot be read.
+        """
         return []
 
     def unreadable(self, folder: Path) -> Iterator[Mistake]:
@@ -91,30 +202,79 @@ def answer_kinds() -> Mapping[str, type[Answer]]:
     return named_classes(KINDS_PACKAGE, Answer)
 
 
+@cache
+def document_model() -> type[Document]:
+    """:class:`Document` with a section, a list that may be left out, for each kind of answer."""
+    sections: dict[str, Any] = {section: (list[kind], []) for section, kind in answer_kinds().items()}  # type: ignore[valid-type]
+    return create_model("ScenarioDocument", __base__=Document, **sections)
+
+
+def answers_of(scenario: Scenario, kind: type[AnswerT]) -> list[AnswerT]:
+    """The entries of one kind of a scenario of :func:`load_scenario`, as the file orders them."""
+    return getattr(scenario.document, kind.name)
+
+
+def load_scenario(name: str | PathLike[str]) -> Scenario:
+    """The packaged scenario of that name, or the one in the YAML file at that path, with its answers.
+
+    Raises:
+        UserError: there is none, or something in it cannot be; names file, key and mend.
+    """
+    scenario = load_cells(name, document_model())
+    for key_path, message in _mistakes(scenario):
+        raise UserError(f"{scenario.path}: {Problem(key_path, message)}")
+    return scenario
+
+
+def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
+    """The published numbers of a scenario beside ours, in each variant, cluster and engine among the declared
+    ``cells``; an answer without any of the ``rows``, by key, stays. UserError for an unreadable file."""
+    results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)
+    kinds = answer_kinds().values()
+    return [entry for kind in kinds for entry in kind.compare_all(answers_of(scenario, kind), results)]
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------
+
+
+def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
+    """What is wrong with the answers and inferences of a scenario whose cells are right."""
+    folder = scenario.path.parent
+    entries: dict[str, Answer] = {}
+    for section, kind in answer_kinds().items():
+        for number, answer in enumerate(answers_of(scenario, kind)):
+            if answer.entry_name in entries:
+                message = f"{answer.entry_name!r} is there already; leave one out"
+                yield [section, number, answer.naming_field], message
+            entries[answer.entry_name] = answer
+            for declared in scenario.cells.values():
+                for path, message in answer.check(declared, folder):
+                    yield [section, number, *path], message
+                if not answer.selected(declared):
+                    yield [section, number], "no group declares a cell that it speaks of"
+    for number, inference in enumerate(scenario.document.inferred_from):
+        for path, message in _wrong_inference(inference, entries, [*scenario.cells], folder):
+            yield ["inferred_from", number, *path], message
+
+
 def unknown_quantity(key: str, name: str, known: Sequence[str] = QUANTITIES) -> Iterator[Mistake]:
     """The mistake of a field of a measurement that is not one of ``known``, if it is not."""
     if name not in known:
         yield [key], f"unknown quantity {name!r}{suggestion(name, known)}"
 
 
-def wrong_inference(
-    inference: InferredSetting, answers: Sequence[Answer], variants: Sequence[str], folder: Path
+def _wrong_inference(
+    inference: InferredSetting, entries: Mapping[str, Answer], variants: Sequence[str], folder: Path
 ) -> Iterator[Mistake]:
-    """What in a scenario's inference names nothing that the scenario has, as (key path, message).
-
-    Args:
-        answers: all of the scenario's, checked.
-        folder: the scenario file's.
-    """
+    """What an inference names that the scenario does not have. ``entries``: all answers by name, checked."""
     for index, variant in enumerate(inference.variants):
         if variant not in variants:
             yield ["variants", index], f"unknown variant {variant!r}{suggestion(variant, variants)}"
-    known = {answer.entry_name: answer for answer in answers}
     for index, name in enumerate(inference.answers):
-        if name not in known:
-            yield ["answers", index], f"no answer is called {name!r}{suggestion(name, known)}"
+        if name not in entries:
+            yield ["answers", index], f"no answer is called {name!r}{suggestion(name, entries)}"
             return
-        numbers = known[name].numbers(folder)
+        numbers = entries[name].numbers(folder)
         quantities = dict.fromkeys(number.quantity for number in numbers)
         for at, quantity in enumerate(inference.quantities):
             if quantity not in quantities:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files import write_whole
+from spbench.bench.files import read_text, write_whole
 from spbench.bench.published_number import finite
-from spbench.bench.tools.papers.files import read_csv
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -146,3 +147,22 @@ def read_records(
                     raise UserError(f"{path}: row {at}: {name}: {row[name]!r} is no finite number") from error
         lines.append({**row, **numbers})
     return lines
+
+
+def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and rows of a CSV file with a header; what is left out at the end of a row is "". UserError
+    if it cannot be read, two columns have one name, or a row has more cells than the header."""
+    text = read_text(path)
+    try:
+        reader = csv.DictReader(StringIO(text, newline=""), strict=True)
+        columns = list(reader.fieldnames or ())
+        if len(set(columns)) < len(columns):
+            raise ValueError("two columns have one name")
+        rows = []
+        for row in reader:
+            if None in row:
+                raise ValueError(f"line {reader.line_num} has more cells than the header")
+            rows.append({name: row[name] or "" for name in columns})
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    return columns, rows

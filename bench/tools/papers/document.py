@@ -9,15 +9,14 @@ of the longest sequences that others published. All else is left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
-from spbench.bench.tools.papers.ladder import ladder_lines
 from spbench.bench.tools.papers.paper_findings import Findings, Line, markdown
 from spbench.bench.tools.papers.sources import FIELD, MEASURED, papers
-from spbench.bench.tools.papers.validation import validation_lines
+from spbench.bench.tools.papers.validation import ladder_lines, validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
 FIRST_PAGE = Path("README.md")
@@ -79,38 +78,40 @@ def write_documents(findings: Findings) -> list[Path]:
 def write_part(path: Path, paper: str, name: str, content: str) -> Path:
     """Write one part of a document anew; UserError if the document cannot be read or written, or has no such
     part."""
-    text, begins = _read(path), []
-
-    def part(match: re.Match[str]) -> str:
-        if (match["paper"], match["name"]) != (paper, name):
-            return match[0]
-        begins.append(match["begin"])
-        return f"{match['begin']}{content}{match['end']}"
-
-    written = _PART.sub(part, text)
-    if not begins:
+    text = _read(path)
+    if (paper, name) not in [(part["paper"], part["name"]) for part in _PART.finditer(text)]:
         add = f"add <!-- spbench reproduce {paper}: {name} --> and <!-- end --> to it"
         raise UserError(f"{path} has no part for {name}: {add}")
-    return write_whole(path, written)
+    return write_whole(path, _replaced(text, paper, lambda part: content if part == name else None))
+
+
+def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> str:
+    """A document with the parts of a paper written anew.
+
+    Args:
+        content: returns the text of a part by its name; None: the part stays as it is.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        new = content(match["name"]) if match["paper"] == paper else None
+        return match[0] if new is None else f"{match['begin']}{new}{match['end']}"
+
+    return _PART.sub(part, text)
 
 
 def _rendered(text: str, findings: Findings, details: str) -> str:
     """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
-    of_first_page = _OF_FIRST_PAGE.get(findings.paper)
+    first_page, first_page_lines = _OF_FIRST_PAGE.get(findings.paper, ("", None))
 
-    def part(match: re.Match[str]) -> str:
-        if match["paper"] != findings.paper:
-            return match[0]
-        if match["name"] == VERDICT:
-            found = papers()[findings.paper].finding if findings.paper in papers() else ""
-            content = "\n\n".join(filter(None, [found, markdown(_linked(findings, details))]))
-        elif of_first_page and match["name"] == of_first_page[0]:
-            content = markdown(of_first_page[1](findings.records))
-        else:
-            content = findings.part(match["name"])
-        return f"{match['begin']}{content}{match['end']}"
+    def content(name: str) -> str:
+        if name == VERDICT:
+            finding = papers()[findings.paper].finding if findings.paper in papers() else ""
+            return "\n\n".join(filter(None, [finding, markdown(_linked(findings, details))]))
+        if first_page_lines and name == first_page:
+            return markdown(first_page_lines(findings.records))
+        return findings.part(name)
 
-    return _PART.sub(part, text)
+    return _replaced(text, findings.paper, content)
 
 
 def _linked(findings: Findings, details: str) -> list[Line]:

@@ -1,5 +1,5 @@
-"""Every case of Megatron-LM's functional tests as `spbench import` reads it: what the last rank's memory and
-a step would be, and how far that is from the golden values at hand.
+"""`spbench reproduce megatron_cases`: every case of Megatron-LM's functional tests as `spbench import` reads
+it, what the last rank's memory and a step would be, and how far that is from the golden values at hand.
 
 A case is imported from its arguments and its environment alone, once for each of its golden values: with the
 machine that these name, and the container that Megatron-LM's tests ran in at the commit that recorded them.
@@ -9,21 +9,27 @@ Nothing here is chosen by looking at golden values but what :data:`_ROLES` says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pandas import DataFrame
+
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario, document_model
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read
-from spbench.bench.tools.jobs.megatron_container import CONTAINER
-from spbench.bench.tools.papers.files import published_rows
+from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
+from spbench.bench.tools.papers.answer import document_model
+from spbench.bench.tools.papers.comparison import write_csv
+from spbench.bench.tools.papers.execution import Ran
+from spbench.bench.tools.papers.sources import published_file
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
 CASES = "megatron_cases"
@@ -112,10 +118,10 @@ def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
 
 def cases() -> list[Case]:
     """All cases, each for every golden value that it has."""
-    _, _, recorded = published_rows(_RECORDED_FILE, Path())
+    recorded = published_file(_RECORDED_FILE).rows
     of_golden = {(row["case"], row["golden"]): row for row in recorded}
-    _, _, rows = published_rows(_CASES_FILE, Path())
-    found = []
+    rows = published_file(_CASES_FILE).rows
+    listed = []
     for row in rows:
         for golden in row["goldens"].split():
             then = of_golden[row["case"], golden]
@@ -126,8 +132,31 @@ def cases() -> list[Case]:
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}
             content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
             text = json.dumps(content)  # which is YAML too
-            found.append(Case(row["family"], row["case"], golden, then["container"], text))
-    return found
+            listed.append(Case(row["family"], row["case"], golden, then["container"], text))
+    return listed
+
+
+def predicted_cases(run: Callable[[Scenario], Ran], output: Path) -> Output:
+    """Run the cells of all cases, each once, and write megatron_cases.csv and megatron_cases_errors.csv.
+
+    Args:
+        run: runs the cells of a scenario.
+        output: the folder of the files.
+    """
+    all_cases = cases()
+    ran = run(scenario_of(all_cases))
+    lines = list(predictions(all_cases, {row["key"]: row for row in ran.known}))
+    compared = list(errors(lines))
+    files = [
+        write_csv(DataFrame(rows, columns=list(columns), dtype=object), output / f"{name}.csv")
+        for name, rows, columns in ((CASES, lines, PREDICTIONS), (f"{CASES}_errors", compared, ERRORS))
+    ]
+    imported = {line["case"] for line in lines if not line.get("refusal")}
+    text = f"{len(imported)} of {len({case.case for case in all_cases})} cases are imported and predicted"
+    sizes = list(summary(compared))
+    table = Table("Errors of predicted memory, from golden values", sizes)
+    content = {"predictions": lines, "errors": compared, "summary": sizes}
+    return Output([text, table], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
 
 
 def machine_of(golden: str) -> tuple[str, bool]:
@@ -180,7 +209,7 @@ def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
     by_golden = {(line["case"], line["golden"]): line for line in lines}
     for file in GOLDEN_FILES:
-        for row in published_rows(file, Path())[2]:
+        for row in published_file(file).rows:
             line = by_golden.get((row["case"], row["golden"]))
             for quantity in MEMORY:
                 ours = line and line.get(quantity)

@@ -15,7 +15,7 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.scenarios.scenario import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
 from spbench.bench.tools.papers.comparison import NUMBERS, Comparison, Role, number_or_status
-from spbench.bench.units import three_digits
+from spbench.bench.units import difference, three_digits
 from spbench.plots.series import grouped
 
 Line = dict[str, Any]
@@ -71,17 +71,17 @@ class Findings:
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
         """The tables of a scenario: (title, lines), claims first."""
         mine = [r for r in self.records if r["scenario"] == scenario]
-        claims = [r for r in mine if r["role"] != "formula" and not of_table(r)]
-        if claims:
+        formulas = [r for r in mine if r["role"] == "formula"]
+        if claims := [r for r in mine if r["role"] != "formula" and not of_table(r)]:
             yield "claims", [_claim_line(r) for r in claims]
-        for (table, quantity, variant), kept in by_table(mine).items():
+        for (table, quantity, variant), rows in by_table(mine).items():
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
-            statuses = _statuses(kept)
-            title += f": {errors_by_role(kept)}" + (f"; status right in {statuses}" if statuses else "")
-            yield title, _table_lines(kept)
+            statuses = _statuses(rows)
+            title += f": {errors_by_role(rows)}" + (f"; status right in {statuses}" if statuses else "")
+            yield title, _table_lines(rows)
         if order := self.orders.get(scenario):
             yield "order of the ways to split a run (Kendall's tau)", order
-        if formulas := [r for r in mine if r["role"] == "formula"]:
+        if formulas:
             yield "formulas", _formula_lines(formulas)
 
     def verdict(self) -> list[Line]:
@@ -95,12 +95,13 @@ class Findings:
             # ratios of ours alone are no verdict
             answered = [r for r in mine if r["quantity"] != "ratio" or r["published"] is not None]
             for (what, variant), rows in by_answer(answered or mine).items():
-                lines.append(_verdict_line(scenario, what, variant, rows, remark))
+                statuses = {"statuses right": _statuses(rows), _REMARK: " ".join(remark.split())}
+                lines.append(_verdict_line(scenario, what, variant, rows) | statuses)
                 remark = ""
         # an error for each cell of a formula, one for any other number
         once = {id(r) for r in distinct(self.records)}
         rows = [r for r in self.records if id(r) in once or r["role"] == "formula"]
-        return [*lines, _verdict_line("all", "", "", rows, "")]
+        return [*lines, _verdict_line("all", "", "", rows)]
 
     def part(self, name: str) -> str:
         """What was found of a scenario, in Markdown; UserError if there is no such scenario."""
@@ -109,7 +110,9 @@ class Findings:
         run = next(run for run in self.runs if run["scenario"] == name)
         statuses = ("ok", "oom", "unsupported", "failed")
         counts = ", ".join(f"{run[s]} {s}" for s in statuses if run[s] != "0")
-        text = [f"{run['cells']} cells ({counts}), {_seconds(run['cell_seconds'])} of one core in all.\n"]
+        seconds = int(run["cell_seconds"])
+        time = f"{seconds} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        text = [f"{run['cells']} cells ({counts}), {time} of one core in all.\n"]
         text += [f"{title[0].upper()}{title[1:]}\n\n{markdown(lines)}" for title, lines in self.blocks(name)]
         return "\n".join(text)
 
@@ -204,6 +207,8 @@ def _statuses(records: Sequence[Record]) -> str:
 
 # -- lines of tables -----------------------------------------------------------------------------------------
 
+_REMARK = "what does not reproduce, and why"
+
 
 def _what(record: Record) -> str:
     """What a line of the verdict is about."""
@@ -212,25 +217,16 @@ def _what(record: Record) -> str:
     return {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
 
 
-def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record], remark: str) -> Line:
+def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record]) -> Line:
     return {
         "scenario": scenario,
         "compared": what,
         "variant": variant,
         "numbers": len(distinct(rows)),
         "errors": errors_by_role(rows),
-        "statuses right": _statuses(rows) if scenario != "all" else "",
-        "what does not reproduce, and why": " ".join(remark.split()),
+        "statuses right": "",
+        _REMARK: "",
     }
-
-
-def _seconds(text: str) -> str:
-    seconds = int(text)
-    return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def _percent(error: float | None, digits: int = 1) -> str | None:
-    return None if error is None else f"{error:+.{digits}%}"
 
 
 def _digits(records: Sequence[Record]) -> int:
@@ -266,7 +262,7 @@ def compared(record: Record, digits: int = 1) -> Line:
     return {
         "published": number_or_status(record["published"], record["status_published"]),
         "ours": number_or_status(record["reproduced"], record["status_reproduced"], digits_of_ours),
-        "relative error": _percent(record["relative_error"], digits),
+        "relative error": difference(record["relative_error"], digits),
         "role": record["role"],
         "note": record["note"],
     }
@@ -280,7 +276,7 @@ def _formula_lines(records: Sequence[Record]) -> list[Line]:
             "engines": ", ".join(sorted({r["cell"].split("/")[-2] for r in rows})),
             "cells": len(rows),
             "exactly met": sum(r["relative_error"] == 0 or r["published"] == r["reproduced"] for r in rows),
-            "largest error": _percent(max((r["relative_error"] or 0 for r in rows), key=abs)),
+            "largest error": difference(max((r["relative_error"] or 0 for r in rows), key=abs)),
         }
         for name, rows in grouped(records, lambda r: r["table"].split(",")[0]).items()
     ]

@@ -1,25 +1,100 @@
-"""The papers that are reproduced, the measurements of real machines, which count as one, and the step times
-that others published, which count as another: their names, their sources, and the scenarios that answer."""
+"""Published numbers: the CSV files that have them, and who published them: papers, people who measured real
+machines, which count as one paper, and the field, which counts as another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
-from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.yaml_files import packaged
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.published_number import PublishedNumber, finite
+from spbench.bench.tools.papers.answer import load_scenario
+from spbench.bench.tools.papers.comparison import read_csv
+from spbench.bench.yaml_files import StrictModel, packaged
+
+#: where published files of the package are: those of papers, of measurements on real machines, and of step
+#: times that others published
+PACKAGES = ("spbench.results.papers", "spbench.results.measured", "spbench.results.field")
 
 PAPERS_FILE = "papers.csv"
 SOURCES_FILE = "sources.csv"
 FIELD_SOURCES_FILE = "field_sources.csv"
 ALL = "all"
-#: the name under which all measurements of real machines are reproduced, as one does a paper
-MEASURED = "measured"
-#: the name under which the step times that others published are reproduced
-FIELD = "field"
+#: the names under which measurements of real machines, and the step times that others published, are
+#: reproduced, as one does a paper
+MEASURED, FIELD = "measured", "field"
+
+
+class PublishedFile(NamedTuple):
+    """A published file: its path, the names of its columns, and its rows of texts."""
+
+    path: Path
+    columns: Sequence[str]
+    rows: Sequence[dict[str, str]]
+
+
+def published_file(file: str, beside: Path | None = None) -> PublishedFile:
+    """A published file in the folder ``beside``, or else one that comes with the package.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
+    folders = [Path(str(files(package))) for package in PACKAGES]
+    path = next((at for folder in (beside or Path(), *folders) if (at := folder / file).is_file()), None)
+    if path is None:
+        known = [at.name for folder in folders for at in folder.glob("*.csv")]
+        raise UserError(
+            f"cannot read published file {file}: No such file or directory{suggestion(file, known)}"
+        )
+    return PublishedFile(path, *read_csv(path))
+
+
+class PublishedPlace(StrictModel):
+    """Where a published number or formula stands: in the row of a CSV file whose ``key`` is the claim's name.
+
+    The methods take that name and the scenario file's folder.
+    """
+
+    file: str
+    key: str = "claim"
+    column: str = "published"
+
+    def source(self, claim: str) -> str:
+        """FILE:ROW:COLUMN."""
+        return f"{self.file}:{claim}:{self.column}"
+
+    def text(self, claim: str, folder: Path) -> str:
+        """What stands there; UserError if there is no such file, row or column."""
+        return self._row(claim, folder)[self.column]
+
+    def number(self, claim: str, quantity: str, folder: Path) -> PublishedNumber:
+        """The number that stands there, as one of this quantity; UserError if there is none."""
+        row = self._row(claim, folder)
+        text = row[self.column]
+        try:
+            return PublishedNumber(self.source(claim), quantity, finite(text), row)
+        except ValueError as error:
+            raise UserError(f"{self.file}: {self.column} of {claim!r} is not a number: {text!r}") from error
+
+    def _row(self, claim: str, folder: Path) -> dict[str, str]:
+        path, columns, rows = published_file(self.file, folder)
+        for name in (self.key, self.column):
+            if name not in columns:
+                raise UserError(f"{path}: no column {name!r}{suggestion(name, columns)}")
+        named = [row for row in rows if row[self.key] == claim]
+        if len(named) > 1:
+            raise UserError(f"{path}: {len(named)} rows have {self.key} {claim!r}")
+        if not named:
+            hint = suggestion(claim, [row[self.key] for row in rows])
+            raise UserError(f"{path}: no row has {self.key} {claim!r}{hint}")
+        return named[0]
+
+
+# -- who published -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,23 +128,22 @@ class MeasuredSource:
 
 def measured_sources() -> list[MeasuredSource]:
     """The sources of results/measured/sources.csv, in its order."""
-    _, _, rows = published_rows(SOURCES_FILE, Path())
+    rows = published_file(SOURCES_FILE).rows
     return [MeasuredSource(row["file"], row["measured by"], row["commit"], row["machines"]) for row in rows]
 
 
 def papers() -> dict[str, Paper]:
     """The papers of results/papers/papers.csv by name, then the measurements of results/measured, and the
     step times of results/field."""
-    _, _, rows = published_rows(PAPERS_FILE, Path())
-    named = {row["paper"]: Paper(row["paper"], row["source"], row["title"], row["finding"]) for row in rows}
-    sources = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
-    _, _, rows = published_rows(FIELD_SOURCES_FILE, Path())
-    field = ", ".join(dict.fromkeys(row["measured by"] for row in rows))
-    return {
-        **named,
-        MEASURED: Paper(MEASURED, sources, "What real machines measured"),
-        FIELD: Paper(FIELD, field, "Step times that others published"),
-    }
+    listed = [
+        Paper(row["paper"], row["source"], row["title"], row["finding"])
+        for row in published_file(PAPERS_FILE).rows
+    ]
+    measured = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
+    field = ", ".join(dict.fromkeys(row["measured by"] for row in published_file(FIELD_SOURCES_FILE).rows))
+    listed.append(Paper(MEASURED, measured, "What real machines measured"))
+    listed.append(Paper(FIELD, field, "Step times that others published"))
+    return {paper.name: paper for paper in listed}
 
 
 def unknown_paper(name: str) -> str:
@@ -81,10 +155,10 @@ def unknown_paper(name: str) -> str:
 
 def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:
     """The scenario of a paper that has that name; UserError if none has."""
-    found = {scenario.name: scenario for scenario in scenarios}
-    if name not in found:
-        raise UserError(f"no scenario {name!r} answers to {paper.name}{suggestion(name, [*found])}")
-    return found[name]
+    by_name = {scenario.name: scenario for scenario in scenarios}
+    if name not in by_name:
+        raise UserError(f"no scenario {name!r} answers to {paper.name}{suggestion(name, by_name)}")
+    return by_name[name]
 
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:

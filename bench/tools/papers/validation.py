@@ -1,17 +1,20 @@
-"""The table "validated against real machines": our errors by who measured, beside other predictors'."""
+"""The tables of README.md: our errors by who measured real machines, beside other predictors'; and each rung
+of ALST's ladder, the longest sequence as published and as simulated, and what its switch costs in time."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median
 
-from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.tools.papers.paper_findings import ROLES, Line, Record, distinct
-from spbench.bench.tools.papers.sources import MeasuredSource, measured_sources
+from spbench.bench.tools.papers.paper_findings import ROLES, Line, Record, distinct, label_of, table_of
+from spbench.bench.tools.papers.sources import MeasuredSource, measured_sources, published_file
 
 PREDICTORS_FILE = "other_predictors.csv"
+_LADDER = "alst"
+#: names of ratios, as the scenario gives them: the machine and the rungs as the table has them, and the step
+_PRICE = re.compile(r"(?P<machine>.+), (?P<rung>[^,]+) over (?P<base>[^,]+), (?P<step>[^,]+)")
 
 #: what readers are told of the quantities of scenarios
 QUANTITY_NAMES = {
@@ -35,7 +38,7 @@ def records_by_source(records: Sequence[Record]) -> dict[MeasuredSource, list[Re
 def validation_lines(records: Sequence[Record]) -> list[Line]:
     """A line for each source of measurements and quantity, each followed by those of other predictors of the
     same runs; then predictors on other runs. ``records`` are of `spbench reproduce measured`."""
-    _, _, others = published_rows(PREDICTORS_FILE, Path())
+    others = published_file(PREDICTORS_FILE).rows
     lines = []
     for source, some in records_by_source(records).items():
         for quantity, name in QUANTITY_NAMES.items():
@@ -75,7 +78,7 @@ def _other_line(other: Mapping[str, str]) -> Line:
 def predictor_errors(other: Mapping[str, str]) -> list[float]:
     """|predicted / measured - 1| of a row of results/measured/other_predictors.csv: by the columns that it
     names of the file of measurements that it names."""
-    _, _, rows = published_rows(other["file"], Path())
+    rows = published_file(other["file"]).rows
     return [abs(float(row[other["predicted"]]) / float(row[other["measured"]]) - 1) for row in rows]
 
 
@@ -90,3 +93,39 @@ def _statistics(errors: Sequence[float]) -> Line:
 def _percent(error: float) -> str:
     """One digit after the point; two significant ones below 1%."""
     return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
+
+
+# -- the ladder ----------------------------------------------------------------------------------------------
+
+
+def ladder_lines(records: Sequence[Record]) -> list[Line]:
+    """A line for each rung, in the order of the published table; no price where no step was timed with and
+    without a switch.
+
+    Args:
+        records: of `spbench reproduce field`.
+    """
+    prices: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if (price := _PRICE.fullmatch(table_of(record))) and record["reproduced"] is not None:
+            of = prices[f"{price['machine']}, {price['rung']}"]
+            of[price["base"]].append(f"{record['reproduced'] - 1:+.1%} ({price['step']})")
+    lines = []
+    for record in records:
+        if table_of(record) == _LADDER:
+            machine, _, rung = label_of(record).rpartition(", ")
+            paid = prices[label_of(record)].items()
+            lines.append(
+                {
+                    "on": machine.replace("gpus ", ""),
+                    "switches": rung,
+                    "longest, published": _length(record["published"]),
+                    "ours": _length(record["reproduced"]),
+                    "step": "; ".join(f"{', '.join(steps)} over {base}" for base, steps in paid),
+                }
+            )
+    return lines
+
+
+def _length(tokens: float | None) -> str:
+    return "none" if tokens is None else f"{round(tokens):,}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.changes.history import Assessment, read_history
-from spbench.bench.tools.changes.judgement import VERDICTS
+from spbench.bench.tools.changes.metrics import VERDICTS
 from spbench.bench.tools.report.gates import Gate, gates
 from spbench.bench.tools.report.gathered import Gathered
 

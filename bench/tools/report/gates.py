@@ -12,8 +12,8 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
 from spbench.bench.measure.sweep.results import RESULTS_FILE
-from spbench.bench.tools.changes.gate import check_gate
-from spbench.bench.tools.changes.judgement import VERDICTS, Difference, Judgement, judge
+from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
+from spbench.bench.tools.changes.metrics import VERDICTS, Difference
 from spbench.bench.tools.changes.result_files import Results, read_results
 
 Line = dict[str, Any]

@@ -23,6 +23,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.sweep.frames import flat
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_all_rows
 from spbench.bench.measurement import Measured
+from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.paper_findings import Findings, Record, table_of
@@ -232,7 +233,7 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
     the units of the comparison alone, so they are turned back into what was measured."""
     columns = {
         (table.table, name): quantity
-        for table in scenario.answers(PublishedTable)
+        for table in answers_of(scenario, PublishedTable)
         for name, quantity in table.by_name.items()
         if not quantity.of_classes
     }

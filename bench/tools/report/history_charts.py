@@ -16,8 +16,7 @@ from typing import Any
 import altair as alt
 
 from spbench.bench.tools.changes.history import Assessment
-from spbench.bench.tools.changes.series import SHOWN_STATUSES, STATUS, Series
-from spbench.bench.tools.changes.steps import Step
+from spbench.bench.tools.changes.series import SHOWN_STATUSES, STATUS, Series, Step
 from spbench.bench.tools.report.charts import selected, spec_of
 from spbench.bench.tools.report.page import Chart, DataTable, LegendEntry, Panel, Selector
 

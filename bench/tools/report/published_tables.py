@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.paper_findings import Record, by_table, label_of, of_table
 from spbench.bench.tools.report.gathered import Gathered
@@ -100,7 +101,7 @@ def tables_of(gathered: Gathered, scenario: Scenario, records: Sequence[Record])
     if claims:
         yield _claims(f"{scenario.name}-claims", f"Claims: {scenario.document.title}", claims)
     cells = gathered.cell_fields
-    tables = {table.table: table for table in scenario.answers(PublishedTable)}
+    tables = {table.table: table for table in answers_of(scenario, PublishedTable)}
     for (name, quantity, variant), some in by_table(records).items():
         lines = [record for record in some if record["cell"] in cells]
         if not lines:

@@ -91,8 +91,8 @@ def command(
 
     if not dry_run:
         begin_server()  # its imports take as long as those of this process
-    from spbench.bench.measure.engines.virtual import only_plain_traces
-    from spbench.bench.measure.scenarios.scenario import load_scenario
+    from spbench.bench.measure.engines.tracing import only_plain_traces
+    from spbench.bench.tools.papers.answer import load_scenario
     from spbench.bench.tools.papers.sources import unknown_paper
     from spbench.bench.tools.run.run_output import planned, results
 

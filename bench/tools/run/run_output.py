@@ -19,8 +19,7 @@ from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.digest import digests_of_a_run, is_final, outdated
 from spbench.bench.measure.sweep.frames import flat, flat_rows
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, shown_band, tied, with_band
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.execution import Ran

@@ -18,8 +18,7 @@ from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.sweep.sweep import unproven
-from spbench.bench.measure.trust.bands import shown_band, with_band
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import shown_time
 from spbench.impls.strategies.base import Unsupported

@@ -34,8 +34,8 @@ def command(
     The cell is one of SCENARIO, chosen by the options; the trace has its step event by event. The command
     also says the memory of each class of ranks that run the same program.
     """
-    from spbench.bench.measure.scenarios.scenario import load_scenario
     from spbench.bench.measure.scenarios.select import the_cell
+    from spbench.bench.tools.papers.answer import load_scenario
     from spbench.bench.tools.run.step_trace import write_trace
 
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))

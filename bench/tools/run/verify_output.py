@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,14 @@ from spbench.bench.measure.scenarios.engine_settings import Asked, chosen_device
 from spbench.bench.measure.scenarios.setting_changes import option_values
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases
-from spbench.bench.measure.verify.cases import VerifyRow
-from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts, verified_code
+from spbench.bench.measure.verify.verdicts import (
+    EQUAL,
+    VERDICTS_FILE,
+    Verdict,
+    VerifyRow,
+    kept_verdicts,
+    verified_code,
+)
 from spbench.bench.row import finite
 from spbench.impls.models.model import models as all_models
 from spbench.impls.registries import absent, peers
@@ -37,15 +43,12 @@ from spbench.impls.training.step import PRECISIONS
 
 #: what no case is wrong for
 _NO_FAULTS = {"green", "unsupported", "as published"}
-#: as :attr:`VerifyRow.bytes` has it, and what is said where no case has anything to compare
-EQUAL = "equal"
+#: what is said of bytes where no case has anything to compare
 NOT_COMPARED = "not compared, as closed forms are of whole models"
 #: characters of a variant in the table; JSON and CSV have all
 _VARIANT = 36
 
 Pairs = Sequence[tuple[str, str]]
-#: a verdict, the fields of a :class:`VerifyRow`
-Verdict = Mapping[str, Any]
 
 
 def verified(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import model_parameters, rank_classes
 from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.measure.engines.traces import Trace
@@ -25,7 +25,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.communication import Operation
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measurement import Measurement
 from spbench.impls.backends.backend import Backend, HeldPart
@@ -220,7 +220,7 @@ def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
     really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
     assert all(counts and not difference for counts, difference in really)
     for each in rank_classes(asked):
-        virtually = seen(virtual.trace(asked, each.first))
+        virtually = seen(tracing.trace(asked, each.first))
         assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
 
 

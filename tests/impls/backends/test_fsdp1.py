@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -49,7 +49,7 @@ def of_size(log: MemoryLog, nbytes: int) -> list[tuple[int, str, str]]:
 
 def test_the_unit_is_whole_from_forward_on_and_streams_are_apart() -> None:
     cell = asked("ulysses", {"sp": 2}, shard_dtype="parameters")
-    log, elements = virtual.trace(cell).memory, model_parameters(cell)
+    log, elements = tracing.trace(cell).memory, model_parameters(cell)
     # the weights, and their gradient, of which the sum's part is made on a third stream
     assert of_size(log, 2 * elements) == [(1, "forward", "backward"), (0, "backward", "backward")]
     assert of_size(log, elements) == [(2, "backward", "")]
@@ -58,13 +58,13 @@ def test_the_unit_is_whole_from_forward_on_and_streams_are_apart() -> None:
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 4 + 8), ("parameters", 2 + 4)])
 def test_shards_are_held_in_the_dtype_that_is_asked_for(dtype: str, nbytes: int) -> None:
     cell = asked("ulysses", {"sp": 2}, shard_dtype=dtype)
-    held = virtual.trace(cell).measurement(None).peak_held
+    held = tracing.trace(cell).measurement(None).peak_held
     assert held["optimizer_state"] == pytest.approx(nbytes * model_parameters(cell) / 2, rel=0.02)
 
 
 def test_what_tensor_parallelism_splits_is_left_alone(pool: RankPool) -> None:
     cell = asked("megatron_sp", {"tp": 2}, shard_dtype="parameters")
-    trace = virtual.trace(cell)
+    trace = tracing.trace(cell)
     split = 2 * (4 * 192 * 192 + 3 * 192 * 512) // 2  # of two layers, half on each rank
     assert trace.measurement(None).peak_held["parameters"] == pytest.approx(2 * split, rel=0.01)
     gathered = {row["collective"] for row in trace.communication.rows() if row["phase"] == "forward"}

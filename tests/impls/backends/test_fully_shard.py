@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
@@ -37,7 +37,7 @@ def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
 def test_what_each_option_changes() -> None:
     def peak(**options: Any) -> Any:
         wide = {"hidden": 192, "inner": 512, "vocabulary": 2048, "layers": 2}
-        return virtual.trace(asked(options, precision="bf16", model_options=wide)).memory.peak()
+        return tracing.trace(asked(options, precision="bf16", model_options=wide)).memory.peak()
 
     plain = peak()
     assert peak(wrap="whole").nbytes > plain.nbytes
@@ -49,7 +49,7 @@ def test_what_each_option_changes() -> None:
 
 def test_a_tied_embedding_is_no_unit() -> None:
     with pytest.raises(Unsupported, match="no word embedding apart from its head; use wrap: blocks"):
-        virtual.trace(asked({"wrap": "embedding"}, model_options={"tied": True}))
+        tracing.trace(asked({"wrap": "embedding"}, model_options={"tied": True}))
 
 
 def test_pieces_that_nobody_looks_at_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +60,10 @@ def test_pieces_that_nobody_looks_at_are_not_cut(monkeypatch: pytest.MonkeyPatch
         patched.setattr(
             meta_device.Pieces, "__getitem__", lambda all_, i: looked_at.append(i) or cut(all_, i)
         )
-        ours = [virtual.trace(wide, rank, events=True) for rank in (3, 23)]
+        ours = [tracing.trace(wide, rank, events=True) for rank in (3, 23)]
     # torch still asks for its pieces by the name that is known; of each parameter for few
     assert {0, 3, 23} == {*looked_at}
     monkeypatch.setattr(meta_device, "CUT", "a name of another torch")
-    with virtual.only_plain_traces():
+    with tracing.only_plain_traces():
         for rank, trace in zip((3, 23), ours, strict=True):
-            assert differences(virtual.trace(wide, rank, events=True), trace) == []
+            assert differences(tracing.trace(wide, rank, events=True), trace) == []

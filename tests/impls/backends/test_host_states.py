@@ -28,7 +28,7 @@ from tests.impls.backends.test_backends import (
     cell,
 )
 from tests.impls.models.deferred_streams import Device
-from tests.measure.verify import host_faults as faults
+from tests.measure.verify import backend_faults as faults
 
 OPTIMIZER = {"optimizer": "host"}
 PARAMETERS = {"optimizer": "host", "parameters": "host"}

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import model_parameters
-from spbench.bench.measure.engines.virtual import VirtualEngine, only_plain_traces
+from spbench.bench.measure.engines.tracing import only_plain_traces
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import GRANULE
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends.backend import Backend
@@ -34,7 +35,7 @@ from tests.impls.backends.test_backends import (
     assert_sends_its_closed_form,
     cell,
 )
-from tests.measure.verify import megatron_faults as faults
+from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
 
 SHARDED = {"distributed_optimizer": True}
@@ -90,7 +91,7 @@ def test_gradients_and_updates_are_those_of_one_device(
         (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
         (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
         (faults.UpdatedFromTheNextElement, "single", {"dp": 2}, SHARDED, "weight 0"),
-        (faults.WeightsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
+        (faults.PartsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
         (faults.WeightsNotGatheredInForward, "single", {"dp": 2}, GATHERED_LATE, "gradient 1"),
         (faults.TiedEmbeddingNotSummed, "single", {"dp": 2, "pp": 2}, SHARDED, "gradient 0"),
     ],
@@ -132,7 +133,7 @@ def test_bytes_a_parameter(options: dict[str, Any], state: float) -> None:
     for moments, share in (("kept", 1.0), ("later", 1 / 3)):
         options = {**options, "moments": moments, "gradient_accumulation_fusion": False}
         asked = megatron("lasp", 1, options, **ON_EIGHT, model_options=HEAVY)
-        log, elements = virtual.trace(asked).memory, model_parameters(asked)
+        log, elements = tracing.trace(asked).memory, model_parameters(asked)
         held: Counter[str] = Counter()
         for number, before in enumerate(log.born_before_step()):
             held[log.tags.get(number, "")] += log.sizes[number] if before else 0
@@ -229,7 +230,7 @@ def test_options_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="num_distributed_optimizer_instances needs distributed_optimizer"):
         MegatronOptions(num_distributed_optimizer_instances=2)
     with pytest.raises(Unsupported, match="2 instances of the optimizer cannot share 3 ranks"):
-        virtual.trace(megatron("single", 2, INSTANCES, sizes={"dp": 3}))
+        tracing.trace(megatron("single", 2, INSTANCES, sizes={"dp": 3}))
 
 
 # -- in pipelines -----------------------------------------------------------------------------------------
@@ -281,9 +282,9 @@ def test_outputs_that_were_sent_are_freed(options: dict[str, Any], in_flight: in
     """At the first stage's peak: of every micro-batch in flight, and of an output a single element stays."""
     asked = in_stages(options, precision="bf16", seq_len=512)
     with only_plain_traces():
-        freed = virtual.trace(asked).memory.peak()
+        freed = tracing.trace(asked).memory.peak()
         with mock.patch.object(Megatron, "frees_sent_outputs", False):
-            kept = virtual.trace(asked).memory.peak()
+            kept = tracing.trace(asked).memory.peak()
     hidden = 2 * 512 * 48 * 2  # 2 samples, 48 features, 2 bytes
     assert kept.nbytes - freed.nbytes == in_flight * (hidden - GRANULE)
 
@@ -301,6 +302,6 @@ def test_a_sent_gradient_lives_during_the_next_backward() -> None:
         return d_x
 
     with only_plain_traces(), mock.patch.object(StageRun, "backward", watched):
-        virtual.trace(in_stages({}), rank=1)
+        tracing.trace(in_stages({}), rank=1)
     assert alive == [True] * 3
     assert not any(ref() is not None for ref in sent)

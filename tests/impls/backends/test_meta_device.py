@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.setup import build_training
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -66,7 +66,7 @@ def test_values_are_those_of_a_model_that_was_built_whole(pool: RankPool, change
 def test_a_rank_never_holds_more_than_its_part() -> None:
     model = {"model": "gpt3-345m", "model_options": {"layers": 2}, "strategy": "single", "sizes": {"dp": 8}}
     asked = [cell(on, **model, batch=8, seq_len=1024) for on in ("meta", "device")]
-    logs = [virtual.trace(each).memory for each in asked]
+    logs = [tracing.trace(each).memory for each in asked]
     meta, device = (log.setup_peak(log.sizes).nbytes for log in logs)
     # float32 weights and two moments, of an eighth; the rest is the batch
     assert meta == pytest.approx(12 * model_parameters(asked[0]) / 8, rel=0.01)
@@ -76,4 +76,4 @@ def test_a_rank_never_holds_more_than_its_part() -> None:
 
 def test_a_place_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="initialize is one of meta, device, not 'cpu'"):
-        virtual.trace(cell("cpu"))
+        tracing.trace(cell("cpu"))

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.virtual import VirtualEngine, only_plain_traces
+from spbench.bench.measure.engines.tracing import only_plain_traces
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.backends.megatron import Megatron
 
 HIDDEN = 2 * 64 * 48 * 2  # of a micro-batch: 2 samples, 64 positions, 48 features, 2 bytes

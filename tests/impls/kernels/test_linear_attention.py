@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.kernels import linear_attention as module
 from spbench.impls.kernels.linear_attention import (
     BLOCK,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.kernels import linear_attention as plain
 from tests.impls.kernels.test_linear_attention import made
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from tests.slow import slow
 
@@ -47,7 +47,7 @@ def test_a_norm_over_all_features_is_refused_where_they_are_split() -> None:
 def bytes_a_token(model: str, **options: Any) -> float:
     """By which the peak grows with a position of a single sequence."""
     changes = {"strategy": "single", "batch": 1, "precision": "bf16", "model_options": options}
-    peaks = [virtual.trace(cell(model, seq_len=n, **changes)).memory.peak() for n in (8192, 16384)]
+    peaks = [tracing.trace(cell(model, seq_len=n, **changes)).memory.peak() for n in (8192, 16384)]
     assert peaks[1].phase == "backward"
     return (peaks[1].nbytes - peaks[0].nbytes) / 8192
 

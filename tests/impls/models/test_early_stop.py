@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.impls.models.model import model_preset
 from tests.impls.models.test_recomputed_dropout import gradients
@@ -23,7 +23,7 @@ def trace(**changes: Any) -> Trace:
         "seq_len": 16,
         "model_options": {"layers": 2},
     }
-    return virtual.trace(Cell.model_validate(asked | changes), events=True)
+    return tracing.trace(Cell.model_validate(asked | changes), events=True)
 
 
 def kernels(of: Trace) -> Counter[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.memory.allocator import MIB, rounded
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
@@ -51,7 +51,7 @@ def test_virtual_ranks_are_as_real_ones(pool: RankPool, options: dict[str, Any])
             **settings,
         }
     )
-    virtually = [seen(virtual.trace(cell, rank)) for rank in range(2)]
+    virtually = [seen(tracing.trace(cell, rank)) for rank in range(2)]
     really = on_real_ranks(pool, {"tp": 2}, cell, virtually)
     assert [r.peak for r in really] == [v.peak for v in virtually]
     assert [r.counts for r in really] == [v.counts for v in virtually]
@@ -119,7 +119,7 @@ def peaks_of_steps(**options: Any) -> list[int]:
         model_options={"layers": 1, "vocabulary": 65536, **options},
         training={"micro_batches": 2, "steps": 2},
     )
-    log = virtual.trace(cell).memory
+    log = tracing.trace(cell).memory
     found = log.peaks(rounded(np.asarray(log.sizes)))
     assert all(peak.phase == "backward" for peak in found if options["cross_entropy"] == "native")
     return [peak.nbytes for peak in found]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.simulator.program import KERNEL
 from spbench.impls.models.blocks import host_checkpoints
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
@@ -84,7 +84,7 @@ def copies(**changes: Any) -> Counter[str]:
         "batch": 3,
         "seq_len": 16,
     }
-    program = virtual.trace(Cell.model_validate(asked | changes), events=True).program
+    program = tracing.trace(Cell.model_validate(asked | changes), events=True).program
     assert program is not None
     names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
     return Counter(name for name in names if name in ("to_host_", "to_device_"))
@@ -155,7 +155,7 @@ def test_nothing_is_held_after_backward(where: str) -> None:
     """On the host, though the module lives on."""
     options = {"layers": LAYERS, **ON_HOST, "checkpoints": where}
     asked = {"model": "gpt3-tiny", "model_options": options, "strategy": "single"}
-    log = virtual.trace(Cell.model_validate({**asked, "batch": 2, "seq_len": 16})).host_memory
+    log = tracing.trace(Cell.model_validate({**asked, "batch": 2, "seq_len": 16})).host_memory
     assert len(log.sizes) == LAYERS
     assert sorted(map(abs, log.events)) == sorted([*range(1, LAYERS + 1)] * 2)
     assert len(log.tags) == (LAYERS if where == "pageable" else 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.engines.tracing import trace
 
 
 def kept_by_a_layer(**cell: Any) -> int:

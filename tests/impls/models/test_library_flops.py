@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.simulator.program import ATTENTION
 from spbench.bench.measure.trace.operator_prices import PRODUCTS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS

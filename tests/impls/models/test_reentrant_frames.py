@@ -9,7 +9,7 @@ import pytest
 from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.impls.models.blocks import recomputation
 from spbench.impls.models.model import model_preset
 from tests.impls.models.test_recomputed_dropout import gradients
@@ -26,7 +26,7 @@ def peak_bytes(**options: Any) -> int:
         "seq_len": 128,
         "model_options": {"layers": 4, "loss_tile": 16, **FULL, **options},
     }
-    peak = virtual.trace(Cell.model_validate(asked)).memory.peak()
+    peak = tracing.trace(Cell.model_validate(asked)).memory.peak()
     assert peak.phase == "backward"
     return peak.nbytes
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.documents import document_of_positions
+from spbench.bench.measure.verify.beside_values import document_of_positions
 from spbench.impls.attended import Attended, Range, Ranges
 from spbench.impls.axes import Place
 from spbench.impls.kernels.gated_delta import GatedDelta

@@ -11,8 +11,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.traces import merged
-from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.engines.virtual import merged
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import VerifyRow, verify_case
 from spbench.bench.measure.verify.verified_run import Case

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.verified_run import Case
@@ -21,7 +21,7 @@ from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.verify import state_faults
+from tests.measure.verify import recurrence_faults
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel, formula, metered
 from tests.slow import slow
@@ -104,10 +104,10 @@ def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]
     assert_green(pool, Case(cls, THREE_HEADS, "attention", "fp64", 1, 3 * 600), 3)
 
 
-@pytest.mark.parametrize("fault", state_faults.ALL)
+@pytest.mark.parametrize("fault", recurrence_faults.OF_STATES)
 def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     # one position of weak decay is less than bf16 can tell
-    for dtype in ("fp64",) if fault is state_faults.ChunkDecayOffByOne else ("fp64", "bf16"):
+    for dtype in ("fp64",) if fault is recurrence_faults.ChunkDecayOffByOne else ("fp64", "bf16"):
         assert_red(pool, Case(fault, THREE_HEADS, "attention", dtype), 4)
 
 

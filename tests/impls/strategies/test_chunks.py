@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.axes import ALONE
@@ -103,7 +103,7 @@ def cell(strategy: str, **changes: Any) -> Cell:
 
 def messages(asked: Cell) -> Counter[tuple[str, int]]:
     """How many all-to-alls of which bytes, by phase and bytes."""
-    counts = virtual.trace(asked).communication.counts
+    counts = tracing.trace(asked).communication.counts
     return Counter(
         {(op.phase, op.payload_bytes): n for op, n in counts.items() if op.collective == "all_to_all"}
     )
@@ -119,8 +119,8 @@ def test_rounds_send_the_bytes_of_ulysses_in_more_messages() -> None:
 
 
 def test_rounds_and_chunks_hold_less_than_ulysses() -> None:
-    peaks = {name: virtual.trace(cell(name)).memory.peak().nbytes for name in ("ulysses", "upipe")}
-    peaks["fpdt"] = virtual.trace(cell("fpdt", strategy_options={"chunk": 256})).memory.peak().nbytes
+    peaks = {name: tracing.trace(cell(name)).memory.peak().nbytes for name in ("ulysses", "upipe")}
+    peaks["fpdt"] = tracing.trace(cell("fpdt", strategy_options={"chunk": 256})).memory.peak().nbytes
     activations = 1024 * 256 * 2  # [L/N, H] in bfloat16
     # in Ulysses queries, keys and values are whole, beside one of them in a message
     assert peaks["upipe"] < peaks["ulysses"] - 2 * activations

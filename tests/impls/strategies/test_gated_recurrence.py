@@ -90,7 +90,7 @@ def test_around_each_other(pool: RankPool, outer: type[Strategy], name: str) -> 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("fault", faults.ALL)
+@pytest.mark.parametrize("fault", faults.OF_RECURRENCES)
 def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy], name: str) -> None:
     assert_red(pool, Case(fault, model_preset(name, ONE), "attention"), 3, "output y", "gradient of")
 

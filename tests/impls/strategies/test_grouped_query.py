@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
@@ -197,7 +197,7 @@ def test_memory_of_keys_falls_with_their_heads() -> None:
             asked = cell(
                 "single", {}, kv_heads, batch=1, seq_len=seq_len, precision="bf16", model_options=options
             )
-            peaks[kv_heads, seq_len] = virtual.trace(asked).memory.peak().nbytes
+            peaks[kv_heads, seq_len] = tracing.trace(asked).memory.peak().nbytes
     a_token = {n: (peaks[n, 8192] - peaks[n, 4096]) / 4096 for n in (12, 4)}
     assert a_token[12] - a_token[4] >= 3 * 2 * 8 * 4 * 2
 
@@ -206,6 +206,6 @@ def test_ranks_of_a_group_time_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of groups of two ranks out of four, simulated one for all or each alone, the step takes as long."""
     asked = cell("tensor_parallel", {"tp": 4, "dp": 2}, 2, precision="bf16")
     folded = VirtualEngine().measure(asked)
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
     assert folded.step_time_s == pytest.approx(VirtualEngine().measure(asked).step_time_s, rel=1e-12)
     assert folded.step_time_s

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import plan, rank_classes
-from spbench.bench.measure.verify.documents import seen_pairs
+from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
@@ -103,7 +103,7 @@ def test_no_rank_holds_more_than_those_that_are_traced(strategy: str, window: in
             "precision": "bf16",
         }
     )
-    traces = [virtual.trace(asked, rank) for rank in range(5)]
+    traces = [tracing.trace(asked, rank) for rank in range(5)]
     planned = plan(asked)
     for rank, trace in enumerate(traces):
         assert not planned.difference(trace.communication, rank)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spbench.bench.measure.engines.virtual import fake_mesh
-from spbench.bench.measure.verify.documents import document_of_positions, seen_pairs
+from spbench.bench.measure.engines.tracing import fake_mesh
+from spbench.bench.measure.verify.beside_values import document_of_positions, seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.axes import Place
 from spbench.impls.kernels import gated_delta_operators, linear_attention, state_space_operators

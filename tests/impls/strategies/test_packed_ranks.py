@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.measure.engines.unlike_ranks import MOST_SETS, Load, roles_by_load
-from spbench.bench.measure.verify.documents import seen_pairs
+from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.layout import Unsupported

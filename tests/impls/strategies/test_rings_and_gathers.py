@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -44,7 +44,7 @@ def peaks_of_ranks(n: int, strategy: str, **options: str) -> tuple[list[int], in
     """Peak bytes of every rank, and the largest of the ranks that are traced for their classes."""
     of: Any = {"precision": "bf16", "model_options": {"vocabulary": 16}, "strategy_options": options}
     asked = cell(strategy, {"sp": n}, seq_len=768, **of)
-    peaks = [virtual.trace(asked, rank).memory.peak().nbytes for rank in range(n)]
+    peaks = [tracing.trace(asked, rank).memory.peak().nbytes for rank in range(n)]
     return peaks, max(peaks[each.first] for each in rank_classes(asked))
 
 
@@ -62,7 +62,7 @@ def test_no_rank_of_a_ring_holds_more_than_the_last(placement: str) -> None:
     """Which stands for all: one that skips blocks must not keep the gradients of the block before."""
     of: Any = {"batch": 2, "seq_len": 4096, "precision": "bf16", "strategy_options": {"placement": placement}}
     asked = cell("ring_attention", {"sp": 4}, **of)
-    peaks = [virtual.trace(asked, rank).memory.peak().nbytes for rank in range(4)]
+    peaks = [tracing.trace(asked, rank).memory.peak().nbytes for rank in range(4)]
     assert peaks == [peaks[-1]] * 4
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.engines.tracing import trace
 from spbench.impls.axes import Place
 from spbench.impls.registries import strategy_class
 

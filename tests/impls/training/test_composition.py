@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.discrepancy import relative_errors
+from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.axes import Place
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.setup import set_up
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 
 
 def tracked_peak(cell: Cell, rank: int = 0) -> int:

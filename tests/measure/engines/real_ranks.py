@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.garbage import no_cyclic_collection
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -57,7 +58,7 @@ def seen(trace: Trace) -> Seen:
 
 def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
     recorder = Recorder(mesh, settle_s)
-    with recorder, virtual.no_cyclic_collection():
+    with recorder, no_cyclic_collection():
         record_step(cell, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=0))
     return seen(Trace.of(cell, dist.get_rank(), recorder))
 
@@ -80,7 +81,7 @@ def on_real_ranks(
 def assert_real_ranks_send_the_same(pool: RankPool, cell: Cell) -> None:
     """As the virtual ones, operation by operation, of every rank, and what the closed forms say."""
     for rank, found in enumerate(pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)):
-        virtually = seen(virtual.trace(cell, rank))
+        virtually = seen(tracing.trace(cell, rank))
         assert found.counts == virtually.counts
         assert found.difference == virtually.difference == []
         assert found.counts

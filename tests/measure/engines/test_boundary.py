@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, SearchRequest, Sizes, TrainingOptions
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.search import largest_that_fits
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -109,13 +109,14 @@ def test_kernel_that_takes_2048_keys(tmp_path: Path) -> None:
 
 def test_shallow_model_predicts_deep_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
-    real = virtual.trace
+    real = tracing.trace
 
     def counted(cell: Cell, rank: int = 0, *, events: bool = False) -> Any:
         traced.append(cell.model_options["layers"])
         return real(cell, rank, events=events)
 
-    monkeypatch.setattr(virtual, "trace", counted)
+    for module in (tracing, virtual):
+        monkeypatch.setattr(module, "trace", counted)
     cell = searching(tmp_path, 128, RSA, 2, LENGTH, batch=8, model_options={"layers": 5})
     found = largest_that_fits(cell)
     assert_proved(cell, found)
@@ -198,7 +199,8 @@ def test_limit_between_two_steps(tmp_path: Path) -> None:
 def test_nothing_is_traced_for_a_limit_below_the_smallest_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(virtual, "trace", lambda *args, **settings: pytest.fail("traced"))
+    for module in (tracing, virtual):
+        monkeypatch.setattr(module, "trace", lambda *args, **settings: pytest.fail("traced"))
     search = SearchRequest(quantity="seq_len", step=8, limit=20)
     with pytest.raises(Unsupported, match="steps of 24, above the limit 20"):
         largest_that_fits(searching(tmp_path, 2000, RSA, 3, search))

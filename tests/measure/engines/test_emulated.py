@@ -19,12 +19,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import emulated, search, virtual
+from spbench.bench.measure.engines import emulated, search, tracing, virtual
 from spbench.bench.measure.engines.emulated import BACKEND, EmulatedEngine, EmulatedGroup, memory_fraction
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.search import largest_fitting
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.virtual import VirtualEngine, fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unavailable
@@ -93,7 +94,7 @@ def compared(cell: Cell) -> list[str]:
     problems = []
     for each in rank_classes(cell):
         trace, losses = played(cell, each.first)
-        problems += differences(trace, virtual.trace(cell, each.first, events=True))
+        problems += differences(trace, tracing.trace(cell, each.first, events=True))
         problems += ["losses"] * (not all(map(math.isfinite, losses)))
     return problems
 
@@ -204,7 +205,7 @@ def test_plays_the_rank_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     found = {rank: EmulatedEngine().measure(pipeline.model_copy(update={"rank": rank})) for rank in (None, 1)}
     assert found[None].peak_rank == virtual.trace_classes(pipeline).worst().rank == 0
     assert found[1].peak_rank == 1
-    assert found[1].peak_memory_bytes == virtual.trace(pipeline, 1).memory.peak().nbytes
+    assert found[1].peak_memory_bytes == tracing.trace(pipeline, 1).memory.peak().nbytes
 
 
 CARD = """
@@ -238,7 +239,7 @@ def test_a_search_is_decided_by_steps(
     found = search.search(cell, EmulatedEngine())
     assert found.answer is not None
     assert {(found.answer, "ok"), (found.answer + 16, "oom")} <= set(tried(found))
-    expected = virtual.trace(cell.at(found.answer)).memory.peak().nbytes
+    expected = tracing.trace(cell.at(found.answer)).memory.peak().nbytes
     assert (found.status, found.peak_memory_bytes) == ("ok", expected)
 
 

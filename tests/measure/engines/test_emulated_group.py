@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.bench.measure.engines.emulated import BACKEND
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 
 
 def poisoned(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.extrapolate import DEPTHS, NotOneProgram, PeakModel, Programs
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from tests.measure.engines.cells import cell_of
@@ -27,7 +27,7 @@ class Tracer:
         cell = self.cell.at(size)
         if layers is not None:
             cell = cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
-        return virtual.trace(cell).memory
+        return tracing.trace(cell).memory
 
 
 def tracer(quantity: str, strategy: str, n: int, **changes: Any) -> Tracer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.registries import strategy_class
@@ -70,7 +70,7 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
         model_options={**options, "heads": 16, "hidden": 32, "checkpointing": checkpointing},
         strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
     )
-    measured = virtual.trace(cell, rank=n - 1).measurement(None)
+    measured = tracing.trace(cell, rank=n - 1).measurement(None)
     assert measured.formula_difference == []
     assert measured.communication
 
@@ -79,7 +79,7 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
 def test_formula_pays_for_padding(rank: int, temporal: int, spatial: int) -> None:
     options = {"temporal": temporal, "layers": 1}
     cell = cell_of("dsp", 4, seq_len=temporal * spatial, model_options=options)
-    assert virtual.trace(cell, rank).measurement(None).formula_difference == []
+    assert tracing.trace(cell, rank).measurement(None).formula_difference == []
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_flat"])
@@ -144,4 +144,4 @@ def test_bytes_are_those_of_the_paper(n: int) -> None:
 
 def sent(strategy: str, n: int) -> dict[tuple[str, str], Fraction]:
     cell = cell_of(strategy, n, seq_len=12 * 24, model_options={"layers": 1})
-    return virtual.trace(cell).communication.sent_bytes()
+    return tracing.trace(cell).communication.sent_bytes()

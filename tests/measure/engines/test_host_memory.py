@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.host_memory import host_peaks, limit_by_host
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.run_cell import run_cell
@@ -78,7 +78,7 @@ def test_the_inputs_of_all_layers_wait_on_the_host() -> None:
     on_device = cell(model_options={"layers": LAYERS, "recompute": "full"})
     without = VirtualEngine().measure(on_device)
     assert (without.peak_host_memory_bytes, without.node_host_memory_bytes) == (None, None)
-    kept, moved = (virtual.trace(each).memory for each in (on_device, cell()))
+    kept, moved = (tracing.trace(each).memory for each in (on_device, cell()))
     assert len(kept.sizes) < len(moved.sizes)  # what is fetched is made anew
 
 
@@ -87,7 +87,7 @@ def test_the_device_holds_all_but_one_input_less() -> None:
     long = {"seq_len": 192, "batch": 2, "strategy": "single", "sizes": {}}
     options = {"layers": LAYERS, "recompute": "full", "vocabulary": 5000}
     device, host = (
-        virtual.trace(cell(model_options=options | {"checkpoints": where}, **long)).memory
+        tracing.trace(cell(model_options=options | {"checkpoints": where}, **long)).memory
         for where in ("device", "host")
     )
     # neither the optimizer's phase nor what it makes
@@ -185,7 +185,7 @@ def states_on_host(cluster: str, **training: object) -> Cell:
 
 def elements_of_a_rank(asked: Cell) -> int:
     """Of its part of the weights, which is the larger one where they do not halve."""
-    return max(virtual.trace(asked).host_memory.sizes) // 4
+    return max(tracing.trace(asked).host_memory.sizes) // 4
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_states_on_the_host_by_program() -> None:
     masters, gradients and moments; torch's CPUOffloadPolicy has these alone, a tensor each."""
     part = elements_of_a_rank(states_on_host("dgx-h100", backend="zero3"))
     deepspeed, torch_s = (
-        virtual.trace(states_on_host("dgx-h100", backend="zero3", **options)).host_memory
+        tracing.trace(states_on_host("dgx-h100", backend="zero3", **options)).host_memory
         for options in ({}, {"parameters": "host"})
     )
     for log, pinned, pageable in ((deepspeed, 4 + 2, 4 + 8), (torch_s, 4 + 4, 8)):

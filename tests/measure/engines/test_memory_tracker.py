@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from tests.measure.engines.memory_tracker import tracked_peak
-from tests.measure.trace.test_fast_recorder import CELLS
+from tests.measure.engines.short_cut_cells import SMALL
 from tests.slow import mostly_slow
 
-NAMES = CELLS.keys() - {"pipeline", "dropout and checkpointing", "two steps"}
+NAMES = SMALL.keys() - {"pipeline", "dropout and checkpointing", "two steps"}
 
 
 def unrounded_peak(log: MemoryLog) -> int:
@@ -32,11 +32,11 @@ def unrounded_peak(log: MemoryLog) -> int:
     "name", mostly_slow(sorted(NAMES), "ring_self_attention", "lasp", "lasp under zero3")
 )
 def test_the_peak_is_that_of_torchs_own_tracker(name: str) -> None:
-    assert unrounded_peak(virtual.trace(CELLS[name]).memory) == tracked_peak(CELLS[name])
+    assert unrounded_peak(tracing.trace(SMALL[name]).memory) == tracked_peak(SMALL[name])
 
 
 def test_a_storage_that_is_missed_is_seen() -> None:
-    log = virtual.trace(CELLS["ring_self_attention"]).memory
+    log = tracing.trace(SMALL["ring_self_attention"]).memory
     assert log.tags
     log.sizes[next(iter(log.tags))] -= 4
-    assert unrounded_peak(log) == tracked_peak(CELLS["ring_self_attention"]) - 4
+    assert unrounded_peak(log) == tracked_peak(SMALL["ring_self_attention"]) - 4

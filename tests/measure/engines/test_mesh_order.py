@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Timing
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -68,7 +68,7 @@ def test_folding_and_plain_traces_give_the_same_times(
     assert folded.step_time_s == whole.step_time_s
     assert list(trace_events(folded, range(16))) == list(trace_events(whole, range(16)))
     quick = VirtualEngine().measure(asked)
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
     assert VirtualEngine().measure(asked) == quick
     assert quick.step_time_s == whole.step_time_s
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.axes import ALONE
@@ -51,7 +51,7 @@ def test_virtual_ranks_are_as_real_ones(
     Gloo's reduce-scatter makes no copies."""
     (sizes,) = nesting(strategy).meshes(4)
     cell = cell_of(strategy, model, sizes, changes)
-    virtually = [seen(virtual.trace(cell, rank)) for rank in range(4)]
+    virtually = [seen(tracing.trace(cell, rank)) for rank in range(4)]
     exact = not any(operation.collective == "reduce_scatter" for v in virtually for operation in v.counts)
     really = on_real_ranks(pool, sizes, cell, virtually, attempts=ATTEMPTS if exact else 1)
     assert [r.counts for r in really] == [v.counts for v in virtually]
@@ -90,7 +90,7 @@ def test_three_around_each_other_send_what_the_closed_form_says(strategy: str, s
 def test_a_tensor_between_stages_is_sent_in_parts_of_both_axes() -> None:
     sizes = {"pp": 2, "tp": 2, "sp": 2}
     cell = cell_of("tensor_parallel+ring_self_attention", "bert-tiny", sizes, {})
-    first = virtual.trace(cell, rank=0).measurement(None)
+    first = tracing.trace(cell, rank=0).measurement(None)
     (sent,) = (row for row in first.communication if (row["phase"], row["axis"]) == ("forward", "pp"))
     assert sent["collective"] == "send"
     assert sent["sent_bytes"] == 4 * 24 * 48 * 4 / (2 * 2)  # B L H in float32

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.virtual import trace, trace_classes
+from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.engines.virtual import trace_classes
 
 
 @pytest.mark.parametrize("strategy", ["lasp", "lasp2"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls import collectives
 from spbench.impls.models.model import models
@@ -190,7 +190,7 @@ def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: p
     """What they send is the same, too, and what the closed forms say."""
     monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
     monkeypatch.setattr(dist, _reduce_scatter.__name__, as_gloo_does)  # which torch's fully_shard calls
-    virtually = [seen(virtual.trace(cell, rank)) for rank in range(cell.sizes.world)]
+    virtually = [seen(tracing.trace(cell, rank)) for rank in range(cell.sizes.world)]
     peaks = [found.peak for found in virtually]
     lowest = [10**18] * len(peaks)
     for attempt in range(ATTEMPTS):

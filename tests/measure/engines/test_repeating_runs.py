@@ -8,7 +8,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from spbench.bench.measure.engines.repeating_runs import Deepened, Entries, NotAlike, runs_of
+from spbench.bench.measure.engines.listed import Listed, NotAlike
+from spbench.bench.measure.engines.repeating_runs import DeepList, runs_of
 
 
 class Written:
@@ -23,9 +24,9 @@ class Written:
         self.references.append(refers)
         return len(self.names) - 1
 
-    def entries(self) -> Entries:
-        tokens = np.array([crc32(name.encode()) for name in self.names])
-        return Entries(tokens, np.array(self.references))
+    def listed(self) -> Listed:
+        names = np.array([crc32(name.encode()) for name in self.names])
+        return Listed.of([names], np.array(self.references), (), np.ones(len(names), dtype=bool))
 
 
 def step(layers: int) -> Written:
@@ -73,9 +74,9 @@ def alike_but_for_kept(freed: Callable[[int, int], int]) -> Callable[[int], Writ
 
 
 def check(step: Callable[[int], Written], fewest: int = 3) -> None:
-    deep = Deepened(step(fewest).entries(), step(fewest + 2).entries())
+    deep = DeepList(step(fewest).listed(), step(fewest + 2).listed())
     for more in (0, 1, 2, 3, 20):
-        theirs, (like, references) = step(fewest + more), deep.by(more)
+        theirs, (like, references, _) = step(fewest + more), deep.by(more)
         names = step(fewest + 2).names
         assert [names[each] for each in like] == theirs.names, more
         assert references.tolist() == theirs.references, more
@@ -103,7 +104,8 @@ def test_what_blocks_refer_to(freed: Callable[[int, int], int]) -> None:
 
 def by(step: Callable[[int], Written], layers: int) -> list[int]:
     """What the entries of a list of that many layers refer to, by those of 3 and 5."""
-    references: list[int] = Deepened(step(3).entries(), step(5).entries()).by(layers - 3)[1].tolist()
+    deep = DeepList(step(3).listed(), step(5).listed())
+    references: list[int] = deep.by(layers - 3).references.tolist()
     return references
 
 

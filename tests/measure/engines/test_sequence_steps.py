@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.models.model import models
@@ -68,7 +68,7 @@ def test_formula_is_what_virtual_ranks_send(
     if hasattr(models()[model], "inner"):
         options["inner"] = 192
     cell = cell_of(strategy, n, model, seq_len=128, precision=precision, model_options=options)
-    measured = virtual.trace(cell, rank=n - 1).measurement(None)
+    measured = tracing.trace(cell, rank=n - 1).measurement(None)
     assert measured.formula_difference == []
     assert measured.communication
 

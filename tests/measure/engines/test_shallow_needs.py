@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.shallow_needs import ShallowNeeds
 from tests.measure.engines.cells import cell_of
 
@@ -16,7 +16,7 @@ def needs(part: Callable[[int], float], seen: list[int]) -> ShallowNeeds:
         seen.append(size)
         return part(size)
 
-    found = ShallowNeeds(cell_of("single", 1), virtual.trace, 4, 1)
+    found = ShallowNeeds(cell_of("single", 1), tracing.trace, 4, 1)
     found.part = noted
     return found
 

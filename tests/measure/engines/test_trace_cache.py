@@ -14,11 +14,12 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measure.engines import trace_cache, virtual
+from spbench.bench.measure.engines import trace_cache, tracing
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.trace_cache import DamagedTrace, from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.traces import Trace
-from tests.measure.trace.test_fast_recorder import CELLS, cell, differences
+from tests.measure.engines.short_cut_cells import SMALL, cell
+from tests.measure.trace.same_traces import differences
 
 RSA = cell("ring_self_attention")
 
@@ -36,14 +37,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     """The cells that are traced, a list that grows; without those of single devices, for FLOPs of models."""
     cells: list[Cell] = []
-    traced = virtual._traced
+    traced = tracing._traced
 
     def counted(asked: Cell, rank: int, events: bool) -> Trace:
         if asked.strategy != "single":
             cells.append(asked)
         return traced(asked, rank, events)
 
-    monkeypatch.setattr(virtual, "_traced", counted)
+    monkeypatch.setattr(tracing, "_traced", counted)
     return cells
 
 
@@ -60,18 +61,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     ],
 )
 def test_a_trace_comes_back_as_it_was(name: str) -> None:
-    trace = virtual.trace(CELLS[name], 1, events=True)
-    again = from_bytes(to_bytes(trace), CELLS[name])
+    trace = tracing.trace(SMALL[name], 1, events=True)
+    again = from_bytes(to_bytes(trace), SMALL[name])
     assert differences(again, trace) == []
     assert (again.cell, again.rank, again.found) == (trace.cell, trace.rank, trace.found)
     assert again.communication.axes == trace.communication.axes
     assert again.measurement(10**9) == trace.measurement(10**9)
-    without = virtual.trace(CELLS[name], 1)
-    assert from_bytes(to_bytes(without), CELLS[name]).program is None
+    without = tracing.trace(SMALL[name], 1)
+    assert from_bytes(to_bytes(without), SMALL[name]).program is None
 
 
 def test_the_comparison_sees_a_fault_in_a_file() -> None:
-    trace = virtual.trace(RSA, events=True)
+    trace = tracing.trace(RSA, events=True)
     again = from_bytes(to_bytes(trace), RSA)
     assert again.program is not None
     again.program.nbytes[7] += 1
@@ -130,14 +131,14 @@ def test_what_else_makes_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_damaged_file_is_made_again_and_said_once(
     folder: Path, made: list[Cell], caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = virtual.trace(RSA, events=True)
+    before = tracing.trace(RSA, events=True)
     (file,) = folder.glob("??/*")
     whole = file.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"x" * 100):
         file.write_bytes(content)
         caplog.clear()
         for _ in range(2):
-            assert differences(virtual.trace(RSA, events=True), before) == []
+            assert differences(tracing.trace(RSA, events=True), before) == []
         assert file.read_bytes() == whole
         assert [text.split(":")[0] for text in caplog.messages] == ["a kept trace is damaged and made again"]
     assert made == [RSA] * 4
@@ -161,7 +162,7 @@ def sealed(archive: bytes) -> bytes:
 @pytest.mark.parametrize("seal", [bytes, sealed])
 def test_no_damage_is_read_as_a_trace_or_ends_a_run(seal: Callable[[bytes], bytes]) -> None:
     """500 damaged files: refused; with a digest made anew refused or read, never another error."""
-    whole = to_bytes(virtual.trace(RSA, events=True))[32 if seal is sealed else 0 :]
+    whole = to_bytes(tracing.trace(RSA, events=True))[32 if seal is sealed else 0 :]
     draw = random.Random(20)
     read = 0
     for _ in range(int(os.environ.get("SPBENCH_FUZZ", "500"))):
@@ -174,9 +175,9 @@ def test_no_damage_is_read_as_a_trace_or_ends_a_run(seal: Callable[[bytes], byte
 def test_plain_traces_and_meters_of_others_read_nothing(
     folder: Path, made: list[Cell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
-    virtual.trace(RSA)
-    virtual.trace(RSA)
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
+    tracing.trace(RSA)
+    tracing.trace(RSA)
     assert len(made) == 2
     assert not folder.exists()
 
@@ -185,13 +186,13 @@ def test_only_who_asks_keeps_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(CACHE_FOLDER, raising=False)
     monkeypatch.setattr(trace_cache, "_cache", None)
-    virtual.trace(RSA)
+    tracing.trace(RSA)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(CACHE_FOLDER, "off")
     trace_cache.use()
-    virtual.trace(RSA)
+    tracing.trace(RSA)
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv(CACHE_FOLDER)
     trace_cache.use()
-    virtual.trace(RSA)
+    tracing.trace(RSA)
     assert len(list((tmp_path / "spbench" / "traces").glob("??/*"))) == 1

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import distributed, virtual
-from spbench.bench.measure.engines.memory_hints import needs
+from spbench.bench.measure.engines import distributed, tracing
 from spbench.bench.measure.engines.plan import RankClass, plan
-from spbench.bench.measure.engines.rank_memory import RankMemory
+from spbench.bench.measure.engines.rank_memory import RankMemory, needs
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
@@ -152,7 +151,7 @@ def test_what_a_step_that_does_not_fit_needs_can_be_had(
 
 def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:
     lazy, kept = (
-        virtual.trace(cell_of(steps, precision="bf16", training={"moments": moments}), events=True)
+        tracing.trace(cell_of(steps, precision="bf16", training={"moments": moments}), events=True)
         for steps, moments in ((2, "later"), (1, "kept"))
     )
     first, second = lazy.memory.peaks(lazy.memory.sizes)

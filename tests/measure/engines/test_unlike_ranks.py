@@ -12,9 +12,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.model_flops import checked_flops, forward_flops
 from spbench.bench.measure.engines.plan import rank_classes
-from spbench.bench.measure.engines.traces import ClassTraces
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis, work_error
-from spbench.bench.measure.engines.virtual import VirtualEngine, trace, trace_classes
+from spbench.bench.measure.engines.virtual import ClassTraces, VirtualEngine, trace_classes
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.simulator.timeline import Timeline

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.garbage import no_cyclic_collection
 from spbench.bench.measure.engines.setup import record_step, set_up
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -58,7 +59,7 @@ def test_virtual_ranks_are_as_real_ones(
     cell = cell_of(
         strategy, n, model=model, precision=precision, model_options={"checkpointing": checkpointing}
     )
-    virtually = [seen(virtual.trace(cell, rank)) for rank in range(n)]
+    virtually = [seen(tracing.trace(cell, rank)) for rank in range(n)]
     lowest = on_real_ranks(pool, {AXES.get(strategy, "sp"): n}, cell, virtually)
     assert lowest == virtually
     assert all(not v.difference for v in virtually)
@@ -96,13 +97,13 @@ def test_formula_at_paper_scale(strategy: str, precision: str, changes: dict[str
         precision=precision,
         model_options=options,
     )
-    measured = virtual.trace(cell, rank=63).measurement(None)
+    measured = tracing.trace(cell, rank=63).measurement(None)
     assert measured.formula_difference == []
     assert measured.communication
 
 
 def sent(strategy: str, n: int, **changes: Any) -> dict[tuple[str, str], Fraction]:
-    return virtual.trace(cell_of(strategy, n, **changes)).communication.sent_bytes()
+    return tracing.trace(cell_of(strategy, n, **changes)).communication.sent_bytes()
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 64])
@@ -139,9 +140,9 @@ def test_bytes_of_tensor_parallelism_as_the_ring_paper_counts_them(n: int) -> No
 def test_gradients_are_summed_once() -> None:
     n = 4
     cell = cell_of("ring_self_attention", n, precision="fp16")
-    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh:
+    with tracing.fake_mesh(cell.mesh_sizes, 0) as mesh:
         parameters = sum(p.numel() for p in set_up(cell, mesh)[0].module.parameters())
-    bytes_sent = virtual.trace(cell).communication.sent_bytes()
+    bytes_sent = tracing.trace(cell).communication.sent_bytes()
     assert bytes_sent["gradient_sync", "all_reduce"] == Fraction(2 * (n - 1), n) * parameters * 2
 
 
@@ -189,9 +190,9 @@ def test_formula_that_forgets_a_phase_is_reported(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("n", [4, 6])
 def test_any_rank_can_be_traced_and_all_hold_the_same(strategy: str, n: int) -> None:
     cell = cell_of(strategy, n)
-    first = virtual.trace(cell, 0).measurement(None)
+    first = tracing.trace(cell, 0).measurement(None)
     for rank in range(1, n, 2):
-        assert virtual.trace(cell, rank).measurement(None).model_copy(update={"peak_rank": 0}) == first
+        assert tracing.trace(cell, rank).measurement(None).model_copy(update={"peak_rank": 0}) == first
 
 
 @pytest.mark.parametrize("strategy", ["single", *AXES])
@@ -199,7 +200,7 @@ def test_two_traces_are_equal(strategy: str) -> None:
     cell = cell_of(
         strategy, 1 if strategy == "single" else 3, precision="fp16", model_options={"dropout": 0.1}
     )
-    first, second = virtual.trace(cell), virtual.trace(cell)
+    first, second = tracing.trace(cell), tracing.trace(cell)
     assert first.memory == second.memory
     assert first.communication.counts == second.communication.counts
 
@@ -213,7 +214,7 @@ def test_tensors_die_by_the_program_not_by_the_garbage_collector(strategy: str, 
     """Else a peak would depend on when Python looks for cycles; real ranks do not turn that off."""
     cell = cell_of(strategy, 2, model_options={"checkpointing": checkpointing})
     gc.collect()
-    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh, virtual.no_cyclic_collection():
+    with tracing.fake_mesh(cell.mesh_sizes, 0) as mesh, no_cyclic_collection():
         recorder = Recorder(mesh)
         with FakeTensorMode(), recorder:
             held = record_step(cell, mesh, recorder)
@@ -227,7 +228,7 @@ def test_tracing_leaves_no_trace() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    virtual.trace(cell_of("tensor_parallel", 2, precision="fp16"))
+    tracing.trace(cell_of("tensor_parallel", 2, precision="fp16"))
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_default_dtype() is torch.float32
     assert not dist.is_initialized()
@@ -235,16 +236,16 @@ def test_tracing_leaves_no_trace() -> None:
 
 
 def test_a_failed_trace_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "record_step", lambda *args: 1 / 0)
+    monkeypatch.setattr(tracing, "record_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        virtual.trace(cell_of("tensor_parallel", 2))
+        tracing.trace(cell_of("tensor_parallel", 2))
     assert not dist.is_initialized()
     assert gc.isenabled()
 
 
 def test_no_trace_inside_another_process_group() -> None:
-    with virtual.fake_mesh({}, 0), pytest.raises(RuntimeError, match="process group exists"):
-        virtual.trace(cell_of("single", 1))
+    with tracing.fake_mesh({}, 0), pytest.raises(RuntimeError, match="process group exists"):
+        tracing.trace(cell_of("single", 1))
 
 
 # -- sizes that cannot be ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of
@@ -47,12 +47,12 @@ def made_in(log: MemoryLog) -> list[tuple[str, str]]:
 
 
 def test_cublas_has_one_for_each_thread_of_a_step() -> None:
-    log = virtual.trace(cell_of(training={"steps": 2})).memory
+    log = tracing.trace(cell_of(training={"steps": 2})).memory
     assert made_in(log) == [("cublas", "forward"), ("cublas", "backward")]
     assert [log.sizes[number] for number in log.workspaces] == [A100["cublas"]] * 2
-    again = virtual.trace(cell_of(model_options={"checkpointing": True})).memory
+    again = tracing.trace(cell_of(model_options={"checkpointing": True})).memory
     assert made_in(again) == made_in(log)  # what is computed again is in autograd's thread
-    assert made_in(virtual.trace(cell_of(training={"step": "inference"})).memory) == [("cublas", "forward")]
+    assert made_in(tracing.trace(cell_of(training={"step": "inference"})).memory) == [("cublas", "forward")]
 
 
 def test_a_row_has_them_on_a_cluster_that_says_how_large_they_are() -> None:
@@ -69,7 +69,7 @@ def test_a_row_has_them_on_a_cluster_that_says_how_large_they_are() -> None:
 
 def test_a_cell_can_set_cublas_workspaces() -> None:
     deterministic = cell_of(training={"cublas_workspace": ":4096:8"})
-    log = virtual.trace(deterministic).memory
+    log = tracing.trace(deterministic).memory
     assert [log.sizes[number] for number in log.workspaces] == [32 * MIB] * 2
     several = cell_of(training={"cublas_workspace": ":4096:2:16:8"}, cluster="piz-daint-p100")
     assert VirtualEngine().measure(several).peak_held["workspaces"] == 2 * A100["cublas"]
@@ -83,7 +83,7 @@ def test_a_cell_can_have_expandable_segments() -> None:
     reserved = [RankMemory.of(log, None, allocator_of(c)).reserved_on_card for c in (cell_of(), expandable)]
     assert reserved == [26 * MIB, 40 * MIB]  # a segment of its own, or two pages
     # what is given out is what was asked for, in whole granules
-    traced = virtual.trace(expandable)
+    traced = tracing.trace(expandable)
     assert traced.measurement(None).peak_memory_bytes == traced.memory.peak().nbytes
     assert trace_key(expandable, 0, True) == trace_key(cell_of(), 0, True)
     assert expandable.key != cell_of().key
@@ -108,7 +108,7 @@ def test_a_card_on_which_cached_memory_must_be_given_back_can_count_as_full(conf
 def test_the_buffer_of_gradients_is_held_throughout() -> None:
     sharded = {"backend": "zero3"}
     buffered = cell_of(training={**sharded, "gradient_buffer_kib": 2048})
-    logs = [virtual.trace(cell).memory for cell in (cell_of(training=sharded), buffered)]
+    logs = [tracing.trace(cell).memory for cell in (cell_of(training=sharded), buffered)]
     assert logs[1].peak().nbytes - logs[0].peak().nbytes == 2 * MIB
     (number,) = {*logs[1].sizes} - {*logs[0].sizes}
     assert logs[1].events.index(-logs[1].sizes.index(number) - 1) >= logs[1].step_ends[-1]

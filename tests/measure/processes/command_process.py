@@ -71,9 +71,10 @@ class Command:
         until(lambda: not self.processes())
 
     def processes(self) -> list[int]:
-        """The processes that have this command's environment; zombies are none."""
-        mark = f"{LOG}={self.log}".encode()
-        return [pid for pid, variables in environments() if mark in variables.split(b"\0")]
+        """The processes that have this command's environment, and those that run its cells elsewhere, forked
+        from a server that has another; zombies are none."""
+        mark, cells = f"{LOG}={self.log}".encode(), {pid for pid, _ in self.begun()}
+        return [pid for pid, variables in environments() if pid in cells or mark in variables.split(b"\0")]
 
     def end(self) -> None:
         """End it, whatever it does."""

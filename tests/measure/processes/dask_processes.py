@@ -45,9 +45,16 @@ class DaskProcesses:
         until(lambda: file.exists() and file.read_text().endswith("}"))
         self.address = json.loads(file.read_text())["address"].replace("tcp", "dask")
 
-    def start_workers(self, number: int, environment: Mapping[str, str] | None = None) -> None:
-        """Start workers, with further variables, each in a folder that has none of our files."""
-        options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", "local")
+    def start_workers(
+        self, number: int, environment: Mapping[str, str] | None = None, *, nanny: bool = False
+    ) -> None:
+        """Start workers, with further variables, each in a folder that has none of our files.
+
+        Args:
+            nanny: a process of Dask's own watches each, as it does by default; else they can be killed.
+        """
+        options = ("--nthreads", "1", "--no-dashboard", "--local-directory", "local")
+        options += ("--nanny",) if nanny else ("--no-nanny",)
         for _ in range(number):
             self.workers.append(
                 self._start("worker", self.address.replace("dask", "tcp"), *options, environment=environment)

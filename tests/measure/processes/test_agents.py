@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes import rank_job, torchrun
+from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_agent import BEAT_S, Launched, serve
 from spbench.bench.measure.processes.rank_job import AGENTS, RankError
-from spbench.bench.measure.processes.rank_process import Rendezvous
-from spbench.bench.measure.processes.starting import Surroundings, main_module_hidden, starting_context
+from spbench.bench.measure.processes.rank_pool import Rendezvous
 from spbench.bench.measure.processes.torchrun import check_gpus, coordinating, ranks_for, shared_backend
 from spbench.impls import loose_files
 from spbench.impls.layout import Unavailable
@@ -34,8 +35,7 @@ from tests.measure.processes.test_rank_pool import (
 from tests.plugins.additions import EXAMPLES
 
 
-def be_agent(surroundings: Surroundings, launched: Launched) -> None:
-    surroundings.take_on()
+def be_agent(connection: Connection, launched: Launched) -> None:
     serve(launched)
 
 
@@ -50,12 +50,9 @@ def agent() -> Iterator[BaseProcess]:
         patched.setattr(torchrun, "LOST_S", 5 * BEAT_S)  # also where a busy machine delays a beat
         patched.setattr(rank_job, "GRACE_S", 0.5)  # of the other rank, when one is lost
         with coordinating(Launched(0, 0, 2, place)):
-            arguments = (Surroundings(), Launched(1, 1, 2, place))
-            process = starting_context().Process(target=be_agent, args=arguments)  # type: ignore[attr-defined]
-            with main_module_hidden():
-                process.start()
-            yield process
-    process.join()
+            agent = Child(be_agent, Launched(1, 1, 2, place))
+            yield agent.process
+    agent.process.join()
     assert AGENTS not in os.environ
 
 

@@ -192,7 +192,7 @@ def test_a_cluster_file_that_workers_do_not_have(
     )
     Path("dask").mkdir()
     with DaskProcesses(Path("dask").resolve(), {"PYTHONPATH": str(ROOT)}) as dask:
-        dask.start_workers(2)
+        dask.start_workers(2, nanny=True)
         arguments = ("run", "--scenario", "scenario.yaml", "--format", "csv")
         assert exit_code([*arguments, "--output", "here"]) == 0
         assert exit_code([*arguments, "--output", "there", "--executor", dask.address]) == 0

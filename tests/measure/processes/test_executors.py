@@ -1,51 +1,31 @@
 """Cells on other machines: what is sent where, and every fault is one line. Real processes of Dask are
-killed in test_dask_faults.py; here its scheduler and workers are threads of this process."""
+killed in test_dask_faults.py; here its scheduler and workers are threads of this process, with workers of
+ours below."""
 
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.run_cell import measure
-from spbench.bench.measure.sweep import dask_executor
-from spbench.bench.measure.sweep.executor import Installation, Parcel, opened
+from spbench.bench.measure.sweep import dask_task
+from spbench.bench.measure.sweep import executor as executor_module
+from spbench.bench.measure.sweep.dask_task import Installation
+from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.measure.sweep.results import ResultsFile
-from spbench.bench.measure.sweep.runner import run_parcel
 from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measurement import Outcome
 from tests.bench import fakes
 from tests.bench.fakes import cell
+from tests.bench.processes import until
 
 distributed = pytest.importorskip("distributed", reason="needs dask[distributed], the extra 'cluster'")
-
-
-class HereRunner:
-    """In place of a :class:`Runner`: the cell is measured in the worker's thread."""
-
-    usable = True
-    #: those that have not been ended
-    living: ClassVar[list[HereRunner]] = []
-
-    def __init__(self, run: bytes, environment: Mapping[str, str]):
-        self.run = pickle.loads(run)
-        self.living.append(self)
-
-    def outcome(self, parcel: Parcel, wanted: Callable[[], bool]) -> Outcome:
-        assert wanted()
-        return measure(self.run, parcel.cell)
-
-    def end(self) -> None:
-        self.living.remove(self)
 
 
 def _scheduler(workers: int) -> distributed.LocalCluster:
@@ -68,7 +48,7 @@ def scheduler() -> Iterator[distributed.LocalCluster]:
 
 @pytest.fixture
 def address(scheduler: distributed.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(dask_executor, "Runner", HereRunner)
+    monkeypatch.setattr(dask_task, "stop_server", lambda: None)  # that of all tests
     return str(scheduler.scheduler_address).replace("tcp", "dask")
 
 
@@ -107,29 +87,41 @@ def test_processes_of_an_earlier_sweep_are_ended(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next sweep, where the earlier one has vanished; and each sweep ends its own."""
+    idle = dask_task._idle
     with ResultsFile(tmp_path) as results, monkeypatch.context() as patched:
-        patched.setattr(dask_executor, "end_runners", lambda identity: None)  # as if it were killed
+        patched.setattr(executor_module, "end_workers", lambda identity: None)  # as if it were killed
         with opened(address) as executor:
             sweep([cell(1)], results, run=fakes.answer, executor=executor)
-    (earlier,) = HereRunner.living
+    (earlier,) = idle.workers
     with ResultsFile(tmp_path) as results, opened(address) as executor:
         sweep([cell(2)], results, run=fakes.answer, executor=executor)
-        (runner,) = HereRunner.living
-        assert runner is not earlier
-    assert HereRunner.living == []
+        (worker,) = idle.workers
+        assert worker is not earlier
+        assert not earlier.folder.exists()
+    assert (idle.workers, worker.folder.exists()) == ([], False)
 
 
-def test_a_cell_takes_its_cluster_along(tmp_path: Path) -> None:
+def test_idle_processes_end_by_themselves(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask_task, "IDLE_LIMIT_S", 0.1)
+    with ResultsFile(tmp_path) as results, opened(address) as executor:
+        sweep([cell(1)], results, run=fakes.answer, executor=executor)
+        until(lambda: not dask_task._idle.workers)
+        assert sweep([cell(2)], results, run=fakes.answer, executor=executor)[0]["status"] == "ok"
+
+
+def test_a_cell_takes_its_cluster_along(address: str, tmp_path: Path) -> None:
     """A worker has no file of that path; it gets the figures, and messages name the path that was given."""
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: piz-daint-p100\nabout: of my own\ndevices_per_node: 2\n")
-    sent = cell(2).model_copy(update={"cluster": str(mine)})
-    parcel, expected = pickle.loads(pickle.dumps(Parcel.of(sent))), load_cluster(str(mine))
-    mine.unlink()
-    (tmp_path / "there").mkdir()
-    with Crew(fakes.cluster_of) as crew:
-        outcome = run_parcel(parcel, crew, tmp_path / "there")
-    assert outcome.measurement["meters"]["cluster"] == expected.model_dump(mode="json")
+    sent, expected = cell(2).model_copy(update={"cluster": str(mine)}), load_cluster(str(mine))
+    with opened(address) as executor:
+        ((_, outcome),) = executor.outcomes([sent], fakes.cluster_of, lambda cell: None)
+    figures = outcome.measurement["meters"]
+    assert figures["cluster"] == expected.model_dump(mode="json")
+    assert figures["file"].endswith("/mine.yaml")
+    assert figures["file"] != str(mine)
     assert outcome.reason == f"cluster {mine} is this one"
     assert outcome.provenance is not None
 
@@ -190,7 +182,7 @@ def test_workers_of_another_installation_are_refused(
 
 
 def test_a_scheduler_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dask_executor, "WORKERS_LIMIT_S", 0.1)
+    monkeypatch.setattr(executor_module, "WORKERS_LIMIT_S", 0.1)
     with (
         _scheduler(workers=0) as empty,
         pytest.raises(UserError, match=r"has no workers; start some, by: dask"),
@@ -221,7 +213,7 @@ def test_addresses_that_are_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One line, before any earlier result is moved aside."""
-    monkeypatch.setattr(dask_executor, "CONNECT_LIMIT_S", 1.0)
+    monkeypatch.setattr(executor_module, "CONNECT_LIMIT_S", 1.0)
     with ResultsFile(tmp_path):
         pass
     (tmp_path / "cells.jsonl").write_text("{}\n")

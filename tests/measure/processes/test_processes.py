@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -17,12 +18,8 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.processes.starting import (
-    START_METHOD,
-    Surroundings,
-    main_module_hidden,
-    starting_context,
-)
+from spbench.bench.measure.processes.child import GRACE_S, Child
+from spbench.bench.measure.processes.starting import START_METHOD, Surroundings, starting_context
 
 pytestmark = pytest.mark.skipif(START_METHOD != "forkserver", reason="processes are spawned here")
 
@@ -54,24 +51,15 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def answer(
-    given: Surroundings, connection: Connection, of_launcher: dict[str, str], what: Callable[[], Any]
-) -> None:
-    os.environ.update(of_launcher)
-    given.take_on()
-    connection.send(what())
+def answer(connection: Connection, what: Callable[[], Any]) -> None:
+    connection.send_bytes(pickle.dumps(what()))
 
 
-def of_a_process(what: Callable[[], Any] = surroundings, **of_launcher: str) -> Any:
-    """What a function returns in a process that is started now, by a launcher that sets these variables."""
-    context = starting_context()
-    ours, theirs = context.Pipe()
-    arguments = (Surroundings(), theirs, of_launcher, what)
-    process = context.Process(target=answer, args=arguments)  # type: ignore[attr-defined]
-    with main_module_hidden():
-        process.start()
-    returned = ours.recv()
-    process.join()
+def of_a_process(what: Callable[[], Any] = surroundings) -> Any:
+    """What a function returns in a process that is started now."""
+    child = Child(answer, what)
+    returned = child.receive()
+    child.end(GRACE_S)
     return returned
 
 
@@ -95,10 +83,17 @@ def test_a_process_has_the_surroundings_of_the_one_that_starts_it(
     assert of_a_process()["cores"] == sorted(cores)
 
 
+def launched() -> Any:
+    """The environment of a process that a launcher has started with another rank."""
+    os.environ["RANK"] = "3"
+    Surroundings({**os.environ, "RANK": "0"}).take_on()
+    return dict(os.environ)
+
+
 def test_what_a_launcher_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")  # as if the command itself were run by torchrun
     assert of_a_process()["environment"]["RANK"] == "0"
-    assert of_a_process(RANK="3")["environment"] == {**os.environ, "RANK": "3"}
+    assert of_a_process(launched) == {**os.environ, "RANK": "3"}
 
 
 def ignores_signals() -> bool:
@@ -133,7 +128,7 @@ def modules() -> set[str]:
 
 def test_the_server_has_imported_what_cells_need() -> None:
     assert of_a_process(modules) >= {
-        *("torch._dynamo", "sympy", "spbench.bench.measure.processes.rank_process"),
+        *("torch._dynamo", "sympy", "spbench.bench.measure.processes.rank_pool"),
         *(
             "spbench.impls.strategies.lasp",
             "spbench.impls.models.bert",

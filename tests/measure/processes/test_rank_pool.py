@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.files import write_whole
+from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_job import GRACE_S, Answer, collect
-from spbench.bench.measure.processes.rank_pool import RankError, RankPool, loopback_store
-from spbench.bench.measure.processes.rank_process import Rendezvous
-from spbench.bench.measure.processes.starting import (
-    STACKS_FOLDER,
-    STACKS_S,
-    Surroundings,
-    main_module_hidden,
-    starting_context,
-)
+from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
+from spbench.bench.measure.processes.stacks import STACKS_FOLDER, STACKS_S
 from spbench.impls.axes import MESH_AXES, Place
 from tests.bench.processes import left_of, needs_proc, until
 
@@ -159,8 +154,7 @@ def test_ranks_of_this_machine_meet_on_loopback() -> None:
     assert dist.PrefixStore("spbench", store).get("key") == b"value"
 
 
-def runs_a_pool(surroundings: Surroundings, log: Path) -> None:
-    surroundings.take_on()
+def runs_a_pool(connection: Connection, log: Path) -> None:
     with RankPool(1) as pool:
         pool.run({}, says_so_and_waits, log)
 
@@ -168,13 +162,10 @@ def runs_a_pool(surroundings: Surroundings, log: Path) -> None:
 @needs_proc
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    parent = starting_context().Process(target=runs_a_pool, args=(Surroundings(), log))  # type: ignore[attr-defined]
-    with main_module_hidden():
-        parent.start()
+    parent = Child(runs_a_pool, log)
     until(log.exists)
     assert left_of(log)
-    parent.kill()
-    parent.join()
+    parent.end()
     until(lambda: not left_of(log))
 
 

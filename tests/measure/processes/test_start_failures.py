@@ -13,10 +13,10 @@ import pytest
 from spbench.bench.command_line.cli import launched_exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.run_cell import measure
-from spbench.bench.measure.processes import start_failures
+from spbench.bench.measure.processes import starting
 from spbench.bench.measure.processes.rank_agent import Launched
 from spbench.bench.measure.processes.rank_pool import RankPool, loopback_store
-from spbench.bench.measure.processes.start_failures import check_open_files, no_process
+from spbench.bench.measure.processes.starting import check_open_files, no_process
 from tests.bench.fakes import cell
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
@@ -46,7 +46,7 @@ def test_variables_that_no_launcher_sets(
 
 
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_failures, "limits_of_process", lambda: {resource.RLIMIT_NOFILE: (20, 20)})
+    monkeypatch.setattr(starting, "limits_of_process", lambda: {resource.RLIMIT_NOFILE: (20, 20)})
     with pytest.raises(
         UserError, match=r"may open 20 files, and needs at least \d+ to start 40 ranks; raise"
     ):

@@ -8,9 +8,10 @@ import yaml
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import UNSET, Narrowing, differing_settings, narrowed_cells
 from spbench.bench.setting_values import MOST_RANKS
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.selector import Selector
 
 RING: dict[str, Any] = {"strategy": "ring_self_attention", "sizes": {"sp": 4}}
@@ -110,9 +111,9 @@ def test_mistakes_are_one_line_with_file_and_key(tmp_path: Path, group: dict[str
 
 
 def test_a_selector_with_an_unknown_axis_is_refused(tmp_path: Path) -> None:
-    claim = {"claim": "c", "published": {"file": "c.csv"}, "numerator": {"mesh": ["spp"]}}
-    with pytest.raises(UserError, match=r"claims\[0\]\.numerator\.mesh: unknown axis 'spp'"):
-        scenario(tmp_path, [RING], claims=[claim])
+    claim = {"claim": "c", "published": {"file": "c.csv"}, "cells": {"cell": {"mesh": ["spp"]}}}
+    with pytest.raises(UserError, match=r"values\[0\]\.cells\.cell\.mesh: unknown axis 'spp'"):
+        scenario(tmp_path, [RING], values=[claim])
 
 
 def test_as_many_ranks_as_there_can_be() -> None:

@@ -11,8 +11,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.scenarios import expand
 from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import Scenario, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
 
@@ -74,7 +75,7 @@ def test_a_dry_run_says_what_cannot_run(tmp_path: Path) -> None:
 def test_several_lists(tmp_path: Path) -> None:
     text = changed(
         groups=[{"strategy": "single", "precision": ["fp16", "fp32"], "batch": [1, 2, 3]}],
-        claims=[],
+        values=[],
         inferred_from=[],
     )
     cells = load_scenario(write(tmp_path, text)).cells["first"]
@@ -123,8 +124,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("groups[1].model_options.layers", 10**9, "must be at most 4096"),
     ("groups[1].model_options.dropout", float("nan"), "must be a finite"),
     ("groups[0].strategy_options.pad", True, "unknown option (known: loss)"),
-    ("claims[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
-    ("claims[0].role", "predicted", "unknown key (known: claim, published, numerator,"),
+    ("values[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
+    ("values[0].role", "predicted", "unknown key (known: claim, published, cells,"),
 ]
 #: what is said of another key than the one that is wrong, or of several
 WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
@@ -134,12 +135,12 @@ WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [
     ("defaults.batch", [*range(1, 1001)], "groups[0]: there are more than 1000 cells; leave out"),
     ("defaults.search", None, "groups[0].seq_len: is missing; give it, or a search for it"),
     ("groups[0].sizes.tp", [2, 2], "is declared twice here; leave one out"),
-    ("claims[0].numerator.world", 9, "claims[0].numerator: no group declares a cell with"),
-    ("claims[0].numerator.world", None, "claims[0].numerator: selects 3 cells, such as"),
-    ("claims[1].claim", "rsa-max-seqlen-base", "is there already; leave one out"),
-    ("claims[0].claim", "rsa-max-seqlen-bas", "claims[0].published: "),
-    ("claims[0].published.file", "rsa_claim.csv", "cannot read published file rsa_claim.csv"),
-    ("claims[0].published.column", "publishd", "no column 'publishd'; did you mean 'published'?"),
+    ("values[0].cells.numerator.world", 9, "values[0].cells.numerator: no group declares a cell with"),
+    ("values[0].cells.numerator.world", None, "values[0].cells.numerator: selects 3 cells, such as"),
+    ("values[1].claim", "rsa-max-seqlen-base", "is there already; leave one out"),
+    ("values[0].claim", "rsa-max-seqlen-bas", "values[0].published: "),
+    ("values[0].published.file", "rsa_claim.csv", "cannot read published file rsa_claim.csv"),
+    ("values[0].published.column", "publishd", "no column 'publishd'; did you mean 'published'?"),
     ("inferred_from[0].answers", ["rsa-max-seqlen"], "answers[0]: no answer is called 'rsa-max-seqlen'; did"),
     ("inferred_from[0].quantities", ["ratio"], "quantities[0]: rsa-linformer-upper-bound has"),
     ("inferred_from[0].rows", [{"model": "gpt"}], "inferred_from[0].rows[0]: no row of rsa-linformer-upper"),
@@ -251,7 +252,7 @@ def test_narrowing_that_leaves_nothing(scenario: Scenario, asked: str, wanted: A
 
 
 def test_single_device_has_no_other_size(tmp_path: Path) -> None:
-    text = changed(groups=[{"strategy": "single"}], claims=[], inferred_from=[], variants={})
+    text = changed(groups=[{"strategy": "single"}], values=[], inferred_from=[], variants={})
     scenario = load_scenario(write(tmp_path, text))
     assert [c.variant for c in narrowed_cells(scenario, Narrowing(world_sizes=[1]))] == [""]
     with pytest.raises(UserError, match="run on one rank, not 4"):

@@ -13,7 +13,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.simulator import fast_forward, host_clock, periods
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import World
@@ -241,5 +241,5 @@ def test_a_plain_trace_steps_through_all(written: list[int], monkeypatch: pytest
     written.clear()
     assert_equal(short, dataclasses.replace(traces, fold=False).simulator()())
     assert not written
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
     assert not virtual.trace_classes(cell, events=True).fold

@@ -4,87 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration
-from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
 from spbench.bench.measure.simulator.folding import smallest_shift
 from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program import Group, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import trace_events
 from tests.measure.simulator.step_programs import cluster, one_f_one_b, ring
-from tests.slow import mostly_slow
-
-#: ranks of a node of the cluster below
-NODE = 8
-
-
-def cell(strategy: str, model: str, sizes: dict[str, int], **changes: Any) -> Cell:
-    settings: dict[str, Any] = {
-        "model": model,
-        "strategy": strategy,
-        "sizes": sizes,
-        "batch": 16,
-        "seq_len": 64,
-        "precision": "bf16",
-        "cluster": "dgx-a100",
-    }
-    return Cell.model_validate(settings | changes)
-
-
-def bert(sizes: dict[str, int], **changes: Any) -> Cell:
-    options = {"layers": 1, "hidden": 32, "heads": 16} | changes.pop("model_options", {})
-    return cell("ring_self_attention", "bert-tiny", sizes, model_options=options, **changes)
-
-
-def decoder(strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
-    options = {"layers": 1, "hidden": 64, "heads": 16, "inner": 64}
-    return cell(strategy, "causal-transformer-tiny", sizes, model_options=options, **changes)
-
-
-#: cells, and of how many ranks the times differ
-CELLS: dict[str, tuple[Cell, int]] = {
-    **{
-        f"ring attention, {placement}": (
-            decoder("ring_attention", {"sp": 16}, strategy_options={"placement": placement}),
-            NODE,
-        )
-        for placement in ("contiguous", "striped", "zigzag")
-    },
-    "gathered keys": (decoder("all_gather_kv", {"sp": 16}), NODE),
-    "rsa": (bert({"sp": 16}), NODE),
-    "rsa within a node": (bert({"sp": 4}), 1),
-    "dp x sp": (bert({"dp": 8, "sp": 4}), NODE),
-    "dp x sp across nodes": (bert({"dp": 2, "sp": 16}), 16),
-    "dp alone": (bert({"dp": 16}), NODE),
-    "zero1": (bert({"dp": 16, "sp": 2}, training={"backend": "zero1"}), NODE),
-    "dp x pp x tp": (
-        cell("tensor_parallel", "bert-tiny", {"dp": 4, "pp": 2, "tp": 4}, training={"micro_batches": 2}),
-        NODE,
-    ),
-    "dp x pp x sp": (
-        bert({"dp": 4, "pp": 2, "sp": 4}, model_options={"layers": 2}, training={"micro_batches": 4}),
-        NODE,
-    ),
-    "a rank a stage": (bert({"dp": 4, "pp": 8}, model_options={"layers": 8}), NODE),
-    "no replica of the stages": (bert({"pp": 2, "sp": 8}, model_options={"layers": 2}), 16),
-    "ulysses": (decoder("ulysses", {"sp": 16}), NODE),
-    "tensor parallelism": (decoder("tensor_parallel", {"tp": 16}), NODE),
-    "megatron-sp": (decoder("megatron_sp", {"tp": 16}), NODE),
-    "lasp": (cell("lasp", "tnl-tiny", {"sp": 16}), 16),
-    "dp x lasp": (cell("lasp", "tnl-tiny", {"dp": 4, "sp": 8}), NODE),
-    "lasp-2": (cell("lasp2", "tnl-tiny", {"sp": 16}), NODE),
-    "dsp": (cell("dsp", "st-dit-tiny", {"sp": 16}, seq_len=256, model_options={"temporal": 16}), NODE),
-}
 
 
 def assert_equal(folded: Timeline, whole: Timeline) -> None:
@@ -96,29 +29,6 @@ def assert_equal(folded: Timeline, whole: Timeline) -> None:
     ranks = range(whole.world_size)
     assert list(trace_events(folded, ranks)) == list(trace_events(whole, ranks))
     assert folded.serial_s == pytest.approx(whole.serial_s)
-
-
-def simulated_ranks(simulator: Simulator) -> int:
-    return sum(len(steps.ranks) for steps in simulator.world.steps)
-
-
-#: whose ranks send as those of another cell do, which is of every run
-ALIKE = {
-    *("ring attention, contiguous", "ring attention, striped", "gathered keys"),  # zigzag
-    *("megatron-sp", "lasp-2", "dp alone"),  # tensor parallelism, lasp, zero1
-    *("dp x pp x tp", "dp x sp"),  # dp x pp x sp, dp x sp across nodes
-}
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", mostly_slow(CELLS, *(CELLS.keys() - ALIKE)))
-def test_times_are_those_of_the_whole_world(name: str) -> None:
-    asked, ranks = CELLS[name]
-    traces = virtual.trace_classes(asked, events=True)
-    folded, whole = traces.simulator(), dataclasses.replace(traces, fold=False).simulator()
-    assert simulated_ranks(whole) == asked.sizes.world
-    assert simulated_ranks(folded) == ranks
-    assert_equal(folded(), whole())
 
 
 def times(
@@ -252,13 +162,6 @@ def test_groups_of_chosen_members_are_kept() -> None:
     ranks_of = [list(range(stage, 12, 3)) for stage in range(3)]
     assert shift_of(programs, ranks_of, 3) == 3
     assert_equal(times(programs, ranks_of, 3, shift=3), times(programs, ranks_of, 3))
-
-
-def test_a_plain_trace_simulates_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, ranks = CELLS["rsa within a node"]
-    assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == ranks
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
-    assert simulated_ranks(virtual.trace_classes(asked, events=True).simulator()) == asked.sizes.world
 
 
 @pytest.mark.parametrize(

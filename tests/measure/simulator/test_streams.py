@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.timeline import Timeline, stream_names
@@ -128,7 +128,7 @@ def forward_of_two_layers(
     rows: int, on_its_own_streams: bool = True, prefetch: bool = False, rate: float = 1.0
 ) -> Timeline:
     """Forward of two layers on two ranks; a byte on a link takes a second, a FLOP 1 / ``rate``."""
-    with virtual.fake_mesh({"dp": 2}, 0) as mesh, FakeTensorMode():
+    with tracing.fake_mesh({"dp": 2}, 0) as mesh, FakeTensorMode():
         model = TwoLayers()
         for unit in (model.first, model.second, model):
             fully_shard(unit, mesh=mesh["dp"])
@@ -178,8 +178,8 @@ def test_a_step_uses_the_streams_of_fully_shard(
     recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if recorder is Recorder:
-        monkeypatch.setenv(virtual.PLAIN_TRACE, "1")
-    program = virtual.trace(training(), events=True).program
+        monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
+    program = tracing.trace(training(), events=True).program
     assert program is not None
     assert stream_names(program) == [
         "compute",
@@ -197,7 +197,7 @@ def training(**options: int) -> Cell:
 
 
 def test_recording_streams_moves_neither_memory_nor_bytes() -> None:
-    plain, timed_too = virtual.trace(training()), virtual.trace(training(), events=True)
+    plain, timed_too = tracing.trace(training()), tracing.trace(training(), events=True)
     assert timed_too.memory.events == plain.memory.events
     assert timed_too.memory.sizes == plain.memory.sizes
     assert timed_too.communication.counts == plain.communication.counts
@@ -206,7 +206,7 @@ def test_recording_streams_moves_neither_memory_nor_bytes() -> None:
 def test_torchs_streams_come_back() -> None:
     names = ("Stream", "Event", "stream", "current_stream")
     before = [getattr(torch.cpu, name) for name in names]
-    with virtual.fake_mesh({"dp": 2}, 0) as mesh, Recorder(mesh, events=True):
+    with tracing.fake_mesh({"dp": 2}, 0) as mesh, Recorder(mesh, events=True):
         assert [getattr(torch.cpu, name) for name in names] != before
     assert [getattr(torch.cpu, name) for name in names] == before
 

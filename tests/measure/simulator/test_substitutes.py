@@ -16,7 +16,7 @@ from spbench.bench.measure.simulator.program import KERNEL, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
 from spbench.bench.measure.trace.operator_prices import price_of
-from spbench.bench.measure.trust.priced_by import priced_by_in_words
+from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.impls.kernels.flash_attention import flash_attention
 from tests.measure.simulator.step_programs import cluster, everyone, simulate
 from tests.measure.simulator.test_card_rates import figure, rate, with_card

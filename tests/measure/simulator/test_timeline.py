@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
@@ -33,7 +33,7 @@ TINY = {"layers": 2, "dropout": 0.1}
 
 def written(body: Callable[[], object], rank: int = 0) -> Program:
     """The program of what ``body`` does on a fake rank of four."""
-    with virtual.fake_mesh({"sp": 4}, rank) as mesh:
+    with tracing.fake_mesh({"sp": 4}, rank) as mesh:
         recorder = Recorder(mesh, events=True)
         with FakeTensorMode(), recorder:
             torch.zeros(100)  # set-up is not part of the step
@@ -166,7 +166,7 @@ def test_groups_are_kept_by_axis(rank: int) -> None:
         parts: Sequence[Tensor] = [torch.empty(3) for _ in range(size)]
         dist.all_gather(list(parts), torch.empty(3), group=group)
 
-    with virtual.fake_mesh(sizes, rank) as mesh:
+    with tracing.fake_mesh(sizes, rank) as mesh:
         recorder = Recorder(mesh, events=True)
         with FakeTensorMode(), recorder, recorder.phase("forward"):
             gather(mesh.get_group("dp"), 2)
@@ -185,7 +185,7 @@ def test_groups_are_kept_by_axis(rank: int) -> None:
 )
 def test_a_step_agrees_with_the_other_meters(strategy: str, sizes: Sizes) -> None:
     cell = Cell(model="bert-tiny", strategy=strategy, sizes=sizes, batch=2, seq_len=32, model_options=TINY)
-    trace = virtual.trace(cell, events=True)
+    trace = tracing.trace(cell, events=True)
     program = trace.program
     assert program is not None
     posted = {"send": 0, "recv": 0, "all_reduce": 0}
@@ -199,19 +199,19 @@ def test_a_step_agrees_with_the_other_meters(strategy: str, sizes: Sizes) -> Non
 
 
 def test_flops_are_those_of_torchs_own_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(virtual.PLAIN_TRACE, "1")  # the counter sees no operator that is remembered
+    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")  # the counter sees no operator that is remembered
     cell = Cell(model="bert-tiny", strategy="single", batch=2, seq_len=32, model_options=TINY)
-    program = virtual.trace(cell, events=True).program
+    program = tracing.trace(cell, events=True).program
     assert program is not None
     counter = FlopCounterMode(display=False)
     with counter:
-        virtual.trace(cell)
+        tracing.trace(cell)
     assert program.flops.sum() == counter.get_total_flops() > 0
 
 
 def test_memory_and_communication_are_the_same_with_and_without() -> None:
     cell = Cell(model="bert-tiny", strategy="ring_self_attention", sizes=Sizes(sp=4), batch=2, seq_len=32)
-    plain, timed = virtual.trace(cell), virtual.trace(cell, events=True)
+    plain, timed = tracing.trace(cell), tracing.trace(cell, events=True)
     assert timed.memory.events == plain.memory.events
     assert timed.memory.sizes == plain.memory.sizes
     assert timed.communication.counts == plain.communication.counts

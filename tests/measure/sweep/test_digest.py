@@ -39,10 +39,10 @@ groups:
   - {strategy: single, cluster: piz-daint-p100}
 """
 CLAIM = """
-claims:
+values:
   - claim: rsa-max-seqlen-base
     published: {file: rsa_claims.csv}
-    numerator: {strategy: tensor_parallel}
+    cells: {cell: {strategy: tensor_parallel}}
 """
 CLUSTER = """
 extends: piz-daint-p100

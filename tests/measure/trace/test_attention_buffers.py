@@ -7,7 +7,7 @@ from itertools import takewhile
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.impls.kernels.attention_buffers import inside_backward
 
 
@@ -34,7 +34,7 @@ def test_they_are_in_a_trace_between_results_and_what_follows(strategy: str) -> 
     asked = {"strategy": strategy, "sizes": sizes, "model_options": options, "precision": "bf16"}
     cell = Cell.model_validate({"model": "causal-transformer-tiny", "batch": 1, "seq_len": 512, **asked})
     other = cell.model_copy(update={"model_options": {**options, "attention": "flash"}})
-    log, plain = virtual.trace(cell).memory, virtual.trace(other).memory
+    log, plain = tracing.trace(cell).memory, tracing.trace(other).memory
     added = len(log.sizes) - len(plain.sizes)
     backwards = 2 if strategy == "ring_attention" else 1  # rank 0 of 2 attends to one block, or to two
     assert added in (4, 4 * backwards)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.program import COLLECTIVE, WAIT
 from spbench.bench.measure.trace.communication import CommunicationMeter, Operation, as_number

@@ -1,119 +1,30 @@
-"""Traces with remembered operators are those of the plain path, event by event, for every strategy, backend
-and kind of step; a fault in what is remembered is seen by the comparison."""
+"""What operators return is remembered, or worked out, as torch's fake tensors say it; pieces that
+are joined at once are not cut."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.plan import rank_classes
-from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.trace import fast_recorder
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.trace import fast_recorder, uncut_pieces
 from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.bench.measure.trace.operator_results import described, worked_out
-from spbench.impls.registries import backends, strategies
+from spbench.bench.measure.trace.torch_internals import FakeTensor, fsdp_collectives
+from tests.measure.engines.short_cut_cells import cell
 from tests.measure.trace.same_traces import differences
-from tests.slow import mostly_slow
-
-#: the model that each strategy is traced on; the others run BERT
-MODELS = {
-    "lasp": "tnl-tiny",
-    "lasp2": "tnl-tiny",
-    "lasp2h": "linear-llama3-tiny-hybrid",
-    "dsp": "st-dit-tiny",
-    "ulysses": "causal-transformer-tiny",
-    "ring_attention": "causal-transformer-tiny",
-    "all_gather_kv": "causal-transformer-tiny",
-    "megatron_sp": "causal-transformer-tiny",
-}
-
-
-def cell(strategy: str, **changes: Any) -> Cell:
-    axes = strategies()[strategy].axes
-    model = MODELS.get(strategy, "bert-tiny")
-    settings: dict[str, Any] = {
-        "model": model,
-        "strategy": strategy,
-        "sizes": dict.fromkeys(axes, 3),
-        "batch": 6,
-        "seq_len": 72 if model.startswith("st-dit") else 48,
-        "precision": "bf16",
-        "cluster": "dgx-a100",
-    }
-    return Cell.model_validate(settings | changes)
-
-
-CELLS = {
-    **{strategy: cell(strategy) for strategy in strategies()},
-    **{
-        f"lasp under {backend}": cell("lasp", sizes={"dp": 2, "sp": 2}, training={"backend": backend})
-        for backend in backends()
-    },
-    "inference": cell("dsp", training={"step": "inference"}),
-    "pipeline": cell(
-        "ring_self_attention", sizes={"pp": 2, "sp": 2}, precision="fp16", training={"micro_batches": 2}
-    ),
-    "dropout and checkpointing": cell(
-        "ring_self_attention", model_options={"dropout": 0.1, "checkpointing": True}
-    ),
-    "checkpoints on the host": cell(
-        "ring_attention",
-        model_options={"recompute": "full", "checkpoints": "host"},
-        training={"micro_batches": 2, "steps": 2},
-    ),
-    "zigzag": cell("ring_attention", sizes={"sp": 2}, strategy_options={"placement": "zigzag"}),
-    "two steps": cell(
-        "ring_self_attention",
-        sizes={"pp": 2, "sp": 2},
-        precision="fp16",
-        training={"micro_batches": 2, "moments": "later", "steps": 2},
-    ),
-    "later moments": cell(
-        "tensor_parallel", precision="fp16", training={"moments": "later", "gradients": "stale"}
-    ),
-}
-
-
-#: what differs in kind; the other cells are traced in the slow run
-_IN_EVERY_RUN = {
-    *("tensor_parallel", "ring_self_attention"),
-    *("lasp under ddp", "lasp under zero3", "dropout and checkpointing"),
-}
-
-
-def in_every_run(names: Iterable[str]) -> list[Any]:
-    """Names of cells, for a test's parameters: those that are not in every run are marked slow."""
-    return mostly_slow(names, *_IN_EVERY_RUN)
-
-
-def plain(asked: Cell, rank: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    with monkeypatch.context() as patched:
-        patched.setenv(virtual.PLAIN_TRACE, "1")
-        return virtual.trace(asked, rank, events=True)
-
-
-@pytest.mark.parametrize("name", in_every_run(CELLS))
-def test_traces_are_those_of_the_plain_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = CELLS[name]
-    for each in rank_classes(asked):
-        expected = plain(asked, each.first, monkeypatch)
-        assert len(expected.memory.events) > 100
-        first, again = (virtual.trace(asked, each.first, events=True) for _ in range(2))
-        assert differences(first, expected) == []
-        assert differences(again, expected) == []
 
 
 def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = cell("tensor_parallel")
-    expected = plain(asked, 0, monkeypatch)
-    virtual.trace(asked, events=True)
+    with tracing.only_plain_traces():
+        expected = tracing.trace(asked, events=True)
+    tracing.trace(asked, events=True)
     wrong = dict(fast_recorder.MEMORY)
     for key, remembered in wrong.items():
         if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
@@ -123,7 +34,7 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
     monkeypatch.setattr(fast_recorder, "MEMORY", wrong)
-    assert "sizes" in differences(virtual.trace(asked, events=True), expected)
+    assert "sizes" in differences(tracing.trace(asked, events=True), expected)
 
 
 def test_an_assignment_to_data_is_another_call() -> None:
@@ -210,3 +121,19 @@ def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.
         for size in range(1, 10):
             assert torch.ones(size).exp().neg().shape == (size,)
     assert len(memory) == most
+
+
+def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
+    with uncut_pieces.nothing_cut():
+        ours = fsdp_collectives.torch
+        real, fake = torch.arange(24.0).view(4, 6), FakeTensorMode().from_tensor(torch.empty(4, 6))
+        assert torch.equal(
+            ours.cat(ours.chunk(real, 3, dim=1), dim=0), torch.cat(torch.chunk(real, 3, dim=1), dim=0)
+        )
+        for whole, number, dim in ((fake, 4, 1), (fake.t(), 3, 0)):
+            pieces = ours.chunk(whole, number, dim=dim)
+            assert all(type(piece) is FakeTensor for piece in pieces)
+        made = ours.cat(ours.chunk(fake, 3, dim=1), dim=0)
+        assert type(ours.chunk(fake, 3, dim=1)) is uncut_pieces._Uncut
+        assert made.shape == (12, 2)
+    assert fsdp_collectives.torch is torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from spbench.bench.measure.engines.virtual import fake_mesh
+from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.simulator.program import HOST_WORK, Program
 from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.bench.measure.trace.recorder import Recorder

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import rounded
@@ -197,7 +197,7 @@ def test_activations_are_what_autograd_saved(model: str, options: dict[str, Any]
         saved[storage._cdata] = storage.nbytes()
         return x
 
-    with virtual.fake_mesh(cell.mesh_sizes, 0) as mesh, torch.random.fork_rng(devices=[]):
+    with tracing.fake_mesh(cell.mesh_sizes, 0) as mesh, torch.random.fork_rng(devices=[]):
         recorder = Recorder()
         with recorder:
             training, inputs = set_up(cell, mesh)
@@ -219,7 +219,7 @@ def test_activations_are_what_autograd_saved(model: str, options: dict[str, Any]
 def activation_bytes(**changes: object) -> int:
     """Bytes that forward leaves alive."""
     cell = Cell.model_validate({"model": "bert-base", "strategy": "single", "precision": "fp16"} | changes)
-    log = virtual.trace(cell).memory
+    log = tracing.trace(cell).memory
     live = np.cumsum(log.signed_bytes())
     forward = next(span for name, span in log.spans() if name == "forward")
     return int(live[forward.stop - 1] - live[forward.start - 1])
@@ -256,7 +256,7 @@ def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
             seq_len=128,
             model_options={"layers": 6, "checkpointing": checkpointing},
         )
-        peaks.append(virtual.trace(cell).memory.peak())
+        peaks.append(tracing.trace(cell).memory.peak())
     assert peaks[1].nbytes < peaks[0].nbytes / 2
     assert peaks[1].held["activations"] < peaks[0].held["activations"] / 2
     assert peaks[1].held["parameters"] == peaks[0].held["parameters"]
@@ -266,7 +266,7 @@ def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
 def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: str) -> None:
     """The scores of 2**28 positions are out of memory, those of 2**29 have too large a sum, and of 2**30 not
     even a fake tensor can be."""
-    monkeypatch.setenv(virtual.PLAIN_TRACE, plain)
+    monkeypatch.setenv(tracing.PLAIN_TRACE, plain)
     longs = [
         cell_of("tensor_parallel", 2, batch=1, seq_len=2**n, cluster="piz-daint-p100") for n in (28, 29, 30)
     ]
@@ -281,7 +281,7 @@ def test_more_bytes_than_64_bits_count(monkeypatch: pytest.MonkeyPatch, plain: s
 def test_buffers_of_fully_shard_are_of_its_streams(events: bool) -> None:
     settings = {"model": "causal-transformer-tiny", "strategy": "single", "sizes": {"dp": 2}, "batch": 2}
     cell = Cell.model_validate({**settings, "seq_len": 16, "training": {"backend": "zero3"}})
-    log = virtual.trace(cell, 0, events=events).memory
+    log = tracing.trace(cell, 0, events=events).memory
     buffers = {number for number, tag in log.tags.items() if tag == "communication_buffers"}
     died = {-event - 1 for event in log.events if event < 0}
     # weights are made on the stream that copies in, gradients outlive the step

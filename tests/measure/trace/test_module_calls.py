@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
 
@@ -63,8 +63,8 @@ def test_what_is_computed_again_is_of_the_same_module() -> None:
 def test_short_cuts_have_the_places_of_plain_traces() -> None:
     cell = Cell(model="causal-transformer-tiny", strategy="ulysses", sizes={"sp": 2}, batch=4, seq_len=16)
     cell = cell.model_copy(update={"training": cell.training.model_copy(update={"micro_batches": 4})})
-    quick = virtual.trace(cell, 0).memory
-    with virtual.only_plain_traces():
-        plain = virtual.trace(cell, 0).memory
+    quick = tracing.trace(cell, 0).memory
+    with tracing.only_plain_traces():
+        plain = tracing.trace(cell, 0).memory
     assert (quick.places, quick.place_names) == (plain.places, plain.place_names)
     assert "blocks.*.mlp" in quick.place_names

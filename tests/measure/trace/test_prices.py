@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.trace_cache import from_bytes, to_bytes
 from spbench.bench.measure.trace import torch_internals
@@ -17,8 +17,8 @@ from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode, check_internals
 from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.ranged_attention import Size
+from tests.measure.engines.short_cut_cells import cell
 from tests.measure.trace.same_traces import differences
-from tests.measure.trace.test_fast_recorder import cell
 
 
 @torch.library.custom_op("price_test::mix", mutates_args=())
@@ -33,7 +33,7 @@ def _(x: Tensor) -> Tensor:
 
 def test_calls_of_operators_without_a_price_are_counted() -> None:
     mode = FakeTensorMode()
-    with virtual.fake_mesh({}, 0) as mesh:
+    with tracing.fake_mesh({}, 0) as mesh:
         recorder = FastRecorder(mode, mesh, events=True)
         with mode, recorder, recorder.phase("forward"):
             x = torch.ones(4, 6)
@@ -60,7 +60,7 @@ def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -
     asked: Cell = cell("ring_self_attention")
     assert run_cell(asked).unpriced_operators == {}
     monkeypatch.setattr(price_of(torch.ops.aten.gelu.default), "known", False)
-    trace = virtual.trace(asked, events=True)
+    trace = tracing.trace(asked, events=True)
     assert trace.measurement(None).unpriced_operators == run_cell(asked).unpriced_operators == {"gelu": 1}
     assert differences(from_bytes(to_bytes(trace), asked), trace) == []
 

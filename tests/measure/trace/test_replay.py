@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.measure.engines import rank_memory, virtual
+from spbench.bench.measure.engines import rank_memory, tracing, virtual
 from spbench.bench.measure.memory import replay as replaying
 from spbench.bench.measure.memory.allocator import Block, CachingAllocator, without_retries
 from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
@@ -144,7 +144,7 @@ def test_a_step_that_is_another_one_ends_a_stretch() -> None:
 def test_a_plain_trace_has_every_event_served(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = cell_of("ring_self_attention", 8)
     traced = virtual.trace_classes(cell)
-    with virtual.only_plain_traces():
+    with tracing.only_plain_traces():
         plain = virtual.trace_classes(cell)
     asked = Counter[str]()
 

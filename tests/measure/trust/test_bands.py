@@ -1,4 +1,4 @@
-"""Intervals of rows, as they are read and shown, and ties among rows."""
+"""Intervals of rows, as they are read and shown, ties among rows, and what is said of errors of memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from spbench.bench.measure.sweep.frames import flat
-from spbench.bench.measure.trust.bands import packaged_model, shown_band, tied, with_band
+from spbench.bench.measure.trust.bands import (
+    PEAK,
+    RESERVED,
+    packaged_errors,
+    packaged_model,
+    past_errors,
+    shown_band,
+    tied,
+    with_band,
+)
 from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
 
 #: intervals of log errors of 0.1 and 0.5; ties up to 5%
@@ -92,3 +101,28 @@ def test_recomputation_and_splits_are_of_one_run_and_other_models_are_not() -> N
     plain, again = row(2.0), row(2.01, {"model_options": {"recompute": "full"}})
     deeper = row(2.01, {"model_options": {"layers": 8}})
     assert tied([plain, again, deeper], MODEL) == [True, True, None]
+
+
+ERRORS = {"ddp": {PEAK: [-0.02, 0.0, 0.001, -0.00005]}, "zero3": {PEAK: [0.1]}}
+
+
+def test_errors_of_a_backend() -> None:
+    found = past_errors("ddp", PEAK, ERRORS)
+    assert found is not None
+    assert (found.rows, found.under, found.furthest_under, found.worst) == (4, 1, 0.02, 0.02)
+    assert found.median == pytest.approx(0.000525)
+    assert str(found) == (
+        "peak of 4 measured numbers of the backend ddp: median error 0.05%, worst 2.0%, 1 too low by more "
+        "than 0.01%, at most by 2.00%"
+    )
+
+
+def test_what_was_not_measured_has_the_errors_of_all() -> None:
+    found = past_errors("zero1", PEAK, ERRORS)
+    assert found is not None
+    assert (found.rows, found.of) == (5, "all backends (none of zero1)")
+    assert past_errors("zero1", RESERVED, ERRORS) is None
+
+
+def test_the_package_has_errors() -> None:
+    assert len(packaged_errors()["megatron"][PEAK]) > 100

@@ -1,41 +1,43 @@
-"""Strategies that treat packed documents wrongly, each as public code has done. None is registered."""
+"""Strategies that treat packed documents, sliding windows and attention sinks wrongly, as public code has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.packed_linear_attention import Chunk
-from spbench.impls.layout import HEEDS_ALL
-from spbench.impls.strategies.base import SequenceDim
+from spbench.impls.layout import HEEDS_ALL, Shard, mark_shard
+from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.fpdt import FPDT
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.meetings import Meeting, Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.strategies.ulysses import Ulysses
+from spbench.impls.strategies.upipe import Rounds, UPipe
+from tests.measure.verify.planting import planted
 
 
-class DocumentsSeeEachOther(RingAttention):
-    """The causal mask alone, as trl #6843."""
+def _among(change: Callable[[Meetings], Meetings]) -> dict[str, Any]:
+    """Attention among other keys than are meant."""
 
-    heeds = HEEDS_ALL
+    def attend(self: Any, honest: Any, q: Any, k: Any, v: Any, meetings: Meetings, *sinks: Any) -> Tensor:
+        o: Tensor = honest(q, k, v, change(meetings), *sinks)
+        return o
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return super().attend(q, k, v, replace(meetings, attended=CAUSAL))
+    return {"heeds": HEEDS_ALL, "attend": attend}
 
 
-class PositionsRunOn(RingAttention):
-    """Learned positions by the places in the sequence, not in the document; rotary embedding would be the
-    same, as it knows distances alone."""
-
-    def shard(self, x: Tensor, dim: SequenceDim) -> Tensor:
-        places = x.ndim == 1 and x.dtype is torch.int64
-        return super().shard(torch.arange(len(x)) if places else x, dim)
+def _attending(change: Callable[[Attended], Attended]) -> dict[str, Any]:
+    return _among(lambda meetings: replace(meetings, attended=change(meetings.attended)))
 
 
 class _CutAtEdges(Meetings):
@@ -51,114 +53,175 @@ class _OffsetsIgnored(Meetings):
         return mine, slice(0, theirs.stop - theirs.start), seen
 
 
-class _OwnMeetings(RingAttention):
-    """Ring Attention with other meetings."""
-
-    heeds = HEEDS_ALL
-    cls: type[Meetings]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        return super().attend(q, k, v, self.cls(**vars(meetings)))
-
-
-class DocumentsEndAtTheRanksEdge(_OwnMeetings):
-    """cu_seqlens of each rank's part alone, so that a document which goes on begins anew."""
-
-    cls = _CutAtEdges
-
-
-class KeyOffsetsIgnored(_OwnMeetings):
-    """Keys from the first of a block on, wherever the document begins in it, as TransformerEngine #3351."""
-
-    cls = _OffsetsIgnored
-
-
-class StateNotReset(Lasp):
-    """A state that goes on from document to document within a rank."""
-
-    heeds = HEEDS_ALL
-
-    def chunk(self, attended: Attended, length: int) -> Chunk | None:
-        found = super().chunk(attended, length)
-        return found and Chunk((length,), found.goes_on, found.continued)
-
-
-class StateNotResetAtTheRanksEdge(Lasp):
-    """The state of the rank before, also where it ends with its document."""
-
-    heeds = HEEDS_ALL
-
-    def chunk(self, attended: Attended, length: int) -> Chunk | None:
-        found = super().chunk(attended, length)
-        return found and replace(found, goes_on=True)
-
-
-class StateCarriedAcrossDocuments(Lasp2):
-    """A gated recurrence that knows of no documents."""
-
-    heeds = HEEDS_ALL
-
-    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
-        return super().gated_recurrence(*inputs)
-
-
-class StateCarriedOverTheRanksEdge(Lasp):
-    """A document that begins with a rank's first position gets the state of the rank before."""
-
-    heeds = HEEDS_ALL
-
-    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
-        return super().gated_recurrence(*inputs, starts=[start for start in starts if start])
-
-
-class DecayResetOneTokenLate(Lasp2):
-    """The second position of a document is the first without the state of the one before."""
-
-    heeds = HEEDS_ALL
-
-    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
-        late = [start + 1 for start in starts if start + 1 < inputs[-1].shape[1]]
-        return super().gated_recurrence(*inputs, starts=late)
-
-
-class ConvolutionOverDocuments(Lasp):
-    """Only the recurrence knows of documents, as fla's layers whose causal_conv1d gets no cu_seqlens."""
-
-    heeds = HEEDS_ALL
-
-    def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
-        self.found = super().document_starts(attended, length)
+class _WithoutHalo(Meetings):
+    @property
+    def halo(self) -> tuple[int, ...]:
         return ()
 
-    def gated_recurrence(self, *inputs: Any, starts: Sequence[int] = ()) -> Tensor:
-        return super().gated_recurrence(*inputs, starts=self.found)
+
+def _rounded_down(attended: Attended) -> Attended:
+    ends = [0, *(end - end % 2 for end in attended.ends)]
+    return Attended(tuple(b - a for a, b in pairwise(ends) if b > a))
 
 
-class ConvolutionOverTheRanksEdge(Lasp2):
-    """All rows before a rank's first position, also those of the document before."""
-
-    heeds = HEEDS_ALL
-
-    def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
-        return [start for start in super().document_starts(attended, length) if start >= 0]
+def _places_in_the_sequence(self: Any, honest: Any, x: Tensor, dim: Any) -> Tensor:
+    places = x.ndim == 1 and x.dtype is torch.int64
+    held: Tensor = honest(torch.arange(len(x)) if places else x, dim)
+    return held
 
 
-class OddLengthsTakenForEven(RingAttention):
-    """A document of 7 as one of 6, whose last position is the next one's: as TransformerEngine #1930."""
+# documents in softmax attention
 
-    heeds = HEEDS_ALL
+# the causal mask alone, as trl #6843
+DocumentsSeeEachOther = planted("DocumentsSeeEachOther", RingAttention, **_attending(lambda _: CAUSAL))
+# learned positions by the places in the sequence, not in the document; rotary embedding would be the same, as
+# it knows distances alone
+PositionsRunOn = planted("PositionsRunOn", RingAttention, shard=_places_in_the_sequence)
+# cu_seqlens of each rank's part alone, so that a document which goes on begins anew
+DocumentsEndAtTheRanksEdge = planted(
+    "DocumentsEndAtTheRanksEdge", RingAttention, **_among(lambda each: _CutAtEdges(**vars(each)))
+)
+# keys from the first of a block on, wherever the document begins in it, as TransformerEngine #3351
+KeyOffsetsIgnored = planted(
+    "KeyOffsetsIgnored", RingAttention, **_among(lambda each: _OffsetsIgnored(**vars(each)))
+)
+# a document of 7 as one of 6, whose last position is the next one's: as TransformerEngine #1930
+OddLengthsTakenForEven = planted("OddLengthsTakenForEven", RingAttention, **_attending(_rounded_down))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        ends = [0, *(end - end % 2 for end in meetings.attended.ends)]
-        lengths = tuple(b - a for a, b in pairwise(ends) if b > a)
-        return super().attend(q, k, v, replace(meetings, attended=Attended(lengths)))
 
+# windows and sinks
+
+
+def _sinks(change: Callable[[Any, Meetings, Tensor], Tensor]) -> dict[str, Any]:
+    """Attention with other sinks."""
+
+    def attend(
+        self: Any, honest: Any, q: Any, k: Any, v: Any, meetings: Meetings, sinks: Tensor | None = None
+    ) -> Any:
+        return honest(q, k, v, meetings, None if sinks is None else change(self, meetings, sinks))
+
+    return {"heeds": HEEDS_ALL, "attend": attend}
+
+
+def _once_a_chunk(self: Any, meetings: Meetings, sinks: Tensor) -> Tensor:
+    return sinks + math.log(sum(meetings.of(owner) is not None for owner in range(self.size)))
+
+
+class _OtherRounds(Rounds):
+    def of_rank(self, numbers: Tensor, rank: int) -> Tensor:
+        return super().of_rank(numbers, rank).flip(0)
+
+
+def _seen_whole(self: Any, honest: Any, chunks: Sequence[slice], attended: Attended) -> dict[Any, Any]:
+    """Queries of a chunk see all keys of earlier chunks, as without a window."""
+    of_window, whole = honest(chunks, attended), honest(chunks, CAUSAL)
+    return {(i, j): of_window[i, j] if i == j else seen for (i, j), seen in whole.items()}
+
+
+def _of_next_rank(self: Any, honest: Any, initial: Tensor) -> nn.Parameter:
+    other = Shard(self.axes[0], 0, (self.rank + 1) % self.size, self.size)
+    return mark_shard(honest(initial), other)
+
+
+# keys j with i - window <= j: FlashAttention's window_size has one position less than the window
+WindowOffByOne = planted(
+    "WindowOffByOne",
+    RingAttention,
+    **_attending(lambda attended: replace(attended, window=(attended.window or 0) + 1)),
+)
+# each rank's own keys alone
+HaloForgotten = planted("HaloForgotten", AllGatherKV, **_among(lambda each: _WithoutHalo(**vars(each))))
+# the sink in the denominator of each chunk's attention, before they are merged
+SinkOnceAChunk = planted("SinkOnceAChunk", RingAttention, **_sinks(_once_a_chunk))
+SinkWithoutGradient = planted(
+    "SinkWithoutGradient", RingAttention, **_sinks(lambda self, meetings, sinks: sinks.detach())
+)
+# those of the next rank's heads
+SinksOfOtherHeads = planted(
+    "SinksOfOtherHeads",
+    Ulysses,
+    of_own_heads=lambda self, honest, numbers: numbers.chunk(self.size)[(self.rank + 1) % self.size],
+)
+# those of the heads of other rounds, each round with as many
+SinksOfOtherRounds = planted(
+    "SinksOfOtherRounds",
+    UPipe,
+    rounds=lambda self, honest, heads, groups: _OtherRounds(**vars(honest(heads, groups))),
+)
+ChunksSeenWhole = planted("ChunksSeenWhole", FPDT, blocks_seen=_seen_whole)
+# as SinksOfOtherHeads, of a parameter of which each rank has a part
+SinksSplitOtherwise = planted("SinksSplitOtherwise", TensorParallel, feature_parameter=_of_next_rank)
+
+
+# documents in linear attention and gated recurrences
+
+
+def _starting_at(change: Callable[[Sequence[int], int], Sequence[int]]) -> dict[str, Any]:
+    """A recurrence whose documents begin elsewhere; ``change`` is given the positions and the length."""
+
+    def gated_recurrence(self: Any, honest: Any, *inputs: Any, starts: Sequence[int] = ()) -> Any:
+        return honest(*inputs, starts=change(starts, inputs[-1].shape[1]))
+
+    return {"heeds": HEEDS_ALL, "gated_recurrence": gated_recurrence}
+
+
+def _of_chunk(change: Callable[[Chunk], Chunk]) -> dict[str, Any]:
+    def chunk(self: Any, honest: Any, attended: Attended, length: int) -> Chunk | None:
+        right: Chunk | None = honest(attended, length)
+        return right and change(right)
+
+    return {"heeds": HEEDS_ALL, "chunk": chunk}
+
+
+def _no_starts(self: Any, honest: Any, *of: Any) -> Sequence[int]:
+    self.right = honest(*of)
+    return ()
+
+
+# a state that goes on from document to document within a rank
+StateNotReset = planted(
+    "StateNotReset",
+    Lasp,
+    **_of_chunk(lambda chunk: replace(chunk, lengths=(sum(chunk.lengths),))),
+)
+# the state of the rank before, also where it ends with its document
+StateNotResetAtTheRanksEdge = planted(
+    "StateNotResetAtTheRanksEdge", Lasp, **_of_chunk(lambda chunk: replace(chunk, goes_on=True))
+)
+# a gated recurrence that knows of no documents
+StateCarriedAcrossDocuments = planted(
+    "StateCarriedAcrossDocuments", Lasp2, **_starting_at(lambda starts, length: ())
+)
+# a document that begins with a rank's first position gets the state of the rank before
+StateCarriedOverTheRanksEdge = planted(
+    "StateCarriedOverTheRanksEdge",
+    Lasp,
+    **_starting_at(lambda starts, length: [start for start in starts if start]),
+)
+# the second position of a document is the first without the state of the one before
+DecayResetOneTokenLate = planted(
+    "DecayResetOneTokenLate",
+    Lasp2,
+    **_starting_at(lambda starts, length: [start + 1 for start in starts if start + 1 < length]),
+)
+# only the recurrence knows of documents, as fla's layers whose causal_conv1d gets no cu_seqlens
+ConvolutionOverDocuments = planted(
+    "ConvolutionOverDocuments",
+    Lasp,
+    heeds=HEEDS_ALL,
+    document_starts=_no_starts,
+    gated_recurrence=lambda self, honest, *inputs, starts=(): honest(*inputs, starts=self.right),
+)
+# all rows before a rank's first position, also those of the document before
+ConvolutionOverTheRanksEdge = planted(
+    "ConvolutionOverTheRanksEdge",
+    Lasp2,
+    heeds=HEEDS_ALL,
+    document_starts=lambda self, honest, *of: [start for start in honest(*of) if start >= 0],
+)
 
 #: of gated recurrences
 OF_RECURRENCES = [
-    StateCarriedAcrossDocuments,
-    StateCarriedOverTheRanksEdge,
-    DecayResetOneTokenLate,
-    ConvolutionOverDocuments,
-    ConvolutionOverTheRanksEdge,
+    *(StateCarriedAcrossDocuments, StateCarriedOverTheRanksEdge, DecayResetOneTokenLate),
+    *(ConvolutionOverDocuments, ConvolutionOverTheRanksEdge),
 ]

@@ -1,13 +1,15 @@
-"""LASP, LASP-2 and Ulysses with planted faults of gated recurrences. None is registered."""
+"""LASP, LASP-2 and Ulysses with planted faults of states between chunks, and of gated recurrences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels import linear_attention as kernels
+from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.recurrence import Rule
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp import Lasp
@@ -15,18 +17,84 @@ from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.recurrence import Mix
 from spbench.impls.strategies.recurrent_chunks import Chain, Gather
 from spbench.impls.strategies.ulysses import Ulysses
+from tests.measure.verify.planting import as_in, patching, planted
+
+# states of linear attention
 
 
-class ZeroStateOnEveryRank(Lasp2):
-    """Linear layers run on a rank's part of the sequence, as if it were the whole."""
+def _undecayed_sent(self: Any, honest: Any, state: Tensor, peer: int) -> None:
+    """What a rank sends on is the state it got plus its own, whatever the distance."""
+    honest(state + self.undecayed if peer > self.rank > 0 else state, peer)
 
-    gated_recurrence = Strategy.gated_recurrence
+
+def _undecayed_noted(self: Any, honest: Any, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
+    received: Tensor | None = honest(peer, k, v)
+    if received is not None and peer < self.rank:
+        self.undecayed = received / 2
+    return received
 
 
-class HaloForgotten(Lasp2):
-    """A convolution sees zeros before a rank's first position."""
+_honest_state = kernels.final_state
 
-    rows_before = Strategy.rows_before
+
+def _one_position_longer(self: Any, honest: Any, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Any:
+    """The chunk is taken for one position longer than it is."""
+
+    def final_state(states: Tensor, initial: Tensor | None, decay: Tensor | None, _: int) -> Tensor:
+        return _honest_state(states, initial, decay, k.shape[2] + 1)
+
+    return patching(kernels, final_state=final_state)(self, honest, q, k, v, mask)
+
+
+def _from_the_other_end(self: Any, honest: Any, *args: Any) -> Tensor:
+    """As if the ranks were numbered from the other end."""
+    rank, self.rank = self.rank, self.size - 1 - self.rank
+    try:
+        o: Tensor = honest(*args)
+        return o
+    finally:
+        self.rank = rank
+
+
+def _garbage_for_nothing(self: Any, honest: Any, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
+    """The first rank reads a buffer that nobody filled."""
+    received: Tensor | None = honest(peer, k, v)
+    if received is None and peer < 0:
+        sizes = *k.shape[:2], k.shape[-1], v.shape[-1]
+        return torch.ones(*sizes, dtype=kernels.state_dtype(k.dtype), device=k.device)
+    return received
+
+
+def _none_from_later(self: Any, honest: Any, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
+    """The gradient of the state never reaches the rank before."""
+    received: Tensor | None = honest(peer, k, v)
+    return None if peer > self.rank else received
+
+
+StateNotDecayedAcrossChunks = planted(
+    "StateNotDecayedAcrossChunks", Lasp, send=_undecayed_sent, receive=_undecayed_noted
+)
+ChunkDecayOffByOne = planted("ChunkDecayOffByOne", Lasp, linear_attention=_one_position_longer)
+StateGradientDropped = planted("StateGradientDropped", Lasp, receive=_none_from_later)
+# the gradient's state is taken from the wrong neighbour's place in time: doubled on the way back
+StateOfThisChunkTwice = planted(
+    "StateOfThisChunkTwice",
+    Lasp,
+    send=lambda self, honest, state, peer: honest(2 * state if peer < self.rank else state, peer),
+)
+StatesGatheredInWrongOrder = planted(
+    "StatesGatheredInWrongOrder", Lasp2, linear_attention=_from_the_other_end
+)
+StateStartsAsGarbage = planted("StateStartsAsGarbage", Lasp, receive=_garbage_for_nothing)
+
+#: of states of linear attention
+OF_STATES = [
+    *(StateNotDecayedAcrossChunks, ChunkDecayOffByOne, StateGradientDropped, StateOfThisChunkTwice),
+    *(StatesGatheredInWrongOrder, StateStartsAsGarbage),
+]
+
+
+# gated recurrences
 
 
 class _WithoutStateGradient(Gather):
@@ -35,22 +103,10 @@ class _WithoutStateGradient(Gather):
         return state if how[-1] > 0 else None
 
 
-class StateGradientStopsAtTheEdge(Lasp2):
-    """What later chunks want of a chunk's state never reaches it."""
-
-    passing = _WithoutStateGradient
-
-
 class _WithoutRowGradient(Chain):
     def rows(self, rows: Tensor, step: int) -> Tensor:
         passed = super().rows(rows, step)
         return passed if step > 0 else torch.zeros_like(rows)
-
-
-class RowGradientStopsAtTheEdge(Lasp):
-    """The next chunk's gradient of the rows that it was given is dropped."""
-
-    passing = _WithoutRowGradient
 
 
 class _Adding(Chain):
@@ -68,54 +124,39 @@ class _Adding(Chain):
         return super().state(rule, without_transition, *how)
 
 
-class StatesAddedWithoutTransition(Lasp):
-    """A rank sends on the state that it got plus its own, as linear attention without decay may."""
+def _of_first_heads(dims: int, number: int) -> Callable[..., Tensor]:
+    """Every rank has the first rank's heads of one weight, by its number among those with so many dims."""
 
-    passing = _Adding
-
-
-class _OfFirstHeads(Ulysses):
-    """Every rank has the first rank's heads of a weight."""
-
-    #: of weights with so many dims
-    dims: ClassVar[int] = 1
-    #: which of these
-    number: ClassVar[int]
-
-    def mix_by_heads(self, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def mix_by_heads(
+        self: Any, honest: Any, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Any:
         wrong = [*weights]
-        place = [i for i, w in enumerate(weights) if w.ndim == self.dims][self.number]
-        first = wrong[place].chunk(self.size)[0]
-        wrong[place] = first.repeat(self.size, *[1] * (self.dims - 1))
-        return super().mix_by_heads(mix, by_heads, wrong)
+        place = [i for i, w in enumerate(weights) if w.ndim == dims][number]
+        wrong[place] = wrong[place].chunk(self.size)[0].repeat(self.size, *[1] * (dims - 1))
+        return honest(mix, by_heads, wrong)
+
+    return mix_by_heads
 
 
-class DecayOfFirstHeads(_OfFirstHeads):
-    """A_log is not sliced by head."""
+# linear layers run on a rank's part of the sequence, as if it were the whole
+ZeroStateOnEveryRank = planted(
+    "ZeroStateOnEveryRank", Lasp2, gated_recurrence=as_in(Strategy, "gated_recurrence")
+)
+# a convolution sees zeros before a rank's first position
+HaloForgotten = planted("HaloForgotten", Lasp2, rows_before=as_in(Strategy, "rows_before"))
+# what later chunks want of a chunk's state never reaches it
+StateGradientStopsAtTheEdge = planted("StateGradientStopsAtTheEdge", Lasp2, passing=_WithoutStateGradient)
+# the next chunk's gradient of the rows that it was given is dropped
+RowGradientStopsAtTheEdge = planted("RowGradientStopsAtTheEdge", Lasp, passing=_WithoutRowGradient)
+# a rank sends on the state that it got plus its own, as linear attention without decay may
+StatesAddedWithoutTransition = planted("StatesAddedWithoutTransition", Lasp, passing=_Adding)
+# A_log, dt_bias and the values' convolution are not sliced by head
+DecayOfFirstHeads = planted("DecayOfFirstHeads", Ulysses, mix_by_heads=_of_first_heads(1, 0))
+StepBiasOfFirstHeads = planted("StepBiasOfFirstHeads", Ulysses, mix_by_heads=_of_first_heads(1, 1))
+ConvolutionOfFirstHeads = planted("ConvolutionOfFirstHeads", Ulysses, mix_by_heads=_of_first_heads(3, 2))
 
-    number = 0
-
-
-class StepBiasOfFirstHeads(_OfFirstHeads):
-    """dt_bias is not sliced by head."""
-
-    number = 1
-
-
-class ConvolutionOfFirstHeads(_OfFirstHeads):
-    """The values' convolution is not sliced by head."""
-
-    dims = 3
-    number = 2
-
-
-ALL = [
-    ZeroStateOnEveryRank,
-    HaloForgotten,
-    StateGradientStopsAtTheEdge,
-    RowGradientStopsAtTheEdge,
-    StatesAddedWithoutTransition,
-    DecayOfFirstHeads,
-    StepBiasOfFirstHeads,
-    ConvolutionOfFirstHeads,
+#: of gated recurrences
+OF_RECURRENCES = [
+    *(ZeroStateOnEveryRank, HaloForgotten, StateGradientStopsAtTheEdge, RowGradientStopsAtTheEdge),
+    *(StatesAddedWithoutTransition, DecayOfFirstHeads, StepBiasOfFirstHeads, ConvolutionOfFirstHeads),
 ]

@@ -8,26 +8,26 @@ import torch
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
-from spbench.bench.measure.verify.discrepancy import discrepancies, relative_errors
+from spbench.bench.measure.verify.judged import discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
-from tests.measure.verify import faults
+from tests.measure.verify import attention_faults, layer_faults
 
 BACKWARD = "forward right, backward wrong: "
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 def test_a_mean_in_place_of_a_sum_is_named_by_its_factor(pool: RankPool, dtype: str) -> None:
-    case = Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention", dtype)
+    case = Case(attention_faults.OneNthGradients, model_preset("bert-tiny"), "attention", dtype)
     row = verify_case(pool, case, 4)
     assert (row.status, row.factor) == ("RED", pytest.approx(0.25, rel=1e-2))
     assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is 0.25 times the reference (residual ")
 
 
 def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.OneNthGradients, model_preset("bert-tiny"), "attention"), 2)
+    row = verify_case(pool, Case(attention_faults.OneNthGradients, model_preset("bert-tiny"), "attention"), 2)
     assert row.verdict.endswith("; wrong too: gradient of layer.qkv.weight, gradient of layer.qkv.bias")
-    row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "model"), 2)
+    row = verify_case(pool, Case(attention_faults.ZeroGradients, model_preset("bert-tiny"), "model"), 2)
     *_, named = row.verdict.split("; wrong too: ")
     assert len(named.split(", ")) == 5
     assert named.split(", ")[-1].startswith("and ")
@@ -35,7 +35,7 @@ def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
 
 
 def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
-    case = Case(faults.StaleBlockInBackward, model_preset("bert-tiny"), "attention")
+    case = Case(attention_faults.StaleBlockInBackward, model_preset("bert-tiny"), "attention")
     row = verify_case(pool, case, 4)
     assert (row.status, row.factor) == ("RED", None)
     assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is off by {row.error:.1e}, not a scale")
@@ -43,30 +43,34 @@ def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
 
 
 def test_gradients_of_zero_are_said_to_be_zero(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.ZeroGradients, model_preset("bert-tiny"), "attention"), 2)
+    row = verify_case(pool, Case(attention_faults.ZeroGradients, model_preset("bert-tiny"), "attention"), 2)
     assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is zero")
 
 
 def test_one_in_a_million_on_one_rank_is_seen_there(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.SlightlyWrongOnLastRank, model_preset("bert-tiny"), "attention"), 4)
+    row = verify_case(
+        pool, Case(attention_faults.SlightlyWrongOnLastRank, model_preset("bert-tiny"), "attention"), 4
+    )
     assert (row.status, row.tensor, row.rank) == ("RED", "gradient of input x", 3)
     assert row.error == pytest.approx(1e-6, rel=1e-3)
 
 
 def test_nan_is_an_infinite_error(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.NanOnLastRank, model_preset("bert-tiny"), "attention"), 2)
+    row = verify_case(pool, Case(attention_faults.NanOnLastRank, model_preset("bert-tiny"), "attention"), 2)
     assert row.error == math.inf
     assert row.verdict.startswith(f"{BACKWARD}{row.tensor} is not finite")
 
 
 def test_what_a_rank_raises_is_red(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.RaisesOnLastRank, model_preset("bert-tiny"), "attention"), 4)
+    row = verify_case(
+        pool, Case(attention_faults.RaisesOnLastRank, model_preset("bert-tiny"), "attention"), 4
+    )
     assert (row.status, row.rank, row.error) == ("RED", 3, math.inf)
     assert "ArithmeticError: planted" in row.reason
 
 
 def test_a_wrong_closed_form_is_red(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.WrongClosedForm, model_preset("bert-tiny"), "model"), 2)
+    row = verify_case(pool, Case(layer_faults.WrongClosedForm, model_preset("bert-tiny"), "model"), 2)
     assert (row.status, row.tensor) == ("RED", "backward all_reduce over tp")
     sent, counted = map(int, re.findall(r"\d+", row.verdict))
     assert (
@@ -77,7 +81,9 @@ def test_a_wrong_closed_form_is_red(pool: RankPool) -> None:
 
 
 def test_parameters_that_closed_forms_do_not_have_are_red(pool: RankPool) -> None:
-    row = verify_case(pool, Case(faults.SplitsTheVocabularyInSilence, model_preset("bert-tiny"), "model"), 2)
+    row = verify_case(
+        pool, Case(layer_faults.SplitsTheVocabularyInSilence, model_preset("bert-tiny"), "model"), 2
+    )
     assert (row.status, row.tensor) == ("RED", "parameters")
     assert re.fullmatch(r"values right: parameters are \d+ elements, \d+ by the model's sites", row.verdict)
 

@@ -11,10 +11,10 @@ import pytest
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify, verify_case
-from spbench.bench.measure.verify.collective_calls import unequal_calls
+from spbench.bench.measure.verify.explanation import unequal_calls
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
-from tests.measure.verify import collective_faults, faults, sequence_faults
+from tests.measure.verify import attention_faults, head_faults, layer_faults
 
 CAUSAL = "causal-transformer-tiny"
 
@@ -25,7 +25,7 @@ def explained(pool: RankPool, fault: Any, model: str, part: str, ranks: int) -> 
 
 def test_a_stale_block_is_seen_by_rank_and_positions(pool: RankPool) -> None:
     """The last rank has no block after its own, so that its gradients are right."""
-    row = explained(pool, sequence_faults.StaleBlockInRingBackward, CAUSAL, "attention", 4)
+    row = explained(pool, attention_faults.StaleBlockInRingBackward, CAUSAL, "attention", 4)
     assert row.verdict.startswith("forward right, backward wrong: ")
     first, before, _, positions, *ranks, after = row.explanation.splitlines()
     assert first.startswith(
@@ -45,10 +45,20 @@ def test_a_stale_block_is_seen_by_rank_and_positions(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("fault", "model", "where", "first"),
     [
-        (faults.KeyGradientsNotReduced, "bert-tiny", "forward right", "gradient of k of attention 0 is off"),
-        (faults.OneNthGradients, "bert-tiny", "forward right", "gradient of v of attention 0 is 0.5 times"),
-        (sequence_faults.HeadsInWrongOrder, CAUSAL, "wrong in forward", "o of attention 0 is off"),
-        (faults.MaskForgotten, "bert-tiny", "wrong in forward", "o of attention 0 is off"),
+        (
+            attention_faults.KeyGradientsNotReduced,
+            "bert-tiny",
+            "forward right",
+            "gradient of k of attention 0 is off",
+        ),
+        (
+            attention_faults.OneNthGradients,
+            "bert-tiny",
+            "forward right",
+            "gradient of v of attention 0 is 0.5 times",
+        ),
+        (head_faults.HeadsInWrongOrder, CAUSAL, "wrong in forward", "o of attention 0 is off"),
+        (attention_faults.MaskForgotten, "bert-tiny", "wrong in forward", "o of attention 0 is off"),
     ],
 )
 def test_the_first_wrong_tensor(pool: RankPool, fault: Any, model: str, where: str, first: str) -> None:
@@ -60,11 +70,11 @@ def test_the_first_wrong_tensor(pool: RankPool, fault: Any, model: str, where: s
 
 def test_a_message_that_is_left_out(pool: RankPool) -> None:
     """In the bytes of the whole model; the gradients go wrong in the last block first."""
-    row = explained(pool, faults.ColumnInputGradientNotReduced, "bert-tiny", "model", 2)
+    row = explained(pool, layer_faults.ColumnInputGradientNotReduced, "bert-tiny", "model", 2)
     assert row.bytes == "backward all_reduce over tp sends 27648 bytes, 138240 by the closed form"
     assert "execution: gradient of blocks.1.attention_end.norm.weight is off" in row.explanation
     assert "its error by rank (. is right): rank 0 " in row.explanation
-    wrong_form = explained(pool, faults.WrongClosedForm, "bert-tiny", "model", 2)
+    wrong_form = explained(pool, layer_faults.WrongClosedForm, "bert-tiny", "model", 2)
     assert (wrong_form.explanation, wrong_form.bytes[:19]) == ("", "backward all_reduce")
 
 
@@ -75,7 +85,7 @@ def test_the_first_rows_are_explained_and_no_green_one(pool: RankPool) -> None:
 
 
 def test_what_a_rank_raises_is_a_line_beside_its_traceback(pool: RankPool) -> None:
-    row = explained(pool, faults.RaisesOnLastRank, "bert-tiny", "attention", 2)
+    row = explained(pool, attention_faults.RaisesOnLastRank, "bert-tiny", "attention", 2)
     assert (row.reason, row.explanation, row.bytes) == ("rank 1: ArithmeticError: planted", "", "")
     assert "Traceback" in row.traceback
 
@@ -122,11 +132,11 @@ def test_unequal_collectives_are_named(tmp_path: Path, zero: list[Any], one: lis
     ("fault", "said"),
     [
         (
-            collective_faults.GathersWhereOthersReduce,
-            r"rank 0 is in all_gather of 48 bytes at collective_faults.py:\d+, rank 1 is in all_reduce",
+            head_faults.GathersWhereOthersReduce,
+            r"rank 0 is in all_gather of 48 bytes at head_faults.py:\d+, rank 1 is in all_reduce",
         ),
         (
-            collective_faults.SkipsACollective,
+            head_faults.SkipsACollective,
             r"rank 0 is in all_to_all .*, rank 1 is in all_reduce of 8 bytes",
         ),
     ],

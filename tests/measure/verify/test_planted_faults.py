@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.models.model import model_preset
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp2 import Lasp2
@@ -22,13 +21,9 @@ from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.verify import chunk_faults as chunks
-from tests.measure.verify import faults
-from tests.measure.verify import grid_faults as grid
-from tests.measure.verify import grouped_query_faults as grouped
-from tests.measure.verify import library_faults as library
-from tests.measure.verify import nesting_faults as nested
-from tests.measure.verify import sequence_faults as sequence
+from tests.measure.verify import attention_faults as attention
+from tests.measure.verify import head_faults as heads
+from tests.measure.verify import layer_faults as layers
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel
 
@@ -43,123 +38,127 @@ REPLICATED = model_preset("causal-transformer-tiny-gqa", {"kv_heads": 2})
 GROUPED, CHUNKS = AttentionModel(kv_heads=4), {"chunk": 8}
 ZIGZAG, STRIPED, SPLIT = {"placement": "zigzag"}, {"placement": "striped"}, {"vocabulary": "split"}
 
+Names, Options = tuple[str, ...], dict[str, Any]
 QKV = ("gradient of layer.qkv", "gradient of input x")
 ANY = ("output y", "gradient of")
+INPUTS = ("gradient of input",)
+GRADIENTS = ("gradient of",)
+OUTPUTS = ("output", *GRADIENTS)
 PROJECTION = ("gradient of layer.project.weight",)
 NORMS = ("gradient of layer.q_norm", "gradient of layer.k_norm")
 TEXT = ("gradient of text", "gradient of input text", "gradient of blocks")
 ORDER = ("output order_loss", "gradient of order", "gradient of pooler", "gradient of embeddings")
 
 
-def of_grid(fault: type[Strategy], temporal: int) -> Case:
-    return Case(fault, model_preset("st-dit-tiny", {"temporal": temporal, "layers": 1}), "model", batch=1)
+def grid(temporal: int) -> Model:
+    return model_preset("st-dit-tiny", {"temporal": temporal, "layers": 1})
 
 
-#: the case that shows a fault, and how the name of the worst tensor may begin
-FAULTS: list[tuple[Case, tuple[str, ...]]] = [
-    (Case(faults.ZeroGradients, BERT, "attention"), QKV),
-    (Case(faults.OneNthGradients, BERT, "attention"), QKV),
-    (Case(faults.StaleBlockInBackward, BERT, "attention"), QKV),
-    (Case(faults.RowsOfAnotherRank, BERT, "attention"), QKV),
-    (Case(faults.KeyGradientsNotReduced, BERT, "attention"), QKV),
-    (Case(faults.NanOnLastRank, BERT, "attention"), QKV),
-    (Case(faults.MaskForgotten, BERT, "attention"), ANY),
-    (Case(faults.BiasesNotSynchronized, BERT, "attention"), ("gradient of layer.qkv.bias",)),
-    (Case(faults.OrderLossOnEveryRank, BERT, "model"), ORDER),
-    (Case(faults.SameChunkOnEveryRank, BERT, "attention"), ("positions of 24",)),
-    (Case(faults.RowParallelNotReduced, BERT, "attention"), ("output y",)),
-    (Case(faults.ColumnInputGradientNotReduced, BERT, "attention"), ("gradient of input x",)),
-    (Case(faults.ParameterWithoutGradient, BERT, "attention"), ("gradient of layer.out.weight",)),
-    (Case(faults.DenominatorNotReduced, BERT, "model"), ("output", "gradient")),
-    (Case(faults.GatheredGradientSummed, BERT, "model"), ("gradient",)),
-    (Case(faults.NextRanksWeights, BERT, "attention"), ("output y", "gradient of layer")),
-    (Case(sequence.HeadsInWrongOrder, CAUSAL, "attention"), ANY),
-    (Case(sequence.DecayOfOtherHeads, LINEAR, "attention"), ANY),
-    (Case(sequence.LocalSliceForReduceScatter, BERT, "block"), ANY),
-    (Case(sequence.NormsNotReduced, BERT, "block"), ("gradient of layer.",)),
-    (Case(sequence.StaleBlockInRingBackward, CAUSAL, "attention"), ("gradient of input",)),
-    (Case(sequence.BackwardOfBlocksAlone, CAUSAL, "attention"), ("gradient of input",)),
-    (Case(sequence.MergeWithoutRescaling, CAUSAL, "attention"), ANY),
-    (Case(sequence.DecayOffByOneChunk, LINEAR, "attention"), ANY),
-    (Case(sequence.StripesInAnotherOrder, CAUSAL, "attention", options=STRIPED), ANY),
-    (Case(sequence.ZigzagUnderContiguousBlocks, CAUSAL, "attention", options=ZIGZAG), ANY),
-    (Case(sequence.LocalSliceOfKeyGradients, CAUSAL, "attention", options=ZIGZAG), ("gradient of input",)),
-    (Case(sequence.GatheredKeysRotatedInOrder, ROTARY, "attention", options=ZIGZAG), ANY),
-    (Case(grouped.ReplicasNotSummed, REPLICATED, "attention"), PROJECTION),
+def library(options: dict[str, str]) -> Model:
+    return model_preset("causal-transformer-tiny-gqa", options)
+
+
+#: of a fault in one strategy: class, model, part, how the name of the worst tensor may begin, options
+FAULTS: list[tuple[type[Strategy], Model, str, Names] | tuple[type[Strategy], Model, str, Names, Options]] = [
+    (attention.ZeroGradients, BERT, "attention", QKV),
+    (attention.OneNthGradients, BERT, "attention", QKV),
+    (attention.StaleBlockInBackward, BERT, "attention", QKV),
+    (attention.RowsOfAnotherRank, BERT, "attention", QKV),
+    (attention.KeyGradientsNotReduced, BERT, "attention", QKV),
+    (attention.NanOnLastRank, BERT, "attention", QKV),
+    (attention.MaskForgotten, BERT, "attention", ANY),
+    (attention.BiasesNotSynchronized, BERT, "attention", ("gradient of layer.qkv.bias",)),
+    (attention.OrderLossOnEveryRank, BERT, "model", ORDER),
+    (attention.SameChunkOnEveryRank, BERT, "attention", ("positions of 24",)),
+    (layers.RowParallelNotReduced, BERT, "attention", ("output y",)),
+    (layers.ColumnInputGradientNotReduced, BERT, "attention", ("gradient of input x",)),
+    (layers.ParameterWithoutGradient, BERT, "attention", ("gradient of layer.out.weight",)),
+    (layers.DenominatorNotReduced, BERT, "model", ("output", "gradient")),
+    (layers.GatheredGradientSummed, BERT, "model", ("gradient",)),
+    (layers.NextRanksWeights, BERT, "attention", ("output y", "gradient of layer")),
+    (heads.HeadsInWrongOrder, CAUSAL, "attention", ANY),
+    (heads.DecayOfOtherHeads, LINEAR, "attention", ANY),
+    (layers.LocalSliceForReduceScatter, BERT, "block", ANY),
+    (layers.NormsNotReduced, BERT, "block", ("gradient of layer.",)),
+    (attention.StaleBlockInRingBackward, CAUSAL, "attention", INPUTS),
+    (attention.BackwardOfBlocksAlone, CAUSAL, "attention", INPUTS),
+    (attention.MergeWithoutRescaling, CAUSAL, "attention", ANY),
+    (attention.DecayOffByOneChunk, LINEAR, "attention", ANY),
+    (attention.StripesInAnotherOrder, CAUSAL, "attention", ANY, STRIPED),
+    (attention.ZigzagUnderContiguousBlocks, CAUSAL, "attention", ANY, ZIGZAG),
+    (attention.LocalSliceOfKeyGradients, CAUSAL, "attention", INPUTS, ZIGZAG),
+    (attention.GatheredKeysRotatedInOrder, ROTARY, "attention", ANY, ZIGZAG),
+    (heads.ReplicasNotSummed, REPLICATED, "attention", PROJECTION),
+    (heads.ReplicasSummedOverAllRanks, REPLICATED, "attention", PROJECTION),
+    (heads.NormsOfOwnHeads, REPLICATED, "attention", NORMS),
+    (heads.NormsOfOwnPositions, REPLICATED, "attention", NORMS),
+    (heads.KeysInAnotherOrder, AttentionModel(kv_heads=2), "attention", ANY),
+    (heads.FirstQueryOfEachGroup, GROUPED, "attention", INPUTS),
+    (heads.KeyNormAfterAllToAll, heads.KeyNormModel(), "attention", ANY),
+    (heads.KeysOfTheFirstRounds, CAUSAL, "attention", ANY),
+    (heads.OneBufferForAllMessages, CAUSAL, "attention", ANY),
+    (heads.OddRanksBeginWithTheLastRound, CAUSAL, "attention", ANY),
+    (heads.KeyGradientsOfOneRound, GROUPED, "attention", ("gradient of input k", "gradient of input v")),
+    (heads.OneBufferOnTheHost, CAUSAL, "attention", ANY, CHUNKS),
+    (heads.KeysOneChunkLate, CAUSAL, "attention", ANY, CHUNKS),
+    (heads.QueryGradientsOfOneChunk, CAUSAL, "attention", ("gradient of input q",), CHUNKS),
+    (heads.PositionsOfOneChunk, ROTARY, "attention", ("positions", *ANY), CHUNKS),
+    (layers.PartsInWrongOrder, grid(8), "model", OUTPUTS),
+    (layers.PaddingAttendedTo, grid(6), "model", OUTPUTS),
     (
-        Case(grouped.ReplicasSummedOverAllRanks, REPLICATED, "attention"),
-        ("gradient of layer.project.weight",),
+        layers.PaddingInTheLoss,
+        grid(6),
+        "model",
+        ("output loss", "output noise_loss", "positions", *GRADIENTS),
     ),
-    (Case(grouped.NormsOfOwnHeads, REPLICATED, "attention"), NORMS),
-    (Case(grouped.NormsOfOwnPositions, REPLICATED, "attention"), NORMS),
-    (Case(grouped.KeysInAnotherOrder, AttentionModel(kv_heads=2), "attention"), ANY),
-    (Case(grouped.FirstQueryOfEachGroup, AttentionModel(kv_heads=4), "attention"), ("gradient of input",)),
-    (Case(grouped.KeyNormAfterAllToAll, grouped.KeyNormModel(), "attention"), ANY),
-    (Case(chunks.KeysOfTheFirstRounds, CAUSAL, "attention"), ANY),
-    (Case(chunks.OneBufferForAllMessages, CAUSAL, "attention"), ANY),
-    (Case(chunks.OddRanksBeginWithTheLastRound, CAUSAL, "attention"), ANY),
-    (
-        Case(chunks.KeyGradientsOfOneRound, GROUPED, "attention"),
-        ("gradient of input k", "gradient of input v"),
-    ),
-    (Case(chunks.OneBufferOnTheHost, CAUSAL, "attention", options=CHUNKS), ANY),
-    (Case(chunks.KeysOneChunkLate, CAUSAL, "attention", options=CHUNKS), ANY),
-    (Case(chunks.QueryGradientsOfOneChunk, CAUSAL, "attention", options=CHUNKS), ("gradient of input q",)),
-    (Case(chunks.PositionsOfOneChunk, ROTARY, "attention", options=CHUNKS), ("positions", *ANY)),
-    (of_grid(grid.PartsInWrongOrder, 8), ("output", "gradient of")),
-    (of_grid(grid.PaddingAttendedTo, 6), ("output", "gradient of")),
-    (of_grid(grid.PaddingInTheLoss, 6), ("output loss", "output noise_loss", "positions", "gradient of")),
-    (of_grid(grid.TextCountedTwice, 12), TEXT),
-    (of_grid(grid.WeightCountedNTimes, 12), ("gradient of blocks",)),
-    (of_grid(grid.LinesOfOneRankOnly, 12), ("output", "gradient of")),
+    (layers.TextCountedTwice, grid(12), "model", TEXT),
+    (layers.WeightCountedNTimes, grid(12), "model", ("gradient of blocks",)),
+    (layers.LinesOfOneRankOnly, grid(12), "model", OUTPUTS),
 ]
 
-
-def of_library(fault: type[Strategy], options: dict[str, str], split: dict[str, str]) -> tuple[Case, Any]:
-    model = model_preset("causal-transformer-tiny-gqa", options)
-    return Case(fault, model, "model", options=split), ("output", "gradient of")
-
-
-#: faults that bfloat16 may hide, or that are planted in one of two strategies around each other
-IN_FLOAT64: list[tuple[Case, tuple[str, ...]]] = [
-    of_library(library.DenominatorOfOwnRows, IN_PLACE, {}),
-    of_library(library.GradientsOfOwnPositionsAlone, {"cross_entropy": "fused"}, SPLIT),
-    of_library(library.LabelsOfOwnPositions, IN_PLACE, SPLIT),
-    *(
-        (Case(Nesting(classes), model, part), tensors)
-        for classes, model, part, tensors in (
-            ((nested.SumLacksTheSequenceAxis, RingSelfAttention), BERT, "block", ("gradient of layer.",)),
-            ((nested.SumHasTheTensorAxisToo, RingSelfAttention), BERT, "block", ("gradient of layer.",)),
-            ((nested.GatherWithoutTheSum, RingAttention), DECODER, "block", ("gradient of",)),
-            ((TensorParallel, nested.PositionsOfTheLocalChunk), DECODER, "attention", ANY),
-            ((MegatronSP, nested.PositionsOfTheLocalChunk), DECODER, "attention", ANY),
-            ((nested.ChunksInTheOrderOfHeads, RingAttention), DECODER, "attention", ANY),
-            ((nested.NestedHeadsWithOneDecay, Lasp2), TNL, "attention", ANY),
-        )
-    ),
+#: faults that bfloat16 may hide
+IN_FLOAT64: list[tuple[type[Strategy], Model, str, Names, Options]] = [
+    (layers.DenominatorOfOwnRows, library(IN_PLACE), "model", OUTPUTS, {}),
+    (layers.GradientsOfOwnPositionsAlone, library({"cross_entropy": "fused"}), "model", OUTPUTS, SPLIT),
+    (layers.LabelsOfOwnPositions, library(IN_PLACE), "model", OUTPUTS, SPLIT),
 ]
 
+#: faults in one of two strategies around each other
+NESTED: list[tuple[tuple[type[Strategy], type[Strategy]], Model, str, Names]] = [
+    ((layers.SumLacksTheSequenceAxis, RingSelfAttention), BERT, "block", ("gradient of layer.",)),
+    ((layers.SumHasTheTensorAxisToo, RingSelfAttention), BERT, "block", ("gradient of layer.",)),
+    ((layers.GatherWithoutTheSum, RingAttention), DECODER, "block", GRADIENTS),
+    ((TensorParallel, attention.PositionsOfTheLocalChunk), DECODER, "attention", ANY),
+    ((MegatronSP, attention.PositionsOfTheLocalChunk), DECODER, "attention", ANY),
+    ((heads.ChunksInTheOrderOfHeads, RingAttention), DECODER, "attention", ANY),
+    ((layers.NestedHeadsWithOneDecay, Lasp2), TNL, "attention", ANY),
+]
 
 #: faults that three ranks, the fewest with one that is neither first nor last, cannot have, or do not show
 ON_FOUR_RANKS = {
-    *(grouped.ReplicasNotSummed, grouped.ReplicasSummedOverAllRanks, grouped.NormsOfOwnHeads),
-    *(chunks.KeyGradientsOfOneRound, chunks.OneBufferOnTheHost, chunks.KeysOneChunkLate),
-    *(chunks.QueryGradientsOfOneChunk, chunks.PositionsOfOneChunk),
-    *(grid.PartsInWrongOrder, grid.PaddingInTheLoss),
-    *(library.DenominatorOfOwnRows, library.GradientsOfOwnPositionsAlone, library.LabelsOfOwnPositions),
+    *(heads.ReplicasNotSummed, heads.ReplicasSummedOverAllRanks, heads.NormsOfOwnHeads),
+    *(heads.KeyGradientsOfOneRound, heads.OneBufferOnTheHost, heads.KeysOneChunkLate),
+    *(heads.QueryGradientsOfOneChunk, heads.PositionsOfOneChunk),
+    *(layers.PartsInWrongOrder, layers.PaddingInTheLoss),
+    *(layers.DenominatorOfOwnRows, layers.GradientsOfOwnPositionsAlone, layers.LabelsOfOwnPositions),
 }
 
 
+def case(fault: type[Strategy], model: Model, part: str, options: Options, dtype: str = "fp64") -> Case:
+    batch = 1 if hasattr(model, "temporal") else 3
+    return Case(fault, model, part, dtype, batch=batch, options=options)
+
+
 def planted() -> Iterator[Any]:
-    for number, (case, tensors) in enumerate(FAULTS):
-        name = case.strategy.__name__
-        yield pytest.param(case, tensors, id=f"{name}-fp64")
+    for number, (fault, model, part, tensors, *options) in enumerate([*FAULTS, *IN_FLOAT64]):
         # that noise hides no fault is seen by a sixth of them
-        marks = pytest.mark.slow if number % 6 else ()
-        yield pytest.param(replace(case, dtype="bf16"), tensors, id=f"{name}-bf16", marks=marks)
-    for case, tensors in IN_FLOAT64:
-        classes = getattr(case.strategy, "classes", (case.strategy,))
-        yield pytest.param(case, tensors, id="+".join(cls.__name__ for cls in classes))
+        for dtype in ("fp64", "bf16") if number < len(FAULTS) else ("fp64",):
+            marks = pytest.mark.slow if dtype == "bf16" and number % 6 else ()
+            asked = case(fault, model, part, *options or [{}], dtype)
+            yield pytest.param(asked, tensors, id=f"{fault.__name__}-{dtype}", marks=marks)
+    for classes, model, part, tensors in NESTED:
+        name = "+".join(cls.__name__ for cls in classes)
+        yield pytest.param(Case(Nesting(classes), model, part), tensors, id=name)
 
 
 @pytest.mark.parametrize(("case", "tensors"), [*planted()])
@@ -172,7 +171,7 @@ def test_planted_fault_is_red(pool: RankPool, case: Case, tensors: tuple[str, ..
 
 @pytest.mark.parametrize("outer", [TensorParallel, MegatronSP, Ulysses])
 def test_a_loss_averaged_by_rank_is_red(pool: RankPool, outer: type[Strategy]) -> None:
-    averaged = nested.LossAveragedByRank(
+    averaged = layers.LossAveragedByRank(
         layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0
     )
     strategy = Nesting((outer, RingSelfAttention))
@@ -182,18 +181,18 @@ def test_a_loss_averaged_by_rank_is_red(pool: RankPool, outer: type[Strategy]) -
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_log_sum_exp_in_half_precision_is_red(pool: RankPool, dtype: str) -> None:
     """In bfloat16 it is within the noise of outputs; the operator's own test holds it to float32 there."""
-    row = assert_red(pool, Case(sequence.LogSumExpInHalfPrecision, CAUSAL, "attention", dtype))
+    row = assert_red(pool, Case(attention.LogSumExpInHalfPrecision, CAUSAL, "attention", dtype))
     assert "not a scale" in row.verdict
 
 
 def test_linformer_gradient_without_its_all_reduce(pool: RankPool) -> None:
     model = model_preset("bert-tiny-linformer")
-    case = Case(faults.LinformerGradientNotReduced, model, "attention")
+    case = Case(attention.LinformerGradientNotReduced, model, "attention")
     assert_red(pool, case, 4, "gradient of layer.", "gradient of input x")
 
 
 def test_a_norm_of_all_heads_before_the_all_to_all_is_green(pool: RankPool) -> None:
-    assert_green(pool, Case(Ulysses, grouped.KeyNormModel(), "attention"))
+    assert_green(pool, Case(Ulysses, heads.KeyNormModel(), "attention"))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_models_of_libraries_are_green(
 
 
 def test_faults_are_not_registered() -> None:
-    assert not {case.strategy for case, _ in FAULTS} & {*strategies().values()}
+    assert not {fault for fault, *_ in FAULTS} & {*strategies().values()}
 
 
 def test_text_that_is_gathered_again_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.measure.verify.proof import reasons_against
 from spbench.impls.strategies.nesting import Nesting
 from tests.bench import fakes
-from tests.measure.verify import faults
+from tests.measure.verify import attention_faults
 
 
 def cell(strategy: str = "torch_context_parallel", **settings: Any) -> Cell:
@@ -24,7 +24,7 @@ def cell(strategy: str = "torch_context_parallel", **settings: Any) -> Cell:
     return Cell.model_validate({**defaults, "strategy": strategy, "precision": "fp32", **settings})
 
 
-class PlantedPeer(faults.OneNthGradients):
+class PlantedPeer(attention_faults.OneNthGradients):
     """Gradients scaled by 1/N, as if another package had made them."""
 
     requires = ("torch",)
@@ -57,7 +57,15 @@ def test_fewer_ranks_are_tried_where_more_cannot_run_a_tiny_model(
     def verified(pool: object, of: Cell, sizes: Any, name: str, preset: object) -> VerifyRow:
         asked.append(sizes["sp"])
         status: Any = "green" if sizes["sp"] == least else "unsupported"
-        return VerifyRow("", name, "", "", sizes["sp"], "", "fp32", 3, 24, status, reason="3 heads; use 3")
+        return VerifyRow(
+            strategy="",
+            model=name,
+            part="",
+            size=sizes["sp"],
+            dtype="fp32",
+            status=status,
+            reason="3 heads; use 3",
+        )
 
     monkeypatch.setattr(proof, "_verified", verified)
     found = reasons_against([cell(sizes={"sp": 4})], object())  # type: ignore[arg-type]

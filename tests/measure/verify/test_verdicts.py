@@ -12,11 +12,24 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure.verify.cases import VerifyRow
-from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, kept_verdicts, read_verdicts, verified_code
+from spbench.bench.measure.verify.verdicts import (
+    VERDICTS_FILE,
+    VerifyRow,
+    kept_verdicts,
+    read_verdicts,
+    verified_code,
+)
 
 GREEN = VerifyRow(
-    *("lasp", "tnl-tiny", "", "block", 2, "sp2", "fp64", 3, 24, "green"),
+    strategy="lasp",
+    model="tnl-tiny",
+    part="block",
+    size=2,
+    mesh="sp2",
+    dtype="fp64",
+    batch=3,
+    seq_len=24,
+    status="green",
     error=1.5e-14,
     limit=1e-10,
     tensor="output y",

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.documents import seen_pairs
+from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
-from tests.measure.verify import window_faults as faults
+from tests.measure.verify import document_faults as faults
 from tests.measure.verify.assertions import assert_green, assert_red
 
 #: of four ranks' chunks of 6 positions, one and a part

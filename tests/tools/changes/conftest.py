@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.tools.changes.judged_rows import base, changed
-from tests.tools.changes.rows import CLAIM, Rows, folder, made_up
+from spbench.bench.tools.changes.judgement import judge
+from spbench.bench.tools.changes.result_files import read_results
+from tests.tools.changes.rows import CLAIM, ROWS, Change, Rows, folder, judged_folder, made_up
 from tests.tools.commands.conftest import Run, command_line, spbench
 
-__all__ = ["base", "changed", "command_line", "spbench"]
+__all__ = ["command_line", "spbench"]
 
 
 Judge = Callable[[Rows, Rows], tuple[int, str, str]]
@@ -54,3 +56,22 @@ def results(tmp_path: Path) -> Path:
             made_up("g/failed", "failed"),
         ],
     )
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return judged_folder(tmp_path / "base", ROWS)
+
+
+@pytest.fixture
+def changed(tmp_path: Path, base: Path) -> Callable[[Change], list[tuple[str, str, str]]]:
+    """What the gate says, worst first, when a change is made to the rows."""
+
+    def judged(change: Change) -> list[tuple[str, str, str]]:
+        rows = copy.deepcopy(ROWS)
+        change(rows)
+        found = judge(read_results(base), read_results(judged_folder(tmp_path / "new", rows)))
+        assert found.fails == any(d.verdict in ("worse", "missing") for d in found.differences)
+        return [(d.verdict, d.where, d.quantity) for d in found.differences]
+
+    return judged

@@ -6,16 +6,17 @@ import hashlib
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from spbench.bench.tools.changes.from_results import add_record
-from spbench.bench.tools.changes.metrics import METRICS, Reading
-from spbench.bench.tools.changes.run_record import CellRecord, Commit, RunRecord
+from spbench.bench.row import Row
+from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
 
-METRIC = {metric.name: metric for metric in METRICS}
+Cell = dict[str, Any]
+
 MACHINE = {"host": "one", "cpu": "AMD EPYC", "cores": 2, "memory_bytes": 2**34, "gpus": [], "os": "Linux 6"}
+VERSIONS = {"torch": "2.13.0", "spbench": "0.1.0"}
 OTHER = {**MACHINE, "host": "two", "cores": 8}
 
 
@@ -26,33 +27,40 @@ def commit(number: int, branch: str = "main") -> Commit:
     return Commit(name, date.isoformat(timespec="seconds"), branch)
 
 
-def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Sequence[float]) -> CellRecord:
-    """A cell with the values of metrics: exact ones, or the samples of measured ones."""
-    recorded = {}
+def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Sequence[float]) -> Cell:
+    """The row of a cell with the values of metrics: exact ones, or the samples of measured ones."""
+    measured: dict[str, Any] = {}
     for name, value in values.items():
-        unit = METRIC[name].unit
-        if isinstance(value, (int, float)):
-            recorded[name] = Reading(METRIC[name], value, unit, True)
+        if name == "sent_bytes":
+            measured["communication"] = [{"sent_bytes": value}]
+        elif isinstance(value, (int, float)):
+            measured[name] = value
         else:
-            samples = tuple(value)
-            recorded[name] = Reading(METRIC[name], statistics.median(samples), unit, False, (samples,))
-    return CellRecord(key, status, exact, recorded)  # type: ignore[arg-type]
+            measured |= {name: statistics.median(value), name.replace("_s", "_samples_s"): list(value)}
+    engine = "virtual" if exact else "distributed"
+    return {"key": key, "cell": {"engine": engine}, "status": status, "measurement": measured}
 
 
 def record(
-    number: int, *cells: CellRecord, machine: Mapping[str, object] = MACHINE, branch: str = "main"
+    number: int,
+    *cells: Cell,
+    machine: Mapping[str, object] = MACHINE,
+    branch: str = "main",
+    versions: Mapping[str, str] = VERSIONS,
 ) -> RunRecord:
     """The record of a nightly run, an hour after its commit."""
     of = commit(number, branch)
     date = (datetime.fromisoformat(of.date) + timedelta(hours=1)).isoformat(timespec="seconds")
-    versions = {"torch": "2.13.0", "spbench": "0.1.0"}
-    return RunRecord("nightly", date, of, machine, versions, {found.key: found for found in cells})
+    facts = {name: fact for name, fact in machine.items() if name != "host"}
+    provenance = {**versions, "host": machine["host"], "machine": facts}
+    rows = [Row.read({**row, "provenance": provenance}) for row in cells]
+    return RunRecord("nightly", date, of, rows)
 
 
 def nightly(
     folder: Path,
     commits: int,
-    cells: Callable[[int, random.Random], Sequence[CellRecord]],
+    cells: Callable[[int, random.Random], Sequence[Cell]],
     machines: Sequence[Mapping[str, object]] = (MACHINE,),
     seed: int = 0,
 ) -> Path:
@@ -68,8 +76,3 @@ def noisy(generator: random.Random, level: float, noise: float, samples: int = 9
     """Samples of one night: each with that relative noise, and all with a third of it in common."""
     night = level * generator.gauss(1, noise / 3)
     return [night * generator.gauss(1, noise) for _ in range(samples)]
-
-
-def of_suite(found: RunRecord, suite: str) -> RunRecord:
-    """The record under another name of the suite."""
-    return replace(found, suite=suite)

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,53 @@ def commit_all(repository: Path) -> str:
     git(repository, "add", "-A")
     git(repository, "commit", "-q", "-m", "a change")
     return git(repository, "rev-parse", "HEAD")
+
+
+# -- rows of three cells with two claims, for the gate --------------------------------------------------
+
+Change = Callable[[list[dict[str, Any]]], Any]
+
+
+def row(name: str, **measured: Any) -> dict[str, Any]:
+    sent = [{"phase": "forward", "sent_bytes": 0.1}, {"phase": "backward", "sent_bytes": 0.2}]
+    sent += [{"phase": "gradient_sync", "sent_bytes": 0.3}]
+    measurement = {
+        "peak_memory_bytes": 1000,
+        "reserved_memory_bytes": 2000,
+        "step_time_s": 2.0,
+        "answer": 64,
+        "communication": sent,
+        "formula_difference": [],
+    }
+    return {
+        "key": name,
+        "cell": {"engine": "distributed" if "gloo" in name else "virtual"},
+        "status": "ok",
+        "reason": "",
+        "measurement": measurement | measured,
+        "elapsed_s": 1.5,
+        "time": "2026-01-01T00:00:00+00:00",
+        "provenance": {"host": "here", "commit": "a"},
+    }
+
+
+ROWS = [row("a"), row("b"), row("c/gloo")]
+
+
+ENTRY = replace(CLAIM, claim="ratio", variant="v")
+
+TABLE = replace(
+    ENTRY,
+    claim="table",
+    denominator="",
+    published=None,
+    reproduced=None,
+    relative_error=None,
+    status_published="oom",
+    status_reproduced="oom",
+)
+
+
+def judged_folder(path: Path, rows: Rows, *entries: Comparison) -> Path:
+    """A folder of results, whose claims are the two above unless said otherwise."""
+    return folder(path, rows, *(entries or (ENTRY, TABLE)))

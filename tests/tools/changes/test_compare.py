@@ -13,7 +13,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.papers.comparison import Comparison
-from tests.tools.changes.judged_rows import ENTRY, ROWS, TABLE, folder, row
+from tests.tools.changes.rows import ENTRY, ROWS, TABLE, row
+from tests.tools.changes.rows import judged_folder as folder
 
 
 def damaged(path: Path, field: str, text: str) -> Path:

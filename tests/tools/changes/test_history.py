@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.changes.expectations import read_targets
-from spbench.bench.tools.changes.from_results import add_record
-from spbench.bench.tools.changes.history import Assessment, History, read_history
-from spbench.bench.tools.changes.run_record import CellRecord
-from tests.tools.changes.records import MACHINE, OTHER, cell, commit, nightly, noisy, record
+from spbench.bench.tools.changes.history import Assessment, History, read_history, read_targets
+from spbench.bench.tools.changes.records import add_record
+from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly, noisy, record
 
 COMMITS, SLOWER, LARGER = 60, 41, 23
 NOISES = (0.01, 0.02, 0.03)
 
 
-def planted(number: int, generator: random.Random) -> Sequence[CellRecord]:
+def planted(number: int, generator: random.Random) -> Sequence[Cell]:
     """Timed cells with noise of 1 to 3%, one of which becomes 5% slower, and exact ones, of which one sends a
     byte more."""
     found = []
@@ -42,8 +40,8 @@ def test_planted_steps_are_found_with_their_commits_and_no_others(tmp_path: Path
     found = assessed(nightly(tmp_path, COMMITS, planted, (MACHINE, OTHER)))
     steps = {(a.series.cell, a.series.metric.name, a.series.machine): a.steps for a in found if a.steps}
     machines = {a.series.machine for a in found} - {""}
-    # 12 statuses of two engines, 6 timings on two machines, 6 + 6 x 3 exact metrics
-    assert len(found) == 6 + 12 + 12 + 24
+    # 12 statuses of two engines, 6 timings on two machines, 6 x 2 + 6 x 4 exact metrics
+    assert len(found) == 6 + 12 + 12 + 36
     assert set(steps) == {("virtual/4", "sent_bytes", "")} | {("real/1", "step_time_s", m) for m in machines}
     assert len(machines) == 2
     for (_, metric, _), (step,) in steps.items():
@@ -69,7 +67,7 @@ def test_timings_of_machines_are_not_mixed_and_exact_values_are_joined(tmp_path:
     assert [len(a.series.points) for a in found if a.series.metric.name == "step_time_s"] == [10, 10]
     steps = [(a.series.cell, step.commit_range) for a in found for step in a.steps]
     assert steps == [("b", f"{commit(9).short}..{commit(10).short}")]
-    machine = record(0, machine=OTHER).machine_name
+    machine = record(0, cell("a"), machine=OTHER).machine_name
     assert {a.series.machine for a in assessed(tmp_path, machine=machine)} == {"", machine}
 
 
@@ -222,8 +220,8 @@ def test_records_of_one_commit_are_one_point(tmp_path: Path) -> None:
 
 def test_what_else_changed_is_said(tmp_path: Path) -> None:
     add_record(record(0, cell("a", sent_bytes=1)), tmp_path)
-    after = record(1, cell("a", sent_bytes=2), machine={**MACHINE, "gpu_driver": "550"})
-    add_record(replace(after, versions={"torch": "2.14.0", "spbench": "0.1.0"}), tmp_path)
+    machine, versions = {**MACHINE, "gpu_driver": "550"}, {"torch": "2.14.0", "spbench": "0.1.0"}
+    add_record(record(1, cell("a", sent_bytes=2), machine=machine, versions=versions), tmp_path)
     (step,) = (step for a in assessed(tmp_path) for step in a.steps)
     assert step.also_changed == {"torch": ("2.13.0", "2.14.0"), "gpu_driver": (None, "550")}
 

@@ -11,7 +11,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.papers.comparison import Comparison
-from tests.tools.changes.judged_rows import ENTRY, ROWS, TABLE, Change, folder, row
+from tests.tools.changes.rows import ENTRY, ROWS, TABLE, Change, row
+from tests.tools.changes.rows import judged_folder as folder
 
 
 def test_nothing_is_said_of_what_does_not_matter(changed: Any) -> None:

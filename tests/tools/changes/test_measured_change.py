@@ -133,7 +133,7 @@ def test_a_median_and_a_minimum_that_disagree_are_no_change() -> None:
 
 def test_of_one_process_a_side_much_is_found() -> None:
     (change,) = measured_changes(one_process(), one_process(2.5))[0]["a"]
-    assert (change.name, change.change) == ("step_time_s", pytest.approx(1.5))
+    assert (change.quantity, change.change) == ("step_time_s", pytest.approx(1.5))
 
 
 @pytest.mark.parametrize(("nbytes", "differs"), [(1050, False), (1051, True), (949, True)])
@@ -141,7 +141,7 @@ def test_memory_of_real_ranks_has_a_least_effect_alone(nbytes: int, differs: boo
     new = one_process()
     new["a"]["measurement"]["peak_memory_bytes"] = nbytes
     changes, _, _ = measured_changes(one_process(), new)
-    assert [change.name for change in changes.get("a", [])] == ["peak_memory_bytes"] * differs
+    assert [change.quantity for change in changes.get("a", [])] == ["peak_memory_bytes"] * differs
 
 
 def test_other_facts_of_a_machine_are_compared_where_both_have_them() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.papers.execution import _default_attention
+from spbench.bench.tools.papers.execution import default_attention
 
 
 def row(cluster: str, seconds: float = 1.0, model: str = "llama3-8b", **options: Any) -> dict[str, Any]:
@@ -27,12 +27,9 @@ def row(cluster: str, seconds: float = 1.0, model: str = "llama3-8b", **options:
     ],
 )
 def test_where_one_is_said_or_there_is_no_other_nothing_is_told(rows: list[dict[str, Any]]) -> None:
-    assert _default_attention(rows) == ""
+    assert default_attention(rows) == []
 
 
 def test_the_kernel_that_is_taken_is_told_once_for_each_cluster() -> None:
-    told = _default_attention([row("dgx-h100"), row("dgx-h100", attention="flash"), row("dgx-a100")])
-    assert told == (
-        "attention not said, so taken: flash_attention_2, the default of dgx-h100 (its programs usually run "
-        "cudnn); model_options.attention says one"
-    )
+    told = default_attention([row("dgx-h100"), row("dgx-h100", attention="flash"), row("dgx-a100")])
+    assert told == ["flash_attention_2, the default of dgx-h100 (its programs usually run cudnn)"]

@@ -12,16 +12,15 @@ import pytest
 from spbench.bench.command_line.output import Output
 from spbench.bench.git import git
 from spbench.bench.tools.changes.history import read_history
-from spbench.bench.tools.changes.history_changes import changes_table
-from spbench.bench.tools.changes.run_record import CellRecord
+from spbench.bench.tools.changes.history_command import changes_table
 from tests.terminal import faults_of
-from tests.tools.changes.records import cell, commit, nightly, record
-from tests.tools.changes.test_from_results import checkout as checkout
-from tests.tools.changes.test_from_results import results, row
+from tests.tools.changes.records import Cell, cell, commit, nightly, record
+from tests.tools.changes.test_records import checkout as checkout
+from tests.tools.changes.test_records import results, row
 from tests.tools.commands.conftest import Run
 
 
-def cells(number: int, generator: random.Random) -> list[CellRecord]:
+def cells(number: int, generator: random.Random) -> list[Cell]:
     larger = number >= 4
     return [
         cell("lasp/sp4", sent_bytes=2**30 + larger, peak_memory_bytes=1000),
@@ -60,14 +59,14 @@ def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
     assert [word in lines[1] for word in ("1073741824", "1073741825", "lasp/sp4")] == [True] * 3
     assert [word in lines[2] for word in ("| regression |", "+1 bytes", RANGE)] == [True] * 3
     assert out.splitlines()[-1] == (
-        "REGRESSION: 1 regression, 0 missed targets; 5 series, 1 step, 0 of them meant"
+        "REGRESSION: 1 regression, 0 missed targets; 7 series, 1 step, 0 of them meant"
     )
 
 
 def test_what_changed_is_told_by_strategy(tmp_path: Path) -> None:
     """One change of five cells is a line for each strategy and metric, whichever cells they are."""
 
-    def grown(number: int, generator: random.Random) -> list[CellRecord]:
+    def grown(number: int, generator: random.Random) -> list[Cell]:
         return [
             cell(
                 f"bert-tiny/{strategy}/sp{ranks}/b2/L24/fp32/local/virtual/0",
@@ -103,7 +102,7 @@ def test_a_series_is_shown_commit_by_commit(command_line: Run, history: Path) ->
 
 def test_forms_for_programs(command_line: Run, history: Path) -> None:
     content = json.loads(command_line("history", str(history), "--format", "json")[1])
-    assert (content["fails"], content["branch"], len(content["series"])) == (True, "main", 5)
+    assert (content["fails"], content["branch"], len(content["series"])) == (True, "main", 7)
     (step,) = (step for series in content["series"] for step in series["steps"])
     assert (step["commits"], step["first_after"]["hash"]) == (RANGE, commit(4).hash)
     lines = command_line("history", str(history), "--metric", "sent_bytes", "--format", "csv")[1].splitlines()
@@ -121,7 +120,7 @@ def test_a_regression_fails_until_it_is_said_to_be_meant(command_line: Run, hist
     (history / "meant.yaml").write_text(f"meant:\n  {text}\n")
     code, out, _ = command_line(*arguments)
     assert (code, "| regression (meant) |" in out, "| heads are padded |" in out) == (0, True, True)
-    assert out.splitlines()[-1] == "no regression: 5 series, 1 step, 1 of them meant"
+    assert out.splitlines()[-1] == "no regression: 7 series, 1 step, 1 of them meant"
 
 
 def test_a_missed_target_fails(command_line: Run, history: Path) -> None:
@@ -135,7 +134,7 @@ def test_a_missed_target_fails(command_line: Run, history: Path) -> None:
 
 
 def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
-    from spbench.bench.tools.changes.from_results import add_record
+    from spbench.bench.tools.changes.records import add_record
 
     add_record(record(7, cell("a"), branch="topic"), history)
     (history / "meant.yaml").write_text("meant: [{commit: '1234567', reason: soon}]")

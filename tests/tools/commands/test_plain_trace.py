@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measure.engines import trace_cache, virtual
+from spbench.bench.measure.engines import trace_cache, tracing
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
@@ -57,7 +57,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", trace_cache.used()(sweep_here))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)
-    assert virtual.PLAIN_TRACE not in os.environ
+    assert tracing.PLAIN_TRACE not in os.environ
 
 
 def test_a_plain_run_takes_no_earlier_result(command_line: Run, tmp_path: Path) -> None:

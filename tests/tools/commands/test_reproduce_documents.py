@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.document import rendered_documents
 from spbench.bench.tools.papers.paper_findings import Findings

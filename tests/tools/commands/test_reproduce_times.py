@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.measure.scenarios.select import Narrowing
-from spbench.bench.tools.papers import reproduce_times
+from spbench.bench.tools.papers import reproduction
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.execution import Ran
 from tests.tools.commands.conftest import Run
@@ -61,7 +61,7 @@ def test_scenarios_run_on_the_clusters_of_their_names(
     reproduce: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(reproduce_times, "run_cells", made(asked))
+    monkeypatch.setattr(reproduction, "run_cells", made(asked))
     cluster = RESULTS / "datasheets" / "usp.yaml"
     cluster.parent.mkdir(parents=True)
     cluster.write_text("extends: dgx-a100\n")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.virtual import trace
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import CachingAllocator
 from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
 from spbench.bench.measure.memory.replay import replay

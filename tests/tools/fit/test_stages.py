@@ -11,7 +11,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measure.engines import trace_cache, virtual
+from spbench.bench.measure.engines import trace_cache, tracing
+from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.tools.fit import runs, stages
 from spbench.bench.tools.fit.stages import OneStage, stages_beside
 from tests.measure.engines.cells import write_cluster
@@ -33,14 +34,14 @@ CELL = Cell(
 def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Ranks in the order in which they are traced; traces are kept in a folder of the test's own."""
     ranks: list[int] = []
-    made: Callable[..., virtual.Trace] = virtual._traced
+    made: Callable[..., Trace] = tracing._traced
 
-    def noted(cell: Cell, rank: int, events: bool) -> virtual.Trace:
+    def noted(cell: Cell, rank: int, events: bool) -> Trace:
         ranks.append(rank)
         return made(cell, rank, events)
 
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(virtual, "_traced", noted)
+    monkeypatch.setattr(tracing, "_traced", noted)
     with trace_cache.used():
         yield ranks
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.expand import expand
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
-from spbench.bench.tools.jobs.megatron_arguments import known_arguments
-from spbench.bench.tools.jobs.shell import unknown_in
+from spbench.bench.tools.jobs.megatron import table
+from spbench.bench.tools.jobs.shell_syntax import unknown_in
 from spbench.bench.yaml_files import parse_yaml
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "25"))
@@ -53,7 +53,7 @@ NASTY = [
     *("$", "${", "$(", "`", "'", '"', "(", ")", "\\", "&&", ";", "|", "#", "<<EOF", "${A:-${B}}", "$((1/0))"),
     *("--", "--x", "--bf16", "--num-experts 4", "--hidden-size 64", "if true; then", "done", "ARGS+=(--x)"),
 ]
-WORDS = [*NASTY, *sorted(known_arguments())]
+WORDS = [*NASTY, *sorted(table().arguments)]
 
 
 def check(content: bytes, name: str) -> None:

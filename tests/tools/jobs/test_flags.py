@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.setting_changes import changed
 from spbench.bench.tools.jobs import to_megatron
-from spbench.bench.tools.jobs.flag_changes import flag_changes
-from spbench.bench.tools.jobs.flags import Flags, differences, program_flags
+from spbench.bench.tools.jobs.argument_tables import argument_table
+from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.impls.models.model import model_preset
@@ -207,8 +208,10 @@ def test_a_flag_that_is_left_out_is_found() -> None:
 
 
 def test_a_fault_of_the_way_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {k: v for k, v in to_megatron._OF_MODEL.items() if k != "--hidden-dropout"}
-    monkeypatch.setattr(to_megatron, "_OF_MODEL", wrong | {"--kv-channels": "heads"})
+    table = argument_table("megatron")
+    wrong = {name: each for name, each in table.settings.items() if name != "--hidden-dropout"}
+    wrong["--kv-channels"] = wrong["--num-attention-heads"]
+    monkeypatch.setattr(to_megatron, "argument_table", lambda _: replace(table, settings=wrong))
     assert program_flags("megatron", cell(MEGATRON)).missing == (
         "model_options.head_dim null (it has 32)",
         "model_options.dropout 0.0 (it has 0.1)",

@@ -8,8 +8,14 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.fit.subject import kind_of
-from spbench.bench.tools.jobs.job_files import JobFile, path_and_part, read_job
-from spbench.bench.tools.jobs.other_programs import _programs, keyed_program, started_program
+from spbench.bench.tools.jobs.job_files import (
+    JobFile,
+    keyed_program,
+    other_programs,
+    path_and_part,
+    read_job,
+    started_program,
+)
 from tests.tools.jobs.job_inputs import INPUTS
 from tests.tools.jobs.test_configurations import IN_PYTHON
 
@@ -44,7 +50,7 @@ def test_no_file_of_a_program_that_is_read_is_taken_for_anothers() -> None:
     files = [JobFile(path, path.read_bytes()) for path in INPUTS.iterdir()] + scripts
     assert len(files) > 10
     assert not [f for f in files if keyed_program(f) or started_program(f, unread=False)]
-    assert all(program.keys() & {"keys", "text", "even_then"} for program in _programs().values())
+    assert all(program.keys() & {"keys", "text", "even_then"} for program in other_programs().values())
 
 
 def test_one_of_several_configurations_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.shell import shown, unknown_in
+from spbench.bench.tools.jobs.shell_syntax import shown_word, unknown_in
 
 PROGRAM = re.compile(r"pretrain_\w+\.py")
 
@@ -22,7 +22,7 @@ def launch(script: str, **environment: str) -> Launch:
 
 
 def arguments(script: str, **environment: str) -> list[str]:
-    return [shown(word) for word in launch(script, **environment).arguments]
+    return [shown_word(word) for word in launch(script, **environment).arguments]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,19 @@ def arguments(script: str, **environment: str) -> list[str]:
         ("N=$((2 * 4))\nM=$(($N/2))\npython pretrain_gpt.py --a $N --b $M", "--a 8 --b 4"),
         ("python pretrain_gpt.py --a '$A' 'b c'", ["--a", "$A", "b c"]),
         ("RUN=\"pretrain_gpt.py --a 1\"\nsrun -N 2 sh -c \"python $RUN --b 2\"", "--a 1 --b 2"),
-        ("python pretrain_gpt.py --a 1 2>&1 | tee log", "--a 1 2>&1"),
+        ("python pretrain_gpt.py --a 1 2>&1 | tee log", "--a 1"),
+        ("python pretrain_gpt.py --a 1 &> log --b 2", "--a 1 --b 2"),
+        ("A=1 B=2\npython pretrain_gpt.py --a $A --b $B", "--a 1 --b 2"),
+        ("python pretrain_gpt.py --a ${A:-\"1 2\"} \"${B:-3 4}\" ${C:+5}", ["--a", "1", "2", "3 4"]),
+        ("A=1\nif [ $A -eq 1 ]; then B=2; else B=3; fi\npython pretrain_gpt.py --b $B", "--b 2"),
+        ("if false; then B=2; elif [[ -n x && 2 -lt 1 ]]; then B=3; else B=4; fi\n./pretrain_gpt.py -b $B",
+         "-b 4"),
+        ("A=0\nif (( A + 1 > 1 )) || [ -z \"$A\" ]; then B=2; else B=3; fi\npython pretrain_gpt.py --b $B",
+         "--b 3"),
+        ("[ -z x ] && A=2\n[ \"y\" != x ] && B=3\npython pretrain_gpt.py --a ${A:-1} --b $B", "--a 1 --b 3"),
+        ("cat > x <<EOF\nit's $A\nEOF\npython pretrain_gpt.py --a 1", "--a 1"),
+        ("A=1\nsbatch <<EOF\n#!/bin/sh\ntorchrun pretrain_gpt.py --a $A \"b c\"\nEOF", ["--a", "1", "b c"]),
+        ("{ python pretrain_gpt.py --a 1; }", "--a 1"),
         ("python pretrain_gpt.py --a $@", ["--a"]),
     ],
 )  # fmt: skip
@@ -53,10 +65,18 @@ def test_the_words_of_a_command(script: str, expected: str | list[str]) -> None:
         ("A=$(cat size)\npython pretrain_gpt.py --a $A", "$(cat size)"),
         ("for A in 1 2; do echo; done\npython pretrain_gpt.py --a $A", "$A, of a loop"),
         (
-            "if true; then\n  A=2\nfi\npython pretrain_gpt.py --a $A",
+            "if [ -d /data ]; then\n  A=2\nfi\npython pretrain_gpt.py --a $A",
             "$A, which line 2 sets under a condition",
         ),
-        ("[ -z x ] && A=2\npython pretrain_gpt.py --a $A", "$A, which line 1 sets under a condition"),
+        (
+            "A=1\n[ $A = b -a -n c ] || A=2\npython pretrain_gpt.py --a $A",
+            "$A, which line 2 sets under a condition",
+        ),
+        (
+            "[ 0 ] || A=2\n[[ x == x* ]] || A=2\npython pretrain_gpt.py --a $A",
+            "$A, which line 2 sets under a condition",
+        ),
+        ("[ -f x ] && A=2\npython pretrain_gpt.py --a $A", "$A, which line 1 sets under a condition"),
         ("python pretrain_gpt.py --a ${A%.*}", "${A%.*}"),
         ("python pretrain_gpt.py --a $((N * 2))", "$((N * 2)), where $N is not known"),
     ],
@@ -90,16 +110,15 @@ def test_the_gpus_of_a_launcher(script: str, gpus: int | None) -> None:
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        ("python pretrain_gpt.py 'a", "job.sh:1: a ' is not closed"),
-        ("\npython pretrain_gpt.py $(a", "job.sh:2: a $( is not closed"),
-        ("A=(a\n", "job.sh:2: an array's ( is not closed"),
-        ("cat <<EOF\nEOF", "job.sh:1: a here-document (<<) is not read; write its lines as a script"),
+        ("python pretrain_gpt.py 'a", "job.sh:1: no shell script from here on: 'a"),
+        ("\npython pretrain_gpt.py $(a", "job.sh:2: a ) is missing"),
+        ("A=(a\npython pretrain_gpt.py", "job.sh:2: a ) is missing"),
         (
             "python pretrain_gpt.py\npython pretrain_gpt.py",
             "job.sh: several commands train, in lines 1 and 2; leave one",
         ),
         (
-            "if true\nthen python pretrain_gpt.py\nfi",
+            "if grep x y\nthen python pretrain_gpt.py\nfi",
             "job.sh:2: the command that trains is under a condition, in a loop or in a function, which are "
             "not read; write it by itself",
         ),

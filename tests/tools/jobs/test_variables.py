@@ -66,7 +66,11 @@ def test_what_torch_would_not_read_of_the_allocator_is_refused(value: str, probl
 @pytest.mark.parametrize(
     ("variable", "outcome", "detail"),
     [
-        ("PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:[256:1,512:2,>:8]", "not modelled", "move memory"),
+        (
+            "PYTORCH_CUDA_ALLOC_CONF='roundup_power2_divisions:[256:1,512:2,>:8]'",
+            "not modelled",
+            "move memory",
+        ),
         ("PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8", "not modelled", "may move memory"),
         ("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "not modelled", "may move time and memory"),
         ("NCCL_BUFFSIZE=8388608", "not modelled", "may move time and memory: NCCL's buffers"),
@@ -125,7 +129,7 @@ def test_variables_of_attention_are_those_that_megatron_sets_itself() -> None:
 
 
 def test_every_entry_of_the_tables_has_a_reason() -> None:
-    for name in ("megatron_arguments", "bridge_keys", "deepspeed_keys", "torchtitan_keys", "variables"):
+    for name in ("megatron", "bridge", "deepspeed", "torchtitan", "variables"):
         content = read_yaml(TABLES / f"{name}.yaml")
         for group in content["no_effect"]:
             assert len(group["reason"].split()) >= 3, group

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.measure.scenarios.scenario import Scenario, compare
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.trust.bands import packaged_model
-from spbench.bench.measure.trust.errors_of_memory import MEMORY_ERRORS_FILE, packaged_errors
+from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
+from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.document import FIRST_PAGE, check_documents, rendered_documents
 from spbench.bench.tools.papers.megatron_cases import CASES, summary
-from spbench.bench.tools.papers.order_of_splits import orders_by_scenario
 from spbench.bench.tools.papers.paper_findings import Findings, markdown
-from spbench.bench.tools.papers.reproduce_request import Reproduction
-from spbench.bench.tools.papers.reproduce_times import fit_bands
+from spbench.bench.tools.papers.past_errors import orders_by_scenario
+from spbench.bench.tools.papers.reproduce_command import fit_bands
+from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.yaml_files import read_yaml
 
@@ -87,13 +87,12 @@ def test_the_committed_bands_are_what_the_committed_files_give(
 ) -> None:
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
-    asked = {"all_variants": False, "jobs": None, "executor": None, "fresh": False, "write": False}
-    found = Reproduction(paper="bands", output=Path("results", "reproduction"), **asked)
     written: dict[str, str] = {}
     monkeypatch.setattr(
-        "spbench.bench.files.write_whole", lambda path, content: written.update({path.name: content})
+        "spbench.bench.tools.papers.reproduce_command.write_whole",
+        lambda path, content: written.update({path.name: content}),
     )
-    output = fit_bands(found)
+    output = fit_bands(Reproduction("bands", Path("results", "reproduction")))
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert output.content["model"] == packaged_model().as_dict()
     assert markdown(output.records) in (ROOT / "README.md").read_text()

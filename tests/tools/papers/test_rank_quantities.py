@@ -10,7 +10,8 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario, compare, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.paper_findings import Findings, distinct, record_of
 

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
-from spbench.bench.measure.scenarios.scenario import Scenario, compare, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.yaml_files import packaged
@@ -130,9 +131,9 @@ def test_a_ratio_is_calibrated_if_one_of_its_cells_is(tmp_path: Path) -> None:
     key = loaded(tmp_path).cells[""][0].key
     (tmp_path / "c.csv").write_text("claim,published\nr,2\n")
     claim: dict[str, Any] = {"claim": "r", "published": {"file": "c.csv"}, "quantity": "tokens_per_s"}
-    claim |= {"numerator": {"world": 2}, "denominator": {"world": 1}}
+    claim |= {"cells": {"two": {"world": 2}, "one": {"world": 1}}, "ours": "two / one"}
     cluster = {"calibration": {"bf16": {"compute_efficiency": 0.5, "fitted_on": [key]}}}
-    scenario = loaded(tmp_path, cluster, claims=[claim])
+    scenario = loaded(tmp_path, cluster, values=[claim])
     assert compare(scenario, scenario.cells[""], {})[0].role == "calibrated"
 
 
@@ -193,7 +194,7 @@ def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
     for name in packaged("spbench.scenarios"):
         scenario = packaged_scenario(name)
         numbers |= {
-            table.table: table.numbers(scenario.path.parent) for table in scenario.answers(PublishedTable)
+            table.table: table.numbers(scenario.path.parent) for table in answers_of(scenario, PublishedTable)
         }
     for inference in inferences:
         for answer in inference.answers:

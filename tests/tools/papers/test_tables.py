@@ -8,11 +8,12 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario, compare, load_scenario
+from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.sweep.results import Row
+from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
-from spbench.bench.tools.papers.files import published_rows
+from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.tools.run.run_output import comparison_table
 
 GIB = 2**30
@@ -197,4 +198,4 @@ def test_two_rows_of_one_cell(tmp_path: Path) -> None:
 
 def test_short_rows_are_blank(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1\n2,3\n")
-    assert published_rows("t.csv", tmp_path)[1:] == (["a", "b"], [{"a": "1", "b": ""}, {"a": "2", "b": "3"}])
+    assert published_file("t.csv", tmp_path)[1:] == (["a", "b"], [{"a": "1", "b": ""}, {"a": "2", "b": "3"}])

@@ -1,4 +1,4 @@
-"""The table "validated against real machines": what it says of records, and of the committed ones."""
+"""The tables of README.md: errors by who measured, and the ladder of the longest sequences."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers
-from spbench.bench.tools.papers.validation import PREDICTORS_FILE, predictor_errors, validation_lines
+from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
+from spbench.bench.tools.papers.validation import (
+    PREDICTORS_FILE,
+    ladder_lines,
+    predictor_errors,
+    validation_lines,
+)
 
 ROOT = Path(__file__).parents[3]
 B200 = "megatron_b200_llama3.csv"
@@ -69,7 +74,7 @@ def test_without_numbers_of_ours_a_line_says_so() -> None:
 
 
 def test_what_simumax_says_of_the_same_rows_is_computed() -> None:
-    _, _, others = published_rows(PREDICTORS_FILE, Path())
+    others = published_file(PREDICTORS_FILE).rows
     memory, time = (predictor_errors(other) for other in others if other["file"] == B200)
     assert len(time) == len(memory) == 12
     # 828.76 ms for 843.0, 66.44 GiB for 66.55
@@ -83,8 +88,62 @@ def test_every_file_of_measurements_has_its_source() -> None:
     readme = (ROOT / "results" / "measured" / "README.md").read_text()
     for source in measured_sources():
         assert source.commit in readme
-        _, columns, rows = published_rows(source.file, Path())
+        _, columns, rows = published_file(source.file)
         assert rows
         about = readme.partition(f"## {source.file}")[2].partition("\n## ")[0]
         assert [name for name in columns if name not in about] == []
     assert MEASURED in papers()
+
+
+# -- the ladder ----------------------------------------------------------------------------------------------
+
+FIELD = ROOT / "results" / "reproduction" / "field.csv"
+ALST = {"quantity": "tokens", "published": 1.1e6, "reproduced": 1179648.0}
+
+
+def price(name: str, ratio: float | None) -> dict[str, Any]:
+    return {"table": f"{name}: ulysses sp8", "quantity": "ratio", "published": None, "reproduced": ratio}
+
+
+def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
+    prices = [
+        price("H100, gpus 8, loss + Ulysses over loss, 8 x 128K", 1.0137),
+        price("H100, gpus 8, loss + Ulysses over loss, 1M", 0.995),
+        price("H100, gpus 8, loss + Ulysses over loss, 2M", None),
+        price("H100, gpus 1, all over none, 32K", 1.81),
+    ]
+    rungs = [{**ALST, "table": f"alst: H100, gpus 8, {rung}"} for rung in ("loss", "loss + Ulysses")]
+    assert ladder_lines([*prices, *rungs, {**ALST, "table": "other: H100, gpus 8, loss"}]) == [
+        {
+            "on": "H100, 8",
+            "switches": "loss",
+            "longest, published": "1,100,000",
+            "ours": "1,179,648",
+            "step": "",
+        },
+        {
+            "on": "H100, 8",
+            "switches": "loss + Ulysses",
+            "longest, published": "1,100,000",
+            "ours": "1,179,648",
+            "step": "+1.4% (8 x 128K), -0.5% (1M) over loss",
+        },
+    ]
+
+
+def test_every_price_of_the_scenario_stands_in_the_table() -> None:
+    """A ratio whose name is no rung's would be left out."""
+    records = [r for r in read_records(FIELD) if r["scenario"] == "max_seqlen_today"]
+    ratios = [r for r in records if r["quantity"] == "ratio"]
+    shown = [line["step"] for line in ladder_lines(records)]
+    assert len(ratios) == sum(text.count("%") for text in shown) == 8
+
+
+def test_the_page_on_long_contexts_has_these_prices() -> None:
+    page = (ROOT / "docs" / "long_context.md").read_text()
+    table = page[page.index("## What the switches save, and cost") :].split("\n\n")[2]
+    ratios = [r for r in read_records(FIELD) if r["quantity"] == "ratio" and "gpus 8" in r["table"]]
+    lines = [line.split(" | ") for line in table.splitlines()[3:]]
+    for column, step in ((-2, "8 x 128K"), (-1, "1M")):
+        shown = [line[column].split()[0] for line in lines if line[column].startswith("+")]
+        assert shown == [f"{r['reproduced'] - 1:+.1%}" for r in ratios if f", {step}:" in r["table"]]

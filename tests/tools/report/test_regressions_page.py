@@ -11,12 +11,12 @@ from typing import Any
 import altair as alt
 import pytest
 
-from spbench.bench.tools.changes.from_results import add_record
+from spbench.bench.measurement import Measured
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.judgement import judge
-from spbench.bench.tools.changes.metrics import METRICS, Reading
+from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
 from spbench.bench.tools.changes.result_files import read_results
-from spbench.bench.tools.changes.run_record import CellRecord, Commit, RunRecord
 from spbench.bench.tools.report.changes_between import changes
 from spbench.bench.tools.report.gates import gates
 from spbench.bench.tools.report.gathered import Gathered
@@ -148,17 +148,22 @@ COMMITS = 60
 
 def recorded(folder: Path, values: Callable[[int], dict[str, float]]) -> Path:
     """A history of 60 commits, with the peak memory in bytes of cells."""
-    metric = next(metric for metric in METRICS if metric.name == "peak_memory_bytes")
     for number in range(COMMITS):
         commit = Commit(
             f"{number + 1:040x}"[::-1], f"2026-01-{1 + number // 24:02}T{number % 24:02}:00:00+00:00", "main"
         )
-        cells = {
-            key: CellRecord(key, "ok", True, {metric.name: Reading(metric, value, "bytes", True)})
+        provenance = {"host": "here", "torch": "2", "machine": {"os": "Linux"}}
+        cells = [
+            Row(
+                key=key,
+                cell={"engine": "virtual"},
+                status="ok",
+                provenance=provenance,
+                measurement=Measured(peak_memory_bytes=value),
+            )
             for key, value in values(number).items()
-        }
-        machine = {"host": "here", "os": "Linux"}
-        add_record(RunRecord("gate", commit.date, commit, machine, {"torch": "2"}, cells), folder)
+        ]
+        add_record(RunRecord("gate", commit.date, commit, cells), folder)
     return folder
 
 

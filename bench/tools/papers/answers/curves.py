@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.papers.answer import Answer, Mistake
+from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.published_results import ScenarioResults
 from spbench.bench.tools.papers.selector import Selector
 
 Losses = Sequence[Mapping[str, float | None]]

@@ -12,11 +12,10 @@ from typing import Any, Literal, Self
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import Row
-from spbench.bench.tools.papers.answer import Answer, Mistake
+from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.files import PublishedPlace
-from spbench.bench.tools.papers.published_results import ScenarioResults
 from spbench.bench.tools.papers.selector import Selector
+from spbench.bench.tools.papers.sources import PublishedPlace
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -39,12 +39,11 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.published_number import PublishedNumber, Scalar, stands_for
-from spbench.bench.tools.papers.answer import Answer, Mistake
+from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.files import published_rows
-from spbench.bench.tools.papers.published_results import ScenarioResults
 from spbench.bench.tools.papers.quantity_columns import WHOLE_RUN, PublishedRow, QuantityColumn, RankNumber
 from spbench.bench.tools.papers.selector import FIELDS, field_value, has_fields, is_one, is_option
+from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.yaml_files import StrictModel
 
 #: the word for a run that a paper shows, as a bar or in words, without a number that could be copied
@@ -113,7 +112,7 @@ class PublishedTable(Answer):
 
     def rows(self, folder: Path) -> list[PublishedRow]:
         """The rows that the scenario asks for, or UserError."""
-        _, _, rows = published_rows(self.published.file, folder)
+        rows = published_file(self.published.file, folder).rows
         return [
             PublishedRow(line, row)
             for line, row in enumerate(rows, start=1)
@@ -142,7 +141,7 @@ class PublishedTable(Answer):
 
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
         try:
-            _, columns, _ = published_rows(self.published.file, folder)
+            columns = published_file(self.published.file, folder).columns
         except UserError as error:
             yield ["published"], str(error)
             return

@@ -1,0 +1,215 @@
+"""The lists of a trace, as entries that refer to each other, and the same lists in another order.
+
+A memory log and a program are lists whose entries refer to earlier ones: a death to a birth, a wait to what
+is waited for; and phases are marked in them. What is put together from traces of less (fewer layers, stages
+that hold other micro-batches) is such a list again, of which each entry is a copy of one that was traced, and
+refers to a copy of what that one refers to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spbench.bench.measure.simulator.program import WAIT, Program
+from spbench.bench.measure.trace.memory_log import MemoryLog
+
+#: numbers of words (phases, tags, workspaces), by which those of two lists are compared
+_NUMBERS: dict[str | None, int] = {None: 0}
+#: a word that a phase begins or, None, that a step has ended; and the first entry after it
+Mark = tuple[str | None, int]
+
+
+class NotAlike(ValueError):
+    """Traces do not say what the one is that is asked for."""
+
+
+class Order(NamedTuple):
+    """A list in another order.
+
+    Attributes:
+        source: [entries]: of each, the one of the list as it was that it is a copy of.
+        references: [entries]: the entry that each refers to; -1: none.
+        marks: in order.
+    """
+
+    source: np.ndarray
+    references: np.ndarray
+    marks: list[Mark]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A list whose marks are entries of their own.
+
+    Attributes:
+        tokens: [entries]: what each is, all but what it refers to; alike ones have the same.
+        references: [entries]: the entry that each refers to; -1: none.
+        source: [entries]: the number of each in the list; -1: it is a mark.
+        words: [entries]: of a mark the number of its word.
+        targets: [entries]: whether something may refer to it.
+    """
+
+    tokens: np.ndarray
+    references: np.ndarray
+    source: np.ndarray
+    words: np.ndarray
+    targets: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        columns: Sequence[np.ndarray],
+        references: np.ndarray,
+        marks: Iterable[Mark],
+        targets: np.ndarray,
+    ) -> Listed:
+        """A list with these marks; marks at one entry stay in their order.
+
+        Args:
+            columns: each [length]: what two alike have in common.
+            references, targets: [length]: as the attributes, without marks.
+        """
+        in_order = sorted(marks, key=lambda mark: mark[1])
+        source = np.insert(np.arange(len(references)), [first for _, first in in_order], -1)
+        is_mark = source < 0
+        place = np.flatnonzero(~is_mark)
+        words, there = np.zeros(len(source), dtype=np.int64), np.full(len(source), -1)
+        words[is_mark] = _numbered(word for word, _ in in_order)
+        there[place] = np.where(references < 0, -1, place[references])
+        spread = [np.zeros(len(source), dtype=column.dtype) for column in columns]
+        for wide, column in zip(spread, columns, strict=True):
+            wide[place] = column
+        may = np.zeros(len(source), dtype=bool)
+        may[place] = targets
+        return cls(_tokens([is_mark, words, *spread]), there, source, words, may)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_mark(self) -> np.ndarray:
+        """[entries]."""
+        return self.source < 0
+
+    def words_of(self, entries: np.ndarray) -> list[str | None]:
+        """The words of marks."""
+        by_number = [*_NUMBERS]
+        return [by_number[number] for number in self.words[entries].tolist()]
+
+    def order(self, like: np.ndarray, references: np.ndarray) -> Order:
+        """The list whose entries are copies of those of this one.
+
+        Args:
+            like: of each, the entry that it is a copy of.
+            references: what each refers to, among themselves; -1: nothing.
+        """
+        is_mark = self.is_mark[like]
+        number = np.cumsum(~is_mark) - ~is_mark
+        marks = [*zip(self.words_of(like[is_mark]), number[is_mark].tolist(), strict=True)]
+        references = references[~is_mark]
+        return Order(self.source[like][~is_mark], np.where(references < 0, -1, number[references]), marks)
+
+
+def _numbered(words: Iterable[str | None]) -> np.ndarray:
+    return np.array([_NUMBERS.setdefault(word, len(_NUMBERS)) for word in words], dtype=np.int64)
+
+
+def _tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """[rows]: numbers of 64 bits, which are equal where the rows of these columns are."""
+    tokens = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        wide = column if column.dtype == np.float64 else column.astype(np.int64)
+        tokens = (tokens ^ wide.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        tokens ^= tokens >> np.uint64(32)
+    return tokens
+
+
+def listed_log(log: MemoryLog, sizes: np.ndarray, ends: Sequence[int]) -> Listed:
+    """The births and deaths of a log.
+
+    Args:
+        sizes: [events]: bytes of each one's storage, by which they are compared.
+        ends: of traced steps, which are marked as well.
+    """
+    events = np.asarray(log.events, dtype=np.int64)
+    number, dies = np.abs(events) - 1, events < 0
+    storages = range(len(log.sizes))
+    of_storages = [
+        np.asarray(log.streams or [0] * len(storages), dtype=np.int64),
+        _numbered(map(log.tags.get, storages)),
+        _numbered(map(log.workspaces.get, storages)),
+    ]
+    references = np.full(len(events), -1)
+    references[dies] = np.flatnonzero(~dies)[number[dies]]
+    columns = [dies, sizes, *(each[number] for each in of_storages)]
+    return Listed.of(columns, references, [*((None, end) for end in ends), *log.marks], ~dies)
+
+
+def log_in_order(log: MemoryLog, order: Order, sizes: np.ndarray | None = None) -> MemoryLog:
+    """A log in another order.
+
+    Args:
+        sizes: [storages]: bytes of those of ``log``, where they are others.
+    """
+    events = np.asarray(log.events, dtype=np.int64)[order.source]
+    born = events > 0
+    number = np.cumsum(born) - 1
+    like = events[born] - 1  # of each storage, the one that it is a copy of
+
+    def of_storages(given: Sequence[int] | np.ndarray) -> list[int]:
+        return np.asarray(given, dtype=np.int64)[like if len(given) else []].tolist()
+
+    def named(given: Mapping[int, str]) -> dict[int, str]:
+        has = np.zeros(len(log.sizes), dtype=bool)
+        has[[*given]] = True
+        some = np.flatnonzero(has[like])
+        return dict(zip(some.tolist(), map(given.__getitem__, like[some].tolist()), strict=True))
+
+    return MemoryLog(
+        sizes=of_storages(log.sizes if sizes is None else sizes),
+        events=np.where(born, number + 1, -number[order.references] - 1).tolist(),
+        marks=[(word, first) for word, first in order.marks if word is not None],
+        tags=named(log.tags),
+        ends=[first for word, first in order.marks if word is None],
+        workspaces=named(log.workspaces),
+        streams=of_storages(log.streams),
+        places=of_storages(log.places),
+        place_names=log.place_names,
+    )
+
+
+def columns_of(program: Program) -> dict[str, np.ndarray]:
+    """What a program has of each event, by name."""
+    named = ((each.name, getattr(program, each.name)) for each in fields(Program))
+    return {name: column for name, column in named if isinstance(column, np.ndarray)}
+
+
+def listed_program(program: Program, **others: np.ndarray) -> Listed:
+    """The events of a program, which are compared in all but the host's work.
+
+    Args:
+        others: columns by which they are compared in place of the program's own.
+    """
+    waits = program.kind == WAIT
+    columns = {**columns_of(program), **others, "partner": np.where(waits, -1, program.partner)}
+    del columns["host"]
+    flat = [each for column in columns.values() for each in column.reshape(len(column), -1).T]
+    every = np.ones(len(program), dtype=bool)
+    return Listed.of(flat, np.where(waits, program.partner, -1), program.marks, every)
+
+
+def program_in_order(program: Program, order: Order, **others: np.ndarray) -> Program:
+    """A program in another order.
+
+    Args:
+        others: columns that ``program`` would have in place of its own.
+    """
+    columns: dict[str, Any] = {
+        name: column[order.source] for name, column in {**columns_of(program), **others}.items()
+    }
+    columns["partner"] = np.where(columns["kind"] == WAIT, order.references, columns["partner"])
+    return replace(program, **columns, marks=tuple((word or "", first) for word, first in order.marks))

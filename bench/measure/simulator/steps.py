@@ -1,0 +1,138 @@
+"""Steps: a program without the kernels of its compute stream, and what its messages meet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from spbench.bench.measure.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    KERNEL,
+    RECORD,
+    RECV,
+    SEND,
+    WAIT,
+    Program,
+    shifted_ranks,
+)
+
+
+@dataclass
+class Steps:
+    """A program without the kernels of its compute stream, and the ranks that run it.
+
+    Attributes:
+        all_ranks: global ranks that run it, in ascending order.
+        ranks: those of them that are simulated, the first of ``all_ranks``.
+        at: the program's event of each step; steps are what is not a kernel of the compute stream.
+        kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
+        nbytes: bytes of each step's payload.
+        at_once: of each send, to how many peers the sends go that are posted with it (nothing between them
+            but other posts). Those to the same peer go one after another.
+    """
+
+    program: Program
+    all_ranks: np.ndarray
+    ranks: np.ndarray
+    at: np.ndarray = field(init=False)
+    kinds: list[int] = field(init=False)
+    streams: list[int] = field(init=False)
+    partners: list[int] = field(init=False)
+    nbytes: list[float] = field(init=False)
+    at_once: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
+        step_of = np.full(len(program), -1)
+        step_of[self.at] = np.arange(len(self.at))
+        self.kinds = program.kind[self.at].tolist()
+        self.streams = program.stream[self.at].tolist()
+        partner = program.partner[self.at]
+        waits = program.kind[self.at] == WAIT
+        partner[waits] = step_of[partner[waits]]
+        self.partners = partner.tolist()
+        self.nbytes = program.nbytes[self.at].tolist()
+        self.at_once = self._peers_at_once()
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @cached_property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``kinds``, ``streams`` and ``partners`` as arrays."""
+        kinds, streams, partners = (
+            np.array(x, dtype=np.int64) for x in (self.kinds, self.streams, self.partners)
+        )
+        return kinds, streams, partners
+
+    def _peers_at_once(self) -> list[int]:
+        kinds = self.program.kind[self.at]
+        posts, sends = (kinds == SEND) | (kinds == RECV), kinds == SEND
+        # a batch goes on where a post follows another with no event between them
+        follows = np.diff(self.at, prepend=-2) == 1
+        follows[1:] &= posts[:-1]
+        batch = np.cumsum(posts & ~follows)[sends]
+        partners = np.array(self.partners, dtype=np.int64)[sends]
+        many = len(self.program.peers) or 1
+        different = np.unique(batch * many + partners) // many
+        at_once = np.ones(len(kinds), dtype=np.int64)
+        at_once[sends] = np.bincount(different, minlength=1)[batch]
+        return at_once.tolist()
+
+    def peers(self, peer: int) -> np.ndarray:
+        """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""
+        return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
+
+    def beside_computing(self, asked: bool) -> list[list[int]]:
+        """For each step, if it is a wait of the compute stream, the collectives that it waits for and no wait
+        before it did; those of another stream by the record of its point. Empty lists if not ``asked``."""
+        found: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
+        if not asked:
+            return found
+        #: collectives of each stream that the compute stream has not waited for
+        ahead: dict[int, list[int]] = defaultdict(list)
+        kinds, streams, partners = self.columns
+        waits = (kinds == WAIT) & (streams == COMPUTE_STREAM)
+        waits[waits] = np.isin(kinds[partners[waits]], (COLLECTIVE, RECORD))
+        for step in np.flatnonzero((kinds == COLLECTIVE) | waits).tolist():
+            kind, stream = self.kinds[step], self.streams[step]
+            if kind == COLLECTIVE:
+                ahead[stream].append(step)
+            else:
+                partner = self.partners[step]
+                posted = ahead[self.streams[partner]]
+                if self.kinds[partner] == RECORD:
+                    found[step] = [each for each in posted if each < partner]
+                elif partner in posted:
+                    found[step] = [partner]
+                posted[:] = [each for each in posted if each not in found[step]]
+        return found
+
+    def describe(self, step: int, local: int) -> str:
+        """A step in words, with the rank."""
+        rank = int(self.ranks[local])
+        return f"rank {rank}, {self.program.describe(int(self.at[step]), rank)}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the sends to a peer, or the receives from it, of some ranks of a program meet their other halves.
+
+    Attributes:
+        program: the one of the other halves.
+        halves: by each of the steps, the other half's.
+        theirs: for each position of my program, that of the other half's rank in the other program, or -1;
+            ``everyone``: all of both programs meet.
+        back: where everyone meets, for each position of the other program the one of mine.
+    """
+
+    program: int
+    halves: dict[int, int]
+    theirs: np.ndarray
+    everyone: bool
+    back: np.ndarray

@@ -1,0 +1,230 @@
+"""The arguments that a program takes, from its table.
+
+A table is a YAML file beside this module. A word in it is an argument::
+
+    NAME[,SPELLING...][:TYPE[/TYPE...][?][+|*[COUNT]]][=DEFAULT][@VERSIONS]
+
+TYPE is int, float, bool, str, list, map, any, or choices with ``|`` between them; ``?``: null too; ``+``: one
+value or more; ``*``: any number, or COUNT. Without a TYPE it is a switch. The words stand in groups by their
+outcome: ``mapped``, ``no_effect`` with a reason, ``not_modelled`` with what it may move, ``refused`` with
+what is missing for it. ``settings`` says which argument is which setting of a scenario; it is read forwards
+by :meth:`Account.map` and backwards by :meth:`ArgumentTable.values_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.tools.jobs.job import Outcome
+from spbench.bench.yaml_files import read_yaml
+
+_WORD = re.compile(
+    r"(-{0,2}\w[\w.-]*(?:,--[\w-]+)*)(?::([^=@?+*]+)(\?)?(\+|\*\d*)?)?(?:=([^@]*))?(?:@(\w+))?"
+)
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "list": (list,),
+    "map": (dict,),
+}
+_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+_NAMES |= {"list": "a list", "map": "a mapping"}
+#: characters of a value that a message repeats
+_LONGEST = 40
+
+
+@dataclass(frozen=True)
+class ProgramArgument:
+    """An argument that a program takes.
+
+    Attributes:
+        spellings: its names, of which the first counts.
+        takes: its types, with ``/`` between them; "": it is a switch.
+        optional: it takes null too.
+        count: "" (one value), "+", "*", or "*" and a number.
+        default: False for a switch; None where there is none.
+        outcome: "mapped" where a setting may come from it.
+        detail: why it has no effect, what it may move, or what is missing, for other values than the default.
+        beside: arguments without one of which it has no effect.
+    """
+
+    spellings: tuple[str, ...]
+    takes: str
+    optional: bool
+    count: str
+    default: Any
+    outcome: Outcome
+    detail: str = ""
+    beside: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.spellings[0]
+
+    def wrong(self, value: Any) -> str:
+        """What is wrong with a value; "" if nothing is."""
+        if value is None and self.optional:
+            return ""
+        kinds = self.takes.split("/")
+        if "any" in kinds or any(_is(kind, value) for kind in kinds):
+            return ""
+        needed = " or ".join(_NAMES.get(kind, f"one of {kind.replace('|', ', ')}") for kind in kinds)
+        return f"{shown(value)} is not {needed}"
+
+    def parsed(self, word: str) -> Any:
+        """The value that a word of a command line is; the word itself where it is none."""
+        try:
+            return {"int": int, "float": float}.get(self.takes, str)(word)
+        except ValueError:
+            return word
+
+    def is_default(self, value: Any) -> bool:
+        """Whether a value is the default: 1e9 is 1000000000, but 1 is not true."""
+        value = None if self.count and value == "" else value
+        return bool(value == self.default) and isinstance(value, bool) == isinstance(self.default, bool)
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind not in _TYPES:
+        return isinstance(value, str) and value in kind.split("|")
+    return isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "bool") and value == value
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How an argument says a setting.
+
+    Attributes:
+        path: of the setting: ``model_options.norm``.
+        values: pairs of the argument's value and the setting's; (): they are equal.
+    """
+
+    path: str
+    values: Sequence[tuple[Any, Any]] = ()
+
+    def setting(self, value: Any) -> Any:
+        """The setting's value; KeyError where the table has none."""
+        return dict(self.values)[value] if self.values else value
+
+    def argument(self, value: Any) -> Any:
+        """The argument's value, backwards; None where the table has none."""
+        return {theirs: ours for ours, theirs in self.values}.get(value) if self.values else value
+
+
+@dataclass(frozen=True)
+class ArgumentTable:
+    """The arguments of a program.
+
+    Attributes:
+        program: with the version whose arguments and defaults these are.
+        arguments: by each of their spellings, in the order of the table.
+        settings: of arguments that say one as it is, by the argument's name.
+        content: of the file, with what a program has beside these.
+    """
+
+    program: str
+    arguments: Mapping[str, ProgramArgument]
+    settings: Mapping[str, Conversion]
+    content: Mapping[str, Any]
+
+    def values_of(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+        """The arguments that ask for settings: (name, value, path of the setting)."""
+        for name, conversion in self.settings.items():
+            if conversion.path in settings:
+                yield name, conversion.argument(settings[conversion.path]), conversion.path
+
+
+@cache
+def argument_table(name: str, version: str = "") -> ArgumentTable:
+    """The table of the file NAME.yaml; in a version, where it has several."""
+    content = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
+    arguments: dict[str, ProgramArgument] = {}
+    for words, outcome, detail, beside in _groups(content):
+        main = [*arguments_of(words, version, outcome, detail)]
+        names = tuple(each.name for each in main)
+        for each in [*main, *arguments_of(beside, version, outcome, detail, names)]:
+            assert not arguments.keys() & {*each.spellings}, f"{name}.yaml has {each.name} twice"
+            arguments |= dict.fromkeys(each.spellings, each)
+    program = content["versions"][version] if version else content["program"]
+    settings = {name: _conversion(text) for name, text in content.get("settings", {}).items()}
+    return ArgumentTable(str(program), arguments, settings, content)
+
+
+def outcome_groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str]]:
+    """The words of a table whose outcome has a reason, with both."""
+    for group in content["no_effect"]:
+        yield group["arguments"], "no effect", group["reason"]
+    for group in content["not_modelled"]:
+        yield group["arguments"], "not modelled", may_move(group["may_move"], group["because"])
+
+
+def _groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str, str]]:
+    yield content["mapped"], "mapped", "", ""
+    for words, outcome, detail in outcome_groups(content):
+        yield words, outcome, detail, ""
+    for group in content["refused"]:
+        yield group["arguments"], "refused", group["missing"], group.get("beside", "")
+
+
+def arguments_of(
+    words: str, version: str, outcome: Outcome, detail: str = "", beside: tuple[str, ...] = ()
+) -> Iterator[ProgramArgument]:
+    """The arguments that words of a table are, those of a version alone."""
+    for word in words.split():
+        match = _WORD.fullmatch(word)
+        assert match, word
+        names, takes, optional, count, default, versions = match.groups()
+        if version in (versions or version):
+            value = _default(takes, default) if takes else False
+            spellings = tuple(names.split(","))
+            yield ProgramArgument(
+                spellings, takes or "", bool(optional), count or "", value, outcome, detail, beside
+            )
+
+
+def _default(takes: str, text: str | None) -> Any:
+    if text is None:
+        return None
+    return json.loads(text) if takes.split("/")[0] in ("int", "float", "bool", "list") else text
+
+
+def _conversion(text: str | Mapping[str, Mapping[Any, Any]]) -> Conversion:
+    """PATH, ``not PATH``, or a mapping of PATH to the values of both."""
+    if isinstance(text, Mapping):
+        ((path, values),) = text.items()
+        return Conversion(path, tuple(values.items()))
+    negated = text.startswith("not ")
+    return Conversion(text.removeprefix("not "), ((True, False), (False, True)) if negated else ())
+
+
+def may_move(what: str, because: str) -> str:
+    """What is said of an argument that is not modelled."""
+    return f"may move {what}: {because}"
+
+
+def flat(
+    content: Mapping[str, Any], known: Mapping[str, ProgramArgument], above: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by the names of their keys, with dots between."""
+    for key, value in content.items():
+        name = f"{above}{key}"
+        as_one = name in known and {"map", "any"} & {*known[name].takes.split("/")}
+        if isinstance(value, Mapping) and not as_one:
+            yield from flat(value, known, f"{name}.")
+        else:
+            yield name, value
+
+
+def shown(value: Any, longest: int = _LONGEST) -> str:
+    """A value in one short line, as JSON has it."""
+    plain = isinstance(value, str) and value.isprintable()
+    text = str(value) if plain else json.dumps(value, default=str)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

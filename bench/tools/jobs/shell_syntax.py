@@ -1,0 +1,82 @@
+"""The syntax tree of a shell script, by tree-sitter-bash, and marks for what only a run could tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+_PARSER = Parser(Language(tree_sitter_bash.language()))
+#: what begins a mark, and where its characters are: no script has these, and no word is split at them
+_MARK, _PLANE = "\U00100000", 0xF0000
+_MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
+
+#: nodes within a text that are not as they are written
+EXPANDED = {
+    *(
+        "simple_expansion",
+        "expansion",
+        "arithmetic_expansion",
+        "command_substitution",
+        "process_substitution",
+    ),
+    *("string", "raw_string", "ansi_c_string", "translated_string"),
+}
+
+
+class ShellError(ValueError):
+    """Text that is no shell script, or not one that is read: its line, and what is wrong."""
+
+    def __init__(self, line: int, problem: str):
+        super().__init__(problem)
+        self.line = line
+
+
+def mark(what: str) -> str:
+    """The mark of what is not known, in a word."""
+    return _MARK + "".join(chr(_PLANE + min(ord(c), 0xFFFD)) for c in what)
+
+
+def unknown_in(text: str) -> list[str]:
+    """What of a word only a run could tell, as it stands in the script: ``$DATA_PATH``."""
+    return ["".join(chr(ord(c) - _PLANE) for c in what) for what in _MARKS.findall(text)]
+
+
+def shown_word(text: str) -> str:
+    """A word as the script has it, without marks."""
+    return _MARKS.sub(lambda match: unknown_in(match[0])[0], text)
+
+
+def syntax_tree(text: str, above: int = 0) -> Node:
+    """The tree of a script that has lines above it. ShellError where it is none."""
+    root = _PARSER.parse(text.replace("\r\n", "\n").encode()).root_node
+    for node in below(root) if root.has_error else ():
+        if node.is_missing:
+            raise ShellError(above + node.start_point[0] + 1, f"a {node.type} is missing")
+        if node.is_error:
+            words = " ".join(source_of(node).split())
+            raise ShellError(above + node.start_point[0] + 1, f"no shell script from here on: {words[:40]}")
+    return root
+
+
+def below(node: Node, kinds: set[str] | None = None) -> Iterator[Node]:
+    """A node and those below it, from left to right; of some kinds those alone, and none below them."""
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        chosen = kinds is not None and each.type in kinds and each != node
+        if kinds is None or chosen:
+            yield each
+        waiting += [] if chosen else reversed(each.children)
+
+
+def source_of(node: Node) -> str:
+    """The text of a node."""
+    return (node.text or b"").decode(errors="replace")
+
+
+def unescaped(text: bytes) -> str:
+    """Text within double quotes, without the backslashes that have a meaning there."""
+    return re.sub(r'\\(["\\$`\n])', lambda match: match[1].strip("\n"), text.decode(errors="replace"))

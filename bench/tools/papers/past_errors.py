@@ -1,0 +1,300 @@
+"""How far ours are from published numbers, as evidence for other numbers: errors of step times by who
+measured, the order of the ways to split a run, and errors of memory by data-parallel backend.
+
+Those times and rates of committed results count that no scalar was fitted to, each published number once for
+each file; the files of :data:`WITHOUT_RATES` are the same runs on clusters of which no more is known than
+datasheets say, or from which a rate was taken away, so that something else prices what it is of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from scipy.stats import kendalltau
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
+from spbench.bench.measure.trust.bands import PEAK, RESERVED, run_of
+from spbench.bench.measure.trust.error_model import Covered, Observation, coverage, overall
+from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
+from spbench.bench.tools.papers.paper_findings import OF_TIMES, Line, Record, distinct, is_time, table_of
+from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
+from spbench.bench.units import difference, percent, three_digits
+from spbench.plots.series import grouped
+
+#: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
+DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"
+WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate that is known"}
+#: groups of measured times of which the errors alone are told, in results/field
+TOLD_FILE = "told_errors.csv"
+#: roles of numbers to which nothing was fitted
+COUNTED = ("predicted", "inferred")
+#: the quantity of which splits are compared, by sample of the batch
+STEP_TIME = "step_time_ms"
+#: what quantities of memory of published tables are
+_MEMORY = {"peak_memory_gib": PEAK, "memory_gb": PEAK, "memory_mb": PEAK, "reserved_memory_gib": RESERVED}
+
+
+# -- the order of splits -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """The splits of a run: one model and options, length, number of GPUs, cluster and variant.
+
+    Attributes:
+        table: the published one.
+        splits: several, of each its cell, and the published and the simulated time of a sample.
+    """
+
+    table: str
+    splits: list[tuple[Cell, float, float]]
+
+    @property
+    def tau(self) -> float:
+        """Kendall's tau-b, of which ties do not count against the order: 1: the same order, -1: the reverse;
+        nan where all of one kind are ties."""
+        return float(kendalltau([s[1] for s in self.splits], [s[2] for s in self.splits]).statistic)
+
+    @property
+    def fastest(self) -> tuple[tuple[Cell, float, float], tuple[Cell, float, float]]:
+        """The split whose published time is shortest, and that whose simulated time is."""
+        return min(self.splits, key=lambda split: split[1]), min(self.splits, key=lambda split: split[2])
+
+    @property
+    def distance(self) -> float:
+        """How much longer than the shortest published time that of our fastest split is, as a part of it."""
+        published, ours = self.fastest
+        return ours[1] / published[1] - 1
+
+
+def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Order]:
+    """The runs of some records that were split in several ways.
+
+    Args:
+        cells: by key; a record whose cell is not there is left out.
+    """
+    runs: dict[str, Order] = {}
+    for record in records:
+        cell, published, ours = cells.get(record["cell"]), record["published"], record["reproduced"]
+        if record["quantity"] != STEP_TIME or cell is None or published is None or ours is None:
+            continue
+        batch = cell.batch or 1
+        run = runs.setdefault(_run_name(record, cell), Order(table_of(record), []))
+        run.splits.append((cell, published / batch, ours / batch))
+    return [
+        run for run in runs.values() if len({(cell.strategy, cell.mesh_text) for cell, *_ in run.splits}) > 1
+    ]
+
+
+def _run_name(record: Record, cell: Cell) -> str:
+    """What the records of one run have in common: their table and variant, and :func:`run_of` their cells."""
+    return str((table_of(record), cell.variant, *run_of(cell.model_dump(mode="json"))))
+
+
+def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Line]:
+    """A line for each run of :func:`orders`: how many splits, tau, the fastest as published and as simulated,
+    and how much longer than the fastest the latter's published time is."""
+    lines = []
+    for order in orders(records, cells):
+        (published, *_), (ours, *_) = order.fastest
+        cell = order.splits[0][0]
+        lines.append(
+            {
+                "table": order.table,
+                "model": cell.model,
+                "cluster": cell.cluster,
+                "seq_len": cell.seq_len,
+                "GPUs": cell.sizes.world,
+                "splits": len(order.splits),
+                "tau": shown_tau(order.tau),
+                "fastest published": published.mesh_text,
+                "fastest ours": ours.mesh_text,
+                "published time of ours": difference(order.distance),
+            }
+        )
+    return lines
+
+
+def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Record]) -> dict[str, list[Line]]:
+    """The :func:`order_lines` of each scenario that has any, by its name."""
+    by_name = {}
+    for scenario in scenarios:
+        cells = {cell.key: cell for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        if lines := order_lines((r for r in records if r["scenario"] == scenario.name), cells):
+            by_name[scenario.name] = lines
+    return by_name
+
+
+def mean_tau(runs: Iterable[Order]) -> float:
+    """The mean of the taus of some runs that have one; nan if none has."""
+    taus = [order.tau for order in runs if not math.isnan(order.tau)]
+    return fmean(taus) if taus else math.nan
+
+
+def shown_tau(tau: float) -> str:
+    """Tau with two digits after the point; "" where there is none."""
+    return "" if math.isnan(tau) else f"{tau:.2f}"
+
+
+# -- step times ----------------------------------------------------------------------------------------------
+
+
+def counted_times(paths: Iterable[Path]) -> list[Record]:
+    """The counted times of files of `spbench reproduce`, each published number once for each file.
+
+    Raises:
+        UserError: a file cannot be read, or is of a version that did not say what a time rests on.
+    """
+    files = ([r for r in read_records(path, OF_TIMES) if _counts(r)] for path in paths)
+    return [record for records in files for record in distinct(records)]
+
+
+def _counts(record: Record) -> bool:
+    known = record["rates"] and record["bound"] and record["published"] and record["reproduced"]
+    return bool(known and is_time(record["quantity"]) and record["role"] in COUNTED)
+
+
+def log_error(record: Record) -> float:
+    """log(simulated / published) of the time that a record is of, or that its rate says."""
+    error = math.log(record["reproduced"] / record["published"])
+    return -error if record["quantity"].endswith("per_s") else error
+
+
+def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[Observation]:
+    """The errors of some times, each with who measured: the figures and tables of a paper are one source,
+    under the first word of their files' names.
+
+    Args:
+        records: of :func:`counted_times`.
+        cells: by key; a record whose cell is not there is compared with no other.
+    """
+    sources = [row for file in (FIELD_SOURCES_FILE, SOURCES_FILE) for row in published_file(file).rows]
+    measured_by = {row["file"]: row["measured by"] for row in sources}
+
+    def observation(record: Record) -> Observation:
+        file = record["source"].partition(":")[0]
+        source = measured_by.get(file) or file.partition("_")[0].upper()
+        rests = record["rates"], record["bound"], record["strategy"], log_error(record)
+        if (cell := cells.get(record["cell"])) is None:
+            return Observation(source, *rests)
+        simulated = record["reproduced"]
+        rate = record["quantity"].endswith("per_s")  # of a run's cells, all of the same length
+        time = 1 / simulated if rate else simulated / (cell.batch or 1)
+        return Observation(source, *rests, _run_name(record, cell), math.log(time))
+
+    return [observation(record) for record in records]
+
+
+def told_observations() -> list[Observation]:
+    """The errors of groups of times whose rows are not open: each row of a group has the group's median."""
+    return [
+        Observation(
+            group["measured by"],
+            group["rates"],
+            group["bound"],
+            group["strategy"],
+            math.log1p(float(group["median_error"])),
+        )
+        for group in published_file(TOLD_FILE).rows
+        for _ in range(int(group["rows"]))
+    ]
+
+
+def time_lines(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[Line]:
+    """A line for each class of rates and source: how many times, their errors, the order of splits, and how
+    many lie within the intervals that the other sources give. Each class ends with a line of all, in which
+    sources count alike, and the last is of all classes.
+
+    Args:
+        records, cells: as of :func:`observations`.
+    """
+    seen = observations(records, cells)
+    covered = {(each.rates, each.source): each for each in coverage(seen)}
+    lines = []
+    for rates, of_class in grouped(zip(records, seen, strict=True), lambda each: each[1].rates).items():
+        for source, some in grouped(of_class, lambda each: each[1].source).items():
+            within = covered.get((rates, source))
+            lines.append(
+                _line(
+                    rates,
+                    source,
+                    len(some),
+                    f"{within.within} of {within.rows}" if within else "",
+                    **_errors([o.log_error for _, o in some]),
+                    **_order([record for record, _ in some], cells),
+                )
+            )
+        lines.append(_all(rates, [each for each in covered.values() if each.rates == rates]))
+    return [*lines, _all("all", list(covered.values()))]
+
+
+def _line(rates: str, source: str, times: int, within: str, **columns: Any) -> Line:
+    names = ("median error", "mean", "worst", "bias", "runs split", "tau", "our best from the best")
+    shown = {name: columns.get(name.replace(" ", "_"), "") for name in names}
+    return {"rates": rates, "measured by": source, "times": times, **shown, "within 80% intervals": within}
+
+
+def _errors(errors: Sequence[float]) -> Line:
+    """The median, the mean and the worst of the sizes of errors, and their mean with its sign, as parts of
+    the published times."""
+    parts = [math.expm1(error) for error in errors]
+    sizes = [abs(part) for part in parts]
+    shown = {"median_error": median(sizes), "mean": fmean(sizes), "worst": max(sizes)}
+    bias = difference(fmean(parts))
+    return {name: f"{three_digits(100 * value)}%" for name, value in shown.items()} | {"bias": bias}
+
+
+def _order(records: Sequence[Record], cells: Mapping[str, Cell]) -> Line:
+    if not (runs := orders(records, cells)):
+        return {}
+    distance = percent(fmean(run.distance for run in runs))
+    return {"runs_split": len(runs), "tau": shown_tau(mean_tau(runs)), "our_best_from_the_best": distance}
+
+
+def _all(rates: str, covered: Sequence[Covered]) -> Line:
+    sources = f"all, {len({each.source for each in covered})} sources alike"
+    share = f"{overall(covered):.0%}" if covered else ""
+    return _line(rates, sources, sum(each.rows for each in covered), share)
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def memory_errors(
+    paths: Iterable[Path], cells: Mapping[str, Cell], of_cases: Sequence[Mapping[str, str]]
+) -> dict[str, dict[str, list[float]]]:
+    """The relative errors of the counted numbers of files of `spbench reproduce`, each published number once,
+    by backend and quantity, in ascending order; of a run's ranks the one that is furthest off.
+
+    Args:
+        cells: by key; a record whose cell is not there is left out.
+        of_cases: lines of megatron_cases_errors.csv, which stand for the golden values of other files.
+    """
+    # by backend, quantity and run
+    errors: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in of_cases:
+        if line["quantity"] in MEMORY[:2]:  # which are peaks
+            run = "{case} {golden} {quantity}".format(**line)
+            errors["megatron", PEAK][run].append(float(line["error"]))
+    for path in paths:
+        counted = (r for r in read_records(path) if r["quantity"] in _MEMORY and r["role"] in COUNTED)
+        for record in distinct([record for record in counted if record["cell"] in cells]):
+            file, row, column, *_ = record["source"].split(":")
+            if record["published"] and record["reproduced"] and not (of_cases and file in GOLDEN_FILES):
+                kind = cells[record["cell"]].training.backend, _MEMORY[record["quantity"]]
+                error = record["reproduced"] / record["published"] - 1
+                errors[kind][f"{file} {row} {column}"].append(error)
+    by_backend: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for (backend, quantity), runs in sorted(errors.items()):
+        furthest = (max(some, key=abs) for some in runs.values())
+        by_backend[backend][quantity] = sorted(float(f"{error:.6g}") for error in furthest)
+    return dict(by_backend)

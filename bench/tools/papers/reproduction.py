@@ -1,0 +1,209 @@
+"""The reproduction of a paper: its scenarios' cells are run, and each published number is set beside ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pandas import DataFrame
+
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
+from spbench.bench.measure.sweep.executor import Executor
+from spbench.bench.measure.sweep.provenance import check_same_code
+from spbench.bench.measure.sweep.results import finite
+from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.tools.papers.comparison import read_records, write_csv
+from spbench.bench.tools.papers.document import write_documents
+from spbench.bench.tools.papers.execution import Ran, draw_figure, draw_records, run_cells
+from spbench.bench.tools.papers.paper_findings import RECORDS, Findings, Record, record_of
+from spbench.bench.tools.papers.past_errors import orders_by_scenario
+from spbench.bench.tools.papers.sources import Paper, one_of
+
+FOLDER = Path("results", "reproduction")
+#: where results go without --write where git follows :data:`FOLDER`
+UNFOLLOWED = Path("results", "runs", "reproduction")
+_STATUSES = ("ok", "oom", "unsupported", "failed")
+#: columns of PAPER_runs.csv; cell_seconds is the sum over cells, however many ran at a time
+RUNS = ("scenario", "cells", *_STATUSES, "cell_seconds", "torch", "commit")
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What `spbench reproduce` was asked for, and where cells run.
+
+    Attributes:
+        paper: its name, or PAPER/SCENARIO: of that scenario alone cells are run, and what the files have of
+            the others stays.
+        output: folder of the CSV files and figures.
+        write: write the generated parts of REPRODUCE.md and of the paper's details anew.
+        crew: the workers; None: each run starts its own.
+        executor: where cells run that need nothing of this machine; None: here.
+    """
+
+    paper: str
+    output: Path
+    all_variants: bool = False
+    jobs: int | None = None
+    fresh: bool = False
+    write: bool = False
+    crew: Crew | None = None
+    executor: Executor | None = None
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The name of the paper, and of the one scenario, or ""."""
+        paper, _, scenario = self.paper.partition("/")
+        return paper, scenario
+
+    def check(self) -> None:
+        """Refuse a scenario without a name, and one of all papers.
+
+        Raises:
+            UserError: says what to write.
+        """
+        paper, slash, scenario = self.paper.partition("/")
+        if slash and not scenario:
+            raise UserError(
+                f"{self.paper!r} names no scenario; write {paper} for all of its scenarios, or one of them"
+            )
+        if slash and paper == "all":
+            raise UserError(f"{self.paper!r}: a scenario answers to one paper; write PAPER/{scenario}")
+
+    def run(self, scenario: Scenario, narrowing: Narrowing | None = None, below: str = "") -> Ran:
+        """Run a scenario's cells, which are kept with those of `spbench run`, or below another output.
+
+        Args:
+            below: a folder among those of scenarios, of cells that are not those of the scenario's file.
+        """
+        runs = (Path("results") if self.output in (FOLDER, UNFOLLOWED) else self.output) / "runs"
+        folder = runs / below / scenario.name
+        places = self.jobs, self.fresh, self.crew, self.executor
+        return run_cells(scenario, narrowing or Narrowing(), folder, *places)
+
+    def earlier(self, file: str) -> Path:
+        """The file of this name that an earlier reproduction has left: in the output, else, where that is
+        not committed, the committed one."""
+        path = self.output / file
+        return FOLDER / file if self.output == UNFOLLOWED and not path.exists() else path
+
+
+def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario]) -> Output:
+    """Run the cells of a paper's scenarios, or of the one that is asked for, and write PAPER.csv,
+    PAPER_runs.csv and figures; with ``write`` also the documents.
+
+    Raises:
+        UserError: a file cannot be written, or :func:`check_same_code` refuses the results.
+    """
+    narrowing = Narrowing(variant=ALL if request.all_variants else None)
+    one = request.asked[1]
+    asked = [one_of(paper, scenarios, one)] if one else scenarios
+    all_ran: dict[str, Ran] = {}
+    records: list[Record] = []
+    files: list[Path] = []
+    failed = False
+    for scenario in asked:
+        ran = all_ran[scenario.name] = request.run(scenario, narrowing)
+        if request.write:
+            check_same_code({name: each.rows for name, each in all_ran.items()})
+        drawn, figure_failed = draw_figure(scenario, ran, request.output / "figures")
+        files += drawn
+        failed = ran.failed() or figure_failed or failed
+        # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
+        records += [record for record in records_of(scenario, ran) if record["quantity"] != "sent_bytes"]
+    runs: list[Record] = [run_record(name, ran) for name, ran in all_ran.items()]
+    if one:
+        records = _with_others(request.earlier(f"{paper.name}.csv"), scenarios, records)
+        runs = _with_others(request.earlier(f"{paper.name}_runs.csv"), scenarios, runs)
+        for name in _out_of_date(scenarios, records):
+            message(
+                f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are of"
+                f" before; `spbench reproduce {paper.name}/{name}` runs it again"
+            )
+    documents = {scenario.name: scenario.document for scenario in scenarios}
+    findings = Findings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
+    tables = [
+        write_records(records, RECORDS, request.output / f"{paper.name}.csv"),
+        write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
+    ]
+    if request.write:
+        tables += write_documents(findings)
+    drawn, figure_failed = draw_records(paper.name, records, request.output / "figures")
+    return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
+
+
+def records_of(scenario: Scenario, ran: Ran) -> Iterator[Record]:
+    """The lines of PAPER.csv that a scenario's run gives."""
+    measured = {row["key"]: row["measurement"] for row in ran.known}
+    for entry in ran.comparisons:
+        yield record_of(scenario.name, entry, measured.get(entry.cell, {}))
+
+
+def write_records(lines: Sequence[Record], columns: Sequence[str], path: Path) -> Path:
+    """Write lines as a CSV file with these columns; returns its path. UserError as of :func:`write_csv`."""
+    return write_csv(DataFrame(lines, columns=list(columns)), path)
+
+
+def _with_others(path: Path, scenarios: Sequence[Scenario], lines: Sequence[Record]) -> list[Record]:
+    """The lines of some scenarios, and those that the file has of the paper's other ones, in their order."""
+    mine = {line["scenario"] for line in lines}
+    others = read_records(path) if path.exists() else []
+    lines = [*lines, *(line for line in others if line["scenario"] not in mine)]
+    return [line for scenario in scenarios for line in lines if line["scenario"] == scenario.name]
+
+
+def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Record]) -> Iterator[str]:
+    """The names of scenarios of which there are records of cells that they do not have."""
+    for scenario in scenarios:
+        cells = {cell.key for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        mine = (record["cell"] for record in records if record["scenario"] == scenario.name)
+        if any(key and key not in cells for of_record in mine for key in of_record.split(" / ")):
+            yield scenario.name
+
+
+def run_record(scenario: str, ran: Ran) -> dict[str, str]:
+    """A line of PAPER_runs.csv, as texts."""
+    counts = Counter(row["status"] for row in ran.rows)
+    counts["failed"] = counts.total() - sum(counts[status] for status in _STATUSES[:-1])
+    seconds = round(sum(row.get("elapsed_s") or 0 for row in ran.rows))
+    made_by = [row.get("provenance") or {} for row in ran.rows]
+    versions = (" ".join(sorted({str(by[n]) for by in made_by if by.get(n)})) for n in ("torch", "commit"))
+    numbers = (len(ran.rows), *(counts[status] for status in _STATUSES), seconds)
+    return dict(zip(RUNS, (scenario, *map(str, numbers), *versions), strict=True))
+
+
+def _report(
+    paper: Paper, scenarios: Sequence[Scenario], findings: Findings, files: Sequence[Path], code: int
+) -> Output:
+    details = [
+        Table(f"{scenario.name}: {title}", lines, below=("note",))
+        for scenario in scenarios
+        for title, lines in findings.blocks(scenario.name)
+    ]
+    *verdict, of_all = findings.verdict()
+    # a terminal counts what nothing is published of
+    unpublished = {at: line["errors"] for at, line in enumerate(verdict) if not line["numbers"]}
+    important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
+    table = Table("Verdict", verdict, important, ("errors",), unpublished)
+    content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
+    if findings.orders:
+        content["orders"] = [line for lines in findings.orders.values() for line in lines]
+    content["files"] = [str(path) for path in files]
+    counts = {status: sum(int(run[status]) for run in findings.runs) for status in _STATUSES}
+    cells = sum(int(run["cells"]) for run in findings.runs)
+    statuses = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+    return Output(
+        [f"{paper.title} ({paper.source})", table],
+        finite(content),
+        findings.records,
+        RECORDS,
+        notes=[f"{cells} cells: {statuses}", f"{paper.name}: {of_all['errors']}"],
+        files=files,
+        code=code,
+        details=details,
+    )

@@ -1,0 +1,154 @@
+"""Published times beside ours: as observations of the error model, in a table, and by the order of splits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pandas import DataFrame
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.tools.papers.comparison import write_csv
+from spbench.bench.tools.papers.document import write_part
+from spbench.bench.tools.papers.paper_findings import RECORDS
+from spbench.bench.tools.papers.past_errors import (
+    Order,
+    counted_times,
+    log_error,
+    mean_tau,
+    observations,
+    order_lines,
+    shown_tau,
+    time_lines,
+)
+
+
+def cell(**changes: Any) -> Cell:
+    asked = {"model": "bert-tiny", "strategy": "ulysses", "sizes": {"sp": 4}, "batch": 1, "seq_len": 64}
+    return Cell.model_validate(asked | changes)
+
+
+def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> dict[str, Any]:
+    numbers = {"published": 100.0, "reproduced": 110.0, "relative_error": 0.1}
+    texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "products"}
+    blank = dict.fromkeys(RECORDS, "")
+    return {**blank, "table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
+
+
+def test_errors_are_of_times_whatever_was_published() -> None:
+    assert log_error(record()) == pytest.approx(math.log(1.1))
+    rate = record(quantity="throughput_tokens_per_s")
+    assert log_error(rate) == pytest.approx(-math.log(1.1))
+
+
+def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
+    lines = [
+        record(cell="a"),
+        record(cell="b", reproduced=90.0),  # another variant of the same number
+        record("x.csv:2:step_ms", cell="c", role="inferred"),
+        record("x.csv:3:step_ms", cell="d", role="calibrated"),
+        record("x.csv:4:peak", cell="e", quantity="peak_memory_gib"),
+        record("x.csv:5:step_ms", cell="f", reproduced=None),
+        record("x.csv:6:step_ms", cell="g", bound="", rates=""),
+    ]
+    path = write_csv(DataFrame(lines, columns=list(RECORDS)), tmp_path / "field.csv")
+    assert [each["cell"] for each in counted_times([path])] == ["a", "c"]
+    # the same number on a datasheet is another time
+    assert len(counted_times([path, path])) == 4
+
+
+def test_files_of_before_do_not_say_what_times_rest_on(tmp_path: Path) -> None:
+    path = tmp_path / "field.csv"
+    path.write_text("table,published\nt,1\n")
+    with pytest.raises(UserError, match="no column 'rates'"):
+        counted_times([path])
+
+
+def test_sources_are_who_measured() -> None:
+    files = ("usp_end_to_end.csv:1:step_ms", "lasp_speed.csv:1:x", "lasp_scalability.csv:1:y")
+    found = observations([record(source) for source in files], {})
+    assert [o.source for o in found] == ["USP's authors with Megatron-LM", "LASP", "LASP"]
+    assert {o.alike for o in found} == {""}
+
+
+def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
+    split = [cell(), cell(sizes={"sp": 2, "cp": 2})]
+    records = [
+        record(cell=split[0].key, published=100.0, reproduced=110.0),
+        record("usp_end_to_end.csv:2:step_ms", cell=split[1].key, published=120.0, reproduced=100.0),
+        record("upipe.csv:1:step", published=100.0, reproduced=101.0),
+        record("rsa_table4.csv:1:x", published=100.0, reproduced=200.0, rates="fitted"),
+    ]
+    usp, upipe, sourced, rsa, fitted, whole = time_lines(records, {each.key: each for each in split})
+    assert (usp["times"], usp["median error"], usp["worst"]) == (2, "13.3%", "16.7%")
+    assert (usp["runs split"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
+    assert usp["within 80% intervals"] == "0 of 2"  # of 1%, which UPipe's errs
+    assert (upipe["times"], upipe["tau"], upipe["within 80% intervals"]) == (1, "", "1 of 1")
+    assert (sourced["times"], sourced["within 80% intervals"]) == (3, "50%")
+    assert (rsa["rates"], rsa["bias"], rsa["within 80% intervals"]) == ("fitted", "+100.0%", "0 of 1")
+    assert (fitted["within 80% intervals"], whole["within 80% intervals"]) == ("0%", "33%")
+
+
+def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("by hand\n<!-- spbench reproduce bands: times -->\nold\n<!-- end -->\nmore\n")
+    write_part(page, "bands", "times", "new\n")
+    assert page.read_text() == "by hand\n<!-- spbench reproduce bands: times -->\nnew\n<!-- end -->\nmore\n"
+    with pytest.raises(UserError, match="has no part for other: add <!-- spbench reproduce bands: other -->"):
+        write_part(page, "bands", "other", "new\n")
+
+
+# -- the order of splits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tau"),
+    [
+        ([(1, 10), (2, 20), (3, 30)], 1.0),
+        ([(1, 3), (2, 2), (3, 1)], -1.0),
+        ([(1, 2), (2, 1), (3, 3)], 1 / 3),
+        # two pairs are in order and one is a tie of ours, so of the three of theirs only two could be
+        ([(1, 5), (2, 5), (3, 6)], 2 / math.sqrt(3 * 2)),
+    ],
+)
+def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
+    assert Order("t", [(cell(), *pair) for pair in pairs]).tau == pytest.approx(tau)
+
+
+def test_where_all_are_ties_there_is_no_order() -> None:
+    same = Order("t", [(cell(), 1, 5), (cell(), 2, 5)])
+    assert shown_tau(same.tau) == ""
+    right = Order("t", [(cell(), 1, 5), (cell(), 2, 6)])
+    assert mean_tau([same, right]) == 1
+    assert math.isnan(mean_tau([same]))
+
+
+def timed(of: Cell, published: float | None, ours: float | None) -> dict[str, Any]:
+    return record(cell=of.key, published=published, reproduced=ours)
+
+
+def test_splits_of_one_run_are_set_in_order() -> None:
+    """Times are by sample: two replicas of two ranks take 30 for two samples, so 15."""
+    split = [cell(), cell(strategy="ring_attention"), cell(sizes={"dp": 2, "sp": 2}, batch=2)]
+    other = cell(seq_len=128)  # of which there is one split
+    elsewhere = cell(cluster="dgx-a100")  # likewise
+    records = [timed(of, *times) for of, times in zip(split, [(10, 12), (20, 11), (30, 40)], strict=True)]
+    (line,) = order_lines(
+        [*records, timed(other, 1, 1), timed(elsewhere, 1, 1)],
+        {c.key: c for c in (*split, other, elsewhere)},
+    )
+    assert (line["table"], line["seq_len"], line["GPUs"], line["splits"]) == ("t", 64, 4, 3)
+    assert line["tau"] == "-0.33"
+    assert (line["fastest published"], line["fastest ours"]) == ("sp4", "sp4")
+    assert line["published time of ours"] == "+100.0%"
+
+
+def test_splits_without_a_time_and_recomputation_are_no_splits() -> None:
+    again = cell(model="causal-transformer-tiny", model_options={"recompute": "full"})
+    plain = cell(model="causal-transformer-tiny", model_options={"recompute": "none"})
+    ring = cell(strategy="ring_attention")
+    records = [timed(again, 1, 2), timed(plain, 2, 3), timed(cell(), 1, 2), timed(ring, None, 3)]
+    assert order_lines(records, {c.key: c for c in (again, plain, cell(), ring)}) == []

@@ -1,0 +1,173 @@
+"""Values of an expression over cells: beside a published number, alone, and without an answer yet."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.run_cell import measure
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.sweep.results import Row
+from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.tools.papers.answer import compare, load_scenario
+from spbench.bench.tools.papers.comparison import Comparison, as_frame, write
+from tests.bench.fakes import SCENARIO, answer
+
+
+def ring(ranks: int) -> dict[str, Any]:
+    return {"strategy": "ring_self_attention", "sizes": {"sp": ranks}}
+
+
+#: what a further rank adds, of 1000 that the fake engine answers a rank
+SUM: dict[str, Any] = {
+    "claim": "a further rank",
+    "published": {"file": "layer.csv"},
+    "cells": {"eight": ring(8), "four": ring(4)},
+    "ours": "0.25 * eight - 0.25 * four",
+    "unit": 10,
+}
+RATIOS: dict[str, Any] = {
+    "claim": "over-four",
+    "each": {"strategy": "ring_self_attention"},
+    "cells": {"baseline": ring(4)},
+    "ours": "each / baseline",
+}
+
+
+def loaded(folder: Path, *values: dict[str, Any]) -> Scenario:
+    """The small scenario, with these values in the place of its own."""
+    (folder / "layer.csv").write_text("claim,published\na further rank,125\n")
+    content = yaml.safe_load(SCENARIO)
+    if values:
+        content |= {"values": list(values), "inferred_from": []}
+    (folder / "small.yaml").write_text(yaml.safe_dump(content))
+    return load_scenario(str(folder / "small.yaml"))
+
+
+def results(cells: list[Cell]) -> dict[str, Row]:
+    return {cell.key: as_row(cell, measure(answer, cell)) for cell in cells}
+
+
+def compared(scenario: Scenario, *without: int, **changed: Any) -> list[Comparison]:
+    """The comparisons of all cells but those of ``without`` ranks; ``changed`` in the rows of 8 ranks."""
+    cells = declared_cells(scenario, Narrowing())
+    rows = results([cell for cell in cells if cell.sizes.world not in without])
+    for key in rows:
+        rows[key] |= changed if "/sp8/" in key else {}
+    return compare(scenario, cells, rows)
+
+
+def test_ratio_and_value(tmp_path: Path) -> None:
+    ratio, value = compared(loaded(tmp_path))
+    assert (ratio.published, ratio.reproduced, ratio.quantity) == (3.0, 4.0, "ratio")
+    assert ratio.relative_error == pytest.approx(1 / 3)
+    assert (ratio.role, ratio.note, ratio.variant) == ("predicted", "a ratio", "first")
+    assert ratio.numerator.startswith("bert-tiny/ring_self_attention/sp8/")
+    assert ratio.denominator.startswith("bert-tiny/tensor_parallel/tp2/")
+    assert (value.published, value.reproduced, value.role) == (114000.0, 4000.0, "inferred")
+    assert (value.quantity, value.denominator) == ("max_seq_len", "")
+
+
+def test_each_variant_and_cluster_has_its_own(tmp_path: Path) -> None:
+    scenario = loaded(tmp_path)
+    cells = declared_cells(scenario, Narrowing(variant="all", clusters=["local", "piz-daint-p100"]))
+    entries = compare(scenario, cells, results(cells))
+    assert len(entries) == 2 * 2 * 2
+    assert all(entry.reproduced is not None for entry in entries)
+    assert [entry.variant for entry in entries] == ["first"] * 4 + ["steady"] * 4
+
+
+def test_terms_are_weighted_and_told_in_the_published_unit(tmp_path: Path) -> None:
+    scenario = loaded(tmp_path, SUM)
+    (entry,) = compared(scenario)
+    assert (entry.claim, entry.published, entry.role) == ("a further rank", 125.0, "predicted")
+    assert entry.reproduced == (0.25 * 8000 - 0.25 * 4000) / 10
+    assert entry.relative_error == pytest.approx(100 / 125 - 1)
+    assert entry.source == "layer.csv:a further rank:published"
+    (entry,) = compared(scenario, 4)
+    assert (entry.reproduced, entry.note) == (None, "four was not run")
+
+
+def test_of_several_cells_the_largest_stands_first_and_nothing_is_published(tmp_path: Path) -> None:
+    entries = compared(loaded(tmp_path, RATIOS))
+    assert [(entry.claim, entry.reproduced) for entry in entries] == [
+        ("over-four: ring_self_attention sp8", 2.0),
+        ("over-four: ring_self_attention sp4", 1.0),
+        ("over-four: ring_self_attention 1", 0.25),
+    ]
+    assert {(entry.published, entry.relative_error, entry.source) for entry in entries} == {(None, None, "")}
+    assert {entry.denominator for entry in entries} == {entries[1].numerator}
+
+
+def test_micro_batches_tell_alike_splits_apart(tmp_path: Path) -> None:
+    scenario = loaded(tmp_path, RATIOS)
+    (cell,) = (each for each in declared_cells(scenario, Narrowing()) if each.sizes.sp == 4)
+    parted = cell.model_copy(update={"training": cell.training.model_copy(update={"micro_batches": 4})})
+    (entry,) = compare(scenario, [parted], results([cell, parted]))
+    assert entry.claim == "over-four: ring_self_attention sp4, 4 micro-batches"
+
+
+def test_values_without_an_answer_stay_and_say_why(tmp_path: Path) -> None:
+    scenario = loaded(tmp_path)
+    ratio, value = compared(scenario, 8, 2)
+    assert (ratio.reproduced, ratio.relative_error, value.reproduced) == (None, None, 4000.0)
+    assert ratio.note == "a ratio; numerator was not run; denominator was not run"
+    assert compared(scenario, 4)[1].note == "cell was not run"
+    failed = {"status": "failed", "reason": "ValueError: broken", "measurement": {}}
+    assert compared(scenario, **failed)[0].note.endswith(
+        "numerator has no answer, failed: ValueError: broken"
+    )
+    *_, last = compared(loaded(tmp_path, RATIOS), **failed | {"status": "oom", "reason": "no room"})
+    assert (last.claim[-3:], last.reproduced, last.note) == ("sp8", None, "has no answer, oom: no room")
+    none = compared(loaded(tmp_path, RATIOS), 4)
+    assert {entry.reproduced for entry in none} == {None}
+    assert none[0].note == "baseline was not run"
+    nothing = {"status": "ok", "measurement": {"answer": 0}}
+    over = loaded(tmp_path, {"claim": "z", "cells": SUM["cells"], "ours": "four / eight"})
+    assert "division by zero" in compared(over, **nothing)[0].note
+
+
+def test_file(tmp_path: Path) -> None:
+    entries = compared(loaded(tmp_path), 8)
+    path = write(entries, tmp_path)
+    with path.open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == [
+        *("claim", "published", "reproduced", "relative_error", "role", "note"),
+        *("variant", "numerator", "denominator"),
+        *("table", "cell", "strategy", "quantity", "status_published", "status_reproduced", "source"),
+    ]
+    assert rows[1][1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
+    assert rows[2][1:3] == ["114000.0", "4000.0"]
+    assert as_frame([]).columns.tolist() == rows[0]
+    with pytest.raises(UserError, match=r"^cannot write .*comparison.csv: Not a directory"):
+        write(entries, path)  # a file, not a folder
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "message"),
+    [
+        (SUM, {"quantity": "answr"}, "values[0].quantity: unknown quantity 'answr'; did you mean 'answer'?"),
+        (SUM, {"cells": {"eight": ring(8), "four": ring(5)}}, "values[0].cells.four: no group declares a"),
+        (SUM, {"published": {"file": "layer.csv", "column": "x"}}, "values[0].published: "),
+        (SUM, {"ours": "eight - for"}, "values[0].ours: cannot evaluate the formula 'eight - for'"),
+        (SUM, {"ours": "eight - six"}, "values[0].ours: cannot evaluate 'six' in the formula"),
+        (
+            RATIOS,
+            {"each": {"strategy": "lasp"}},
+            "values[0].each: no group declares a cell with strategy lasp",
+        ),
+        (RATIOS, {"cells": {"baseline": RATIOS["each"]}}, "values[0].cells.baseline: selects 3 cells"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, entry: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]*$") as error:
+        loaded(tmp_path, entry | changes)
+    assert message in str(error.value)
