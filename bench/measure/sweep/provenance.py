@@ -115,8 +115,8 @@ def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         UserError: names the scenario and the mend.
     """
     first: dict[str, tuple[str, str]] = {}
-    for scenario, made in rows.items():
-        for row in made:
+    for scenario, of_scenario in rows.items():
+        for row in of_scenario:
             for which in COMMITS:
                 commit = (row.get("provenance") or {}).get(which) or ""
                 if commit.endswith(DIRTY):
@@ -124,9 +124,9 @@ def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                         f"{scenario}: rows were made by code that is in no commit ({commit}), so that "
                         "nothing is written; commit it, and run again with --fresh"
                     )
-                other, known = first.setdefault(which, (scenario, commit))
-                if commit != known:
+                other, first_commit = first.setdefault(which, (scenario, commit))
+                if commit != first_commit:
                     raise UserError(
                         f"{scenario}: rows were made by commit {commit or 'unknown'}, those of {other} by "
-                        f"{known or 'unknown'}, so that nothing is written; run again with --fresh"
+                        f"{first_commit or 'unknown'}, so that nothing is written; run again with --fresh"
                     )

@@ -1,4 +1,5 @@
-"""The step time and the peak of a cell from traces of fewer layers and micro-batches.
+"""What workers trace for `spbench advise`: the step time and the peak of a cell, from traces of fewer layers
+and micro-batches.
 
 A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
 same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
@@ -8,9 +9,11 @@ same bytes: so both follow from traces of two depths and two counts. Peaks of a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
@@ -26,11 +29,17 @@ from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.measurement import Measurement
-from spbench.bench.tools.advise.looks import NEEDED, Depth
-from spbench.bench.tools.fit.fullest import fullest
+from spbench.bench.measurement import Measurement, Outcome
+from spbench.bench.tools.fit.anatomy import fullest
+from spbench.bench.tools.fit.asking import COST, Asking, Task
+from spbench.bench.units import GIB
 from spbench.impls.layout import Unsupported
 
+#: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
+Depth = Literal["small", "few_layers", "all_layers"]
+#: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
+#: reserve for the fullest ranks, and whether that is ``exact``, or follows from traces of few layers
+NEEDED = "needed"
 #: a part of a step
 Named = TypeVar("Named", str, Substitute)
 
@@ -76,12 +85,31 @@ class Step:
         return Step(*of_both, grown(self.priced_by, other.priced_by))
 
 
+def looks(asking: Asking, cells: Iterable[Cell], depth: Depth) -> Iterator[tuple[Cell, Outcome]]:
+    """Look at cells; yields each with what was found as soon as it is there: "ok", "oom" or "unsupported".
+
+    Raises:
+        RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
+            lack it.
+    """
+    tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
+    for (cell, _), outcome in asking([*tasks.values()]):
+        if outcome.status not in ("ok", "oom", "unsupported"):
+            raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
+        yield cell, outcome
+
+
 def look(cell: Cell, depth: Depth) -> Measurement:
-    """The measurement of a cell, timed even where it does not fit: its peaks, step time and bytes.
+    """Measure a cell, timed even where it does not fit: its peaks, step time and bytes; ``meters`` have
+    :data:`COST` and, but for small looks, :data:`NEEDED`.
+
+    Args:
+        depth: "few_layers": by traces of few layers and micro-batches; "all_layers": of few micro-batches.
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
     """
+    begun = time.process_time()
     plan(cell)
     layers, unit = stage_layers(cell)
     counts = _counts(cell)
@@ -91,7 +119,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         most = made[counts[-1]]
         found = most.memory_measurement()
         if depth != "small" and usable_memory_bytes(cell) is not None:
-            found.meters[NEEDED] = {"tensors_bytes": fullest(most)[1], "exact": True}
+            found.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
         step = _grown({n: Step.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
     else:
         deep = {
@@ -109,6 +137,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     found.parts = dict(step.parts)
     found.bound = bound_of({**found.breakdown, **found.parts})
     found.mfu = utilization(cell, step.seconds["step"])
+    found.meters[COST] = {"cpu_s": time.process_time() - begun}
     return found
 
 
@@ -151,7 +180,7 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
         peaks.append(PeakModel(log, [1], layers)(1))
     peak = max(peaks)
     fits = usable is None or peak <= usable
-    reason = "" if fits else f"about {peak / 2**30:.0f} GiB by traces of few layers"
+    reason = "" if fits else f"about {peak / GIB:.0f} GiB by traces of few layers"
     found = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )

@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.tools.advise.extrapolated import look
+from spbench.bench.tools.advise.look import look
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
