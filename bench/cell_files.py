@@ -110,13 +110,13 @@ def lengths_in(path: Path) -> np.ndarray[Any, Any]:
 def _array(path: Path) -> np.ndarray[Any, Any]:
     """What a .npy file holds."""
     try:
-        found = np.load(path, allow_pickle=False)
+        array = np.load(path, allow_pickle=False)
     except Exception as error:  # a damaged header is parsed as Python: tokenizer, syntax, memory, ...
         raise UserError(f"{path}: not an array as numpy.save writes it, without objects") from error
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
-        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "several arrays"
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        what = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "several arrays"
         raise UserError(f"{path}: holds {what}; lengths are one array of integers [documents]")
-    return found.astype(np.int64)
+    return array.astype(np.int64)
 
 
 def _lines(path: Path, content: bytes) -> Iterator[int]:

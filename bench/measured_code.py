@@ -65,10 +65,10 @@ def measuring_files(root: Path) -> Iterator[Path]:
 
 def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
     """A digest of the files' names below ``root`` and of what they mean."""
-    whole = hashlib.sha256()
+    content = hashlib.sha256()
     for name, digest in _digests(root, paths):
-        whole.update(f"{name} {digest}\n".encode())
-    return whole.hexdigest()[:DIGEST_LENGTH]
+        content.update(f"{name} {digest}\n".encode())
+    return content.hexdigest()[:DIGEST_LENGTH]
 
 
 def digests_by_name(root: Path, paths: Iterable[Path]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
@@ -67,9 +67,13 @@ class Record(BaseModel, Mapping[str, Any]):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        return (name for name, _ in self.items())
+
+    def items(self) -> ItemsView[str, Any]:
+        """The fields that are set, with their values, and the further keys."""
         fields_set = self.model_fields_set
-        yield from (name for name in self.__dict__ if name in fields_set)
-        yield from self.__pydantic_extra__ or ()
+        own = {name: value for name, value in self.__dict__.items() if name in fields_set}
+        return (own | (self.__pydantic_extra__ or {})).items()
 
     def __len__(self) -> int:
         return len(self.model_fields_set)
@@ -194,7 +198,7 @@ class Measurement(Record):
         ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
             ``device``, and on a GPU the bytes of torch's caching allocator: allocated before the timed steps,
             at the peak allocated and reserved, and what of torch.cuda.memory_stats says that memory was
-            short; under ``telemetry``, :meth:`Telemetry.found`.
+            short; under ``telemetry``, :meth:`Telemetry.summary`.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 

@@ -39,8 +39,8 @@ def with_suffix(value: Any) -> Any:
     value itself."""
     if not isinstance(value, str) or not value.endswith((*"kKmMgG",)):
         return value
-    found = size(value)
-    return value if found is None else found
+    number = size(value)
+    return value if number is None else number
 
 
 def no_size(text: str) -> str:
@@ -53,10 +53,10 @@ def no_size(text: str) -> str:
 
 def _sized(value: Any) -> Any:
     """As :func:`with_suffix`, but a text that is no size is refused with the ways to write one."""
-    found = with_suffix(value)
-    if isinstance(found, str):
-        raise ValueError(no_size(found))
-    return found
+    number = with_suffix(value)
+    if isinstance(number, str):
+        raise ValueError(no_size(number))
+    return number
 
 
 #: samples of a batch, or positions of a sequence

@@ -78,16 +78,16 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
     """The packaged file of that name, or the user's own file where ``name`` is a path; UserError, with
     the names there are, if there is neither."""
-    name, known = fspath(name), packaged(package)
-    if name in known:
-        return known[name]
+    name, files = fspath(name), packaged(package)
+    if name in files:
+        return files[name]
     if "/" in name or name.endswith(SUFFIXES):
         path = Path(name).expanduser()
         with suppress(OSError, ValueError):  # of a name that no file can have
             if lexists(path):  # a link that leads nowhere is told when it is read
                 return path
         raise UserError(f"no {kind} file {name}")
-    hint = suggestion(name, known, f"spbench list {kind}s")
+    hint = suggestion(name, files, f"spbench list {kind}s")
     raise UserError(f"unknown {kind} {shown(name)}{hint}; or give the path of a YAML file")
 
 

@@ -198,12 +198,12 @@ def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
 
 def _merged(node: yaml.Node) -> dict[Any, Any]:
     """The keys that ``<<`` gives: of a mapping, or of several, of which the first has the last word."""
-    found: dict[Any, Any] = {}
+    keys: dict[Any, Any] = {}
     for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
         if not isinstance(each, yaml.MappingNode):
             raise YAMLProblem("<< merges a mapping or a list of mappings", each.start_mark)
-        found = _mapping(each) | found
-    return found
+        keys = _mapping(each) | keys
+    return keys
 
 
 def _text(text: str) -> str:

@@ -64,10 +64,10 @@ def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, 
 
 @cache
 def _named_classes(package: str, base: type, group: str, files: tuple[Path, ...]) -> Mapping[str, type]:
-    found = _Names(f"class derived from {base.__name__}")
+    classes_by_name = _Names(f"class derived from {base.__name__}")
     for place in (base, *_modules(package), *(loose_files.modules() if group else ())):
         for cls in _classes_in(place, base):
-            found.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
+            classes_by_name.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
     for label, loaded in _plugins(group):
         classes = list(_classes_in(loaded, base))
         if not classes:
@@ -75,8 +75,8 @@ def _named_classes(package: str, base: type, group: str, files: tuple[Path, ...]
                 f"{label} names no class derived from {base.__name__} with a name of its own"
             )
         for cls in classes:
-            found.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
-    return MappingProxyType(found.values)
+            classes_by_name.add(vars(cls)["name"], cls, f"{cls.__module__}.{cls.__qualname__}")
+    return MappingProxyType(classes_by_name.values)
 
 
 def named_values(package: str, attribute: str, kind: type[T], group: str = "") -> Mapping[str, T]:
@@ -102,7 +102,7 @@ def named_values(package: str, attribute: str, kind: type[T], group: str = "") -
 def _named_values(
     package: str, attribute: str, kind: type, group: str, files: tuple[Path, ...]
 ) -> Mapping[str, Any]:
-    found = _Names(kind.__name__)
+    values_by_name = _Names(kind.__name__)
     modules = [*_modules(package), *(loose_files.modules() if group else ())]
     sources = [(f"{m.__name__}.{attribute}", vars(m).get(attribute, {})) for m in modules]
     for label, loaded in _plugins(group):
@@ -113,8 +113,8 @@ def _named_values(
         for name, value in mapping.items():
             if not isinstance(value, kind):
                 raise DiscoveryError(f"{label}: {name!r} is a {type(value).__name__}, not a {kind.__name__}")
-            found.add(name, value, label)
-    return MappingProxyType(found.values)
+            values_by_name.add(name, value, label)
+    return MappingProxyType(values_by_name.values)
 
 
 @dataclass(frozen=True)

@@ -106,15 +106,15 @@ class Counts(click.ParamType[tuple[int, ...]]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):
             return value
-        found: list[int] = []
+        counts: list[int] = []
         for word in str(value).split(","):
             first, *last = (Length().convert(end.strip(), param, ctx) for end in word.split("..", 1))
-            found.append(first)
+            counts.append(first)
             if last and last[0] < first:
                 self.fail(f"{word}: write the smaller number first", param, ctx)
-            while last and found[-1] * 2 <= last[0]:
-                found.append(found[-1] * 2)
-        return tuple(dict.fromkeys(found))
+            while last and counts[-1] * 2 <= last[0]:
+                counts.append(counts[-1] * 2)
+        return tuple(dict.fromkeys(counts))
 
 
 def refuse_given(names: Iterable[str], why: str) -> None:

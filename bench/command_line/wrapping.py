@@ -19,10 +19,10 @@ def wrapped(text: str, width: int, indent: str = "", further: str | None = None)
         further: before the lines that continue one; None: as far as the line is indented itself, or as what
             comes after its first gap of two spaces.
     """
-    found = []
+    lines = []
     for line in text.splitlines():
         deeper = _hanging(line, width) if further is None else further
-        found += textwrap.wrap(
+        lines += textwrap.wrap(
             line,
             width,
             initial_indent=indent,
@@ -30,7 +30,7 @@ def wrapped(text: str, width: int, indent: str = "", further: str | None = None)
             break_long_words=False,
             break_on_hyphens=False,
         ) or [""]
-    return found
+    return lines
 
 
 def _hanging(line: str, width: int) -> str:

@@ -113,15 +113,15 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
     if kind == "model":
         presets = vars(module).get("PRESETS")
-        found, base = list(presets) if isinstance(presets, Mapping) else [], "mapping PRESETS of models"
+        defined, base = list(presets) if isinstance(presets, Mapping) else [], "mapping PRESETS of models"
     else:
-        found = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
+        defined = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
         base = "class derived from spbench.Strategy with a name"
-    if not found:
+    if not defined:
         raise UserError(f"{path}: has no {base}")
-    if name and name not in found:
-        raise UserError(f"{path}: {unknown(kind, name, found)}")
-    return [name] if name else found
+    if name and name not in defined:
+        raise UserError(f"{path}: {unknown(kind, name, defined)}")
+    return [name] if name else defined
 
 
 def strategy_problem(name: str) -> str:
@@ -134,10 +134,10 @@ def strategy_problem(name: str) -> str:
 
 
 def _name_problem(name: str) -> str:
-    known = [*names("strategy"), *names("peer")]
+    listed = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
-        if part not in known and part not in names("as-published"):
-            return unknown("strategy", part, known)
+        if part not in listed and part not in names("as-published"):
+            return unknown("strategy", part, listed)
     try:
         nesting(name)
     except ValueError as error:
@@ -190,12 +190,10 @@ def _mistakes(
 ) -> Iterator[tuple[list[str], str]]:
     """As :func:`option_mistakes`; ``others`` are further keys that may stand there."""
     own = [field.name for field in fields(defaults)]
-    known = [*others, *own]
+    keys = [*others, *own]
     what = "unknown key" if others else "unknown option"
     mistakes = [
-        ([name], what + (suggestion(name, known) or "; there are none"))
-        for name in given
-        if name not in known
+        ([name], what + (suggestion(name, keys) or "; there are none")) for name in given if name not in keys
     ]
     here = {name: value for name, value in given.items() if name in own}
     mistakes += [([name], message) for name, message in wrong_values(defaults, here)]

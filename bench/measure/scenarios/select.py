@@ -93,9 +93,9 @@ def narrowed_cells(
     cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]
-    known = [*names("model"), *{c.model for c in cells if c.model_config_json}]
-    configs = {n for n in models if n not in known and names_a_file(n) and lexists(Path(n).expanduser())}
-    check_known("model", [name for name in models if name not in configs], known)
+    packaged = [*names("model"), *{c.model for c in cells if c.model_config_json}]
+    configs = {n for n in models if n not in packaged and names_a_file(n) and lexists(Path(n).expanduser())}
+    check_known("model", [name for name in models if name not in configs], packaged)
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
@@ -104,8 +104,8 @@ def narrowed_cells(
         has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
         if values:
             others = [name for name in values if name in of_files - {*has}]
-            made = [cell for name in others for cell in _with_other(cells, field, name)]
-            cells = [cell for cell in cells if getattr(cell, field) in values] + made
+            replaced = [cell for name in others for cell in _with_other(cells, field, name)]
+            cells = [cell for cell in cells if getattr(cell, field) in values] + replaced
         if not cells:
             wanted = f"{field} {' or '.join(values)}; it has: {', '.join(has)}"
             raise UserError(f"scenario {scenario.name} has no cell with {wanted}")
@@ -180,7 +180,7 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
     declared = [cell for cell in cells if cell.sizes.world == size]
     if declared:
         return declared
-    made = []
+    resized = []
     for cell in cells:
         if axes := strategy_axes(cell.strategy):
             around = cell.sizes.world // cell.sizes.by_axis[axes[-1]]
@@ -193,8 +193,8 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
             sizes = cell.sizes.model_copy(update={axes[-1]: size // around})
             # an axis that the order leaves out varies fastest, as in the default order
             mesh = cell.mesh if cell.mesh is None or axes[-1] in cell.mesh else [*cell.mesh, axes[-1]]
-            made.append(cell.model_copy(update={"sizes": sizes, "mesh": mesh}))
-    return made
+            resized.append(cell.model_copy(update={"sizes": sizes, "mesh": mesh}))
+    return resized
 
 
 def _distinct(cells: Iterable[Cell]) -> list[Cell]:

@@ -39,12 +39,12 @@ def option_values(flag: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]
 
 def given_once(flag: str, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
     """What a flag gives, by name; UserError for a name given twice, of which the last would win unsaid."""
-    found: dict[str, T] = {}
+    by_name: dict[str, T] = {}
     for name, value in pairs:
-        if name in found:
+        if name in by_name:
             raise UserError(f"{flag} {name} is given twice; leave one out")
-        found[name] = value
-    return found
+        by_name[name] = value
+    return by_name
 
 
 def _value(where: str, text: str) -> Any:
@@ -59,11 +59,11 @@ def changed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
     UserError, with the name, for a setting or a value that cannot be."""
     content = cell.model_dump(exclude_defaults=True)
     content["timeout_s"] = cell.timeout_s
-    known = [name for name in Cell.model_fields if name not in _NOT_SET]
+    settable = [name for name in Cell.model_fields if name not in _NOT_SET]
     for name, value in settings.items():
         first, *rest = name.split(".")
-        if first not in known:
-            raise UserError(f"{FLAG} {name}: unknown setting{suggestion(first, known)}")
+        if first not in settable:
+            raise UserError(f"{FLAG} {name}: unknown setting{suggestion(first, settable)}")
         if cell.search is not None and name == cell.search.quantity:
             content.pop("search", None)
         if name == "model":
@@ -75,13 +75,13 @@ def changed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
                 raise UserError(f"{FLAG} {name}: unknown setting; {part} has no parts")
         at[[first, *rest][-1]] = value
     try:
-        made = Cell.model_validate(content, strict=True)
+        changed_cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
         path, message = first_problem(Cell, error)
         raise UserError(f"{FLAG} {dotted(path)}: {message}") from error
-    for path, message in impossible(made):
+    for path, message in impossible(changed_cell):
         raise UserError(f"{FLAG} {dotted(path)}: {message}")
-    return made
+    return changed_cell
 
 
 def written(settings: Mapping[str, Any]) -> str:

@@ -55,12 +55,12 @@ def digest(cell: Cell) -> dict[str, str]:
 
 def digests_of_a_run() -> Digesting:
     """Gives the :func:`digest` that each cell had when it was first asked for, by the cell's key."""
-    made: dict[str, Mapping[str, str]] = {}
+    digests: dict[str, Mapping[str, str]] = {}
 
     def of(cell: Cell) -> Mapping[str, str]:
-        if (key := cell.key) not in made:
-            made[key] = digest(cell)
-        return made[key]
+        if (key := cell.key) not in digests:
+            digests[key] = digest(cell)
+        return digests[key]
 
     return of
 

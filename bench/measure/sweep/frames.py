@@ -55,8 +55,8 @@ def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What further meters found that is one number or word, as METER.NAME."""
     return {
         f"{meter}.{name}": value
-        for meter, found in meters.items()
-        for name, value in found.items()
+        for meter, values in meters.items()
+        for name, value in values.items()
         if isinstance(value, (int, float, str))
     }
 
@@ -94,10 +94,10 @@ def frame(rows: Iterable[Row]) -> DataFrame:
     """
     from pandas import DataFrame
 
-    known = engines()
+    classes = engines()
     lines = []
     for row in rows:
-        engine = known.get(row.cell.get("engine", "virtual"))
+        engine = classes.get(row.cell.get("engine", "virtual"))
         exact = engine is not None and engine.is_exact
         for name, value in row.measurement.items():
             if isinstance(value, int | float):

@@ -109,8 +109,8 @@ def entries(kind: str) -> dict[str, str]:
         return _OF_FUNCTIONS[kind].summaries()
     if kind not in _OF_FILES:
         return _of_classes(kind)
-    found = dict(_from_files(*_OF_FILES[kind]))
-    return {name: text + _lacking(name) for name, text in found.items()} if kind == "clusters" else found
+    texts = dict(_from_files(*_OF_FILES[kind]))
+    return {name: text + _lacking(name) for name, text in texts.items()} if kind == "clusters" else texts
 
 
 def _lacking(name: str) -> str:

@@ -60,7 +60,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 
 def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     measured = with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})["measurement"]
-    parts, whole = _spoken(measurement.parts), _spoken(measurement.breakdown)
+    parts, of_step = _spoken(measurement.parts), _spoken(measurement.breakdown)
     priced_by = priced_by_in_words([measured])
     record = {
         "cell": cell.key,
@@ -74,7 +74,7 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     }
     return Output(
         [
-            f"step time {shown_band(measured)}, most of it {measurement.bound}; mean over ranks: {whole}\n"
+            f"step time {shown_band(measured)}, most of it {measurement.bound}; mean over ranks: {of_step}\n"
             f"of computing and exposed communication: {parts}\n"
             + (f"priced by something else, with shares of the step: {priced_by}\n" if priced_by else "")
             + f"{output}: open it in https://ui.perfetto.dev",

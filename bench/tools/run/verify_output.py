@@ -83,10 +83,10 @@ def verified(
         raise UserError("--strategy-option is of strategies that are named; add --strategy")
     options = _options("strategy_options", named, strategy_options, "--strategy-option")
     of_backend = _options("training", [backend], backend_options, "--backend-option")
-    made: dict[str, Any] = {"backend": backend, "device": chosen_device(device)}
-    made |= {name: provenance()[name] for name in ("commit", "torch")}
-    made |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
-    with kept_verdicts(output, made) as verdicts, Progress() as progress:
+    made_by: dict[str, Any] = {"backend": backend, "device": chosen_device(device)}
+    made_by |= {name: provenance()[name] for name in ("commit", "torch")}
+    made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    with kept_verdicts(output, made_by) as verdicts, Progress() as progress:
         for row in cases.verify(
             [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
             models or None,
@@ -96,7 +96,7 @@ def verified(
             options=options,
             backend=backend,
             backend_options=of_backend,
-            device=made["device"],
+            device=made_by["device"],
             expect=progress.expect,
             explain=1,
         ):
@@ -160,20 +160,20 @@ def _options(
     Raises:
         UserError: one of the owners has no such option, or not with that value.
     """
-    found = option_values(flag, given)
+    options = option_values(flag, given)
     for owner in owners:
-        for path, problem in option_mistakes(section, owner, found):
+        for path, problem in option_mistakes(section, owner, options):
             raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
-    return found
+    return options
 
 
 def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     """The verdicts by strategy, and each of those that are not green or unsupported."""
     if not rows:
         return []
-    told = [row for row in rows if row["status"] not in ("green", "unsupported")]
-    red = [row for row in told if row["status"] == "RED"]
-    return [_by_strategy(rows), *_each(told), *_explanations(red)]
+    shown = [row for row in rows if row["status"] not in ("green", "unsupported")]
+    red = [row for row in shown if row["status"] == "RED"]
+    return [_by_strategy(rows), *_each(shown), *_explanations(red)]
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
