@@ -19,13 +19,10 @@ from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.starting import begin_server
-from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, finite
 from spbench.bench.measured_code import refuse_unmeasured_checkout
-from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.comparison import write as write_comparisons
-from spbench.bench.tools.papers.execution import opened_executor, run_cells
 
 FOLDER = Path("results", "baseline")
 
@@ -50,6 +47,9 @@ def command(
 
     They run on virtual ranks; `spbench compare` holds later results against them.
     """
+    from spbench.bench.measure.scenarios.select import Narrowing
+    from spbench.bench.tools.papers.answer import load_scenario
+    from spbench.bench.tools.papers.execution import opened_executor, run_cells
 
     if not scenario:
         raise click.UsageError("name at least one --scenario")

@@ -9,13 +9,14 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
 from spbench.bench.published_number import finite
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from spbench.bench.cell import Cell
 
 #: calibrated: a scalar of the cluster was fitted to this number; inferred: a setting was chosen by looking at
 #: it; predicted: neither; formula: a closed form; curve: the losses of training runs

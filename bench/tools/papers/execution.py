@@ -4,12 +4,12 @@ compare them with what was published, and draw their figure. Progress goes to st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -237,16 +237,14 @@ def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path],
     return _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
 
 
-def draw_records(paper: str, records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[list[Path], bool]:
+def draw_records(paper: str, records: DataFrame, folder: Path) -> tuple[list[Path], bool]:
     """The files of the figure of all of a paper's numbers, and whether drawing failed; none where there
     is no figure of the paper's name.
 
     Args:
         records: of `spbench reproduce`.
     """
-    from pandas import DataFrame  # which `spbench run --help` does without
-
-    return _drawn(paper, [], DataFrame([dict(record) for record in records]), folder)
+    return _drawn(paper, [], records, folder)
 
 
 def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path) -> tuple[list[Path], bool]:

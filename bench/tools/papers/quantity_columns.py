@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.published_number import finite
 from spbench.bench.tools.papers.answer import QUANTITIES, Mistake, unknown_quantity
 from spbench.bench.yaml_files import StrictModel
@@ -137,8 +138,6 @@ class QuantityColumn(StrictModel):
         or of the class of one rank; None where there is none."""
         entries = [entry for entry in measurement.get("by_class") or [] if entry["step"]]  # 0 is set-up
         if number.rank is not None:
-            from spbench.bench.measure.engines.plan import rank_classes  # which imports torch
-
             rank = cell.sizes.world - 1 if number.rank == "last" else number.rank
             first = next((each.first for each in rank_classes(cell) if rank in each.ranks), None)
             entries = [entry for entry in entries if entry["rank"] == first]

@@ -133,7 +133,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     ]
     if request.write:
         tables += write_documents(findings)
-    drawn, figure_failed = draw_records(paper.name, records, request.output / "figures")
+    drawn, figure_failed = draw_records(paper.name, DataFrame(records), request.output / "figures")
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.files import write_whole
+from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.simulator.trace_export import trace_events
 from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, finite
 
 #: the argument of `spbench reproduce`, and the folder
@@ -51,9 +53,6 @@ def write_trace(cell: Cell, folder: Path) -> Path:
 
     ``otherData`` has the cell's key, the step time and what the time of each rank goes to, in seconds.
     Unsupported if the strategy cannot run the cell. UserError if the file cannot be written."""
-    from spbench.bench.measure.engines.virtual import trace_classes  # which imports torch
-    from spbench.bench.measure.simulator.trace_export import trace_events
-
     timeline = trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
     other = {
