@@ -23,7 +23,6 @@ from spbench.bench.command_line.options import (
 )
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
-from spbench.bench.tools.papers.execution import draw_figure, opened_executor, run_cells
 
 if TYPE_CHECKING:
     from spbench.bench.measure.scenarios.select import Narrowing
@@ -93,6 +92,7 @@ def command(
         begin_server()  # its imports take as long as those of this process
     from spbench.bench.measure.engines.tracing import only_plain_traces
     from spbench.bench.tools.papers.answer import load_scenario
+    from spbench.bench.tools.papers.execution import draw_figure, opened_executor, run_cells
     from spbench.bench.tools.papers.sources import unknown_paper
     from spbench.bench.tools.run.run_output import planned, results
 

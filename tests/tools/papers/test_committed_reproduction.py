@@ -17,7 +17,7 @@ from spbench.bench.tools.papers.document import FIRST_PAGE, check_documents, ren
 from spbench.bench.tools.papers.megatron_cases import CASES, summary
 from spbench.bench.tools.papers.paper_findings import Findings, markdown
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
-from spbench.bench.tools.papers.reproduce_command import fit_bands
+from spbench.bench.tools.papers.reproduced import fit_bands
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.yaml_files import read_yaml
@@ -89,7 +89,7 @@ def test_the_committed_bands_are_what_the_committed_files_give(
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
     monkeypatch.setattr(
-        "spbench.bench.tools.papers.reproduce_command.write_whole",
+        "spbench.bench.tools.papers.reproduced.write_whole",
         lambda path, content: written.update({path.name: content}),
     )
     output = fit_bands(Reproduction("bands", Path("results", "reproduction")))

@@ -1,0 +1,171 @@
+"""What `spbench reproduce` does: papers, and what is made from their results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
+from spbench.bench.errors import UserError
+from spbench.bench.files import write_whole
+from spbench.bench.git import asked as asked_git
+from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
+from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
+from spbench.bench.measure.trust.error_model import ErrorModel
+from spbench.bench.tools.papers.answer import load_scenario
+from spbench.bench.tools.papers.comparison import read_csv
+from spbench.bench.tools.papers.document import check_documents, write_part
+from spbench.bench.tools.papers.execution import opened_executor
+from spbench.bench.tools.papers.megatron_cases import CASES, predicted_cases
+from spbench.bench.tools.papers.paper_findings import RECORDS, Record, is_time, markdown
+from spbench.bench.tools.papers.past_errors import (
+    WITHOUT_RATES,
+    counted_times,
+    memory_errors,
+    observations,
+    time_lines,
+    told_observations,
+)
+from spbench.bench.tools.papers.reproduction import (
+    FOLDER,
+    UNFOLLOWED,
+    Reproduction,
+    records_of,
+    reproduce_paper,
+    write_records,
+)
+from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
+from spbench.bench.yaml_files import packaged
+
+#: the intervals that the package comes with, below the working directory
+PACKAGED = Path("bench", "measure", "trust")
+#: the argument that fits the intervals, and the part of README.md that it writes
+BANDS, TIMES = "bands", "times"
+
+
+def reproduced(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
+    """The reports of a paper, or of all; the arguments are those of the command line."""
+    committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
+    request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
+    request.check()
+    if request.output == UNFOLLOWED:
+        message(
+            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
+        )
+    return _reproduced(request, executor)
+
+
+def _reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
+    """Reproduce a paper, or all: the report of each as soon as its cells have run.
+
+    Raises:
+        UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
+            written, or results that :func:`check_same_code` refuses.
+    """
+    others = (STRATEGIES, *WITHOUT_RATES, CASES, BANDS)
+    of_papers = [] if request.paper in others else scenarios_of(request.asked[0])
+    for paper, scenarios in of_papers if request.write else ():
+        check_documents(paper.name, [scenario.name for scenario in scenarios])
+    wanted = [name for name in others if request.paper in (name, "all")]
+    with Crew(run_cell) as crew, opened_executor(address) as there:
+        request = replace(request, crew=crew, executor=there)
+        for paper, scenarios in of_papers:
+            yield reproduce_paper(request, paper, scenarios)
+        if STRATEGIES in wanted:
+            yield _strategies(request)
+        for name in WITHOUT_RATES:
+            if name in wanted:
+                yield _without_rates(name, request)
+        if CASES in wanted:
+            yield predicted_cases(request.run, request.output)
+    if BANDS in wanted:
+        yield fit_bands(request)
+
+
+def _strategies(request: Reproduction) -> Output:
+    """Run the scenarios of the strategies' pages, and keep their rows and traces."""
+    ran = {name: request.run(load_scenario(name)) for name in (SIDE_BY_SIDE, LAYERS)}
+    files = write_kept({name: one.rows for name, one in ran.items()}, request.output / STRATEGIES)
+    code = max(int(one.failed()) for one in ran.values())
+    lines = [{"file": str(path)} for path in files]
+    return Output([Table("Strategies beside each other", lines)], {"files": lines}, files=files, code=code)
+
+
+def _on_other_clusters(name: str = "*") -> Iterator[tuple[Path, Scenario, Narrowing]]:
+    """The clusters that lack rates, each with the scenario of its name and what narrows that to it."""
+    for cluster in sorted(FOLDER.glob(f"{name}/*.yaml")):
+        yield cluster, load_scenario(cluster.stem), Narrowing(clusters=(cluster.as_posix(),))
+
+
+def _without_rates(name: str, request: Reproduction) -> Output:
+    """Run scenarios on clusters that lack rates, and keep the times beside the published ones in NAME.csv.
+
+    Args:
+        name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
+            a rate was taken away, so that something else prices what it is of.
+    """
+    records: list[Record] = []
+    lines, failed = [], False
+    for cluster, scenario, narrowing in _on_other_clusters(name):
+        ran = request.run(scenario, narrowing, name)
+        records += [record for record in records_of(scenario, ran) if is_time(record["quantity"])]
+        failed = ran.failed() or failed
+        lines.append({"scenario": scenario.name, "cluster": str(cluster)})
+    if not lines:
+        raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
+    path = write_records(records, RECORDS, request.output / f"{name}.csv")
+    table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
+    return Output([table], {"records": records}, records, RECORDS, files=[path], code=int(failed))
+
+
+def fit_bands(request: Reproduction) -> Output:
+    """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
+    those that the other sources give; and keep the errors of memory. With --write they become those of the
+    package, and README.md's."""
+    names = (*papers(), *WITHOUT_RATES)
+    files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
+    records, cells = counted_times(files), _all_cells()
+    seen = observations(records, cells)
+    if not seen:
+        raise UserError(f"{request.output} has no times: run spbench reproduce all first")
+    model = ErrorModel.fit([*seen, *told_observations()])
+    lines = time_lines(records, cells)
+    intervals = [
+        {"rates": rates, "bound": bound, "interval": f"{low - 1:+.0%} {high - 1:+.0%}", "rests on": words}
+        for rates, of_class in model.intervals.items()
+        for bound in of_class
+        for low, high, words in [model.band(rates, bound, model.strategies[0])]
+    ]
+    scored = request.earlier(f"{CASES}_errors.csv")
+    of_cases = read_csv(scored)[1] if scored.exists() else []
+    memory = json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":"))
+    folder = PACKAGED if request.write else request.output
+    written = [
+        write_whole(folder / BANDS_FILE, json.dumps(model.as_dict(), indent=1) + "\n"),
+        write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
+    ]
+    if request.write:
+        written.append(write_part(Path("README.md"), BANDS, TIMES, markdown(lines)))
+        packaged_model.cache_clear()
+    tables = [
+        Table("Published step times, and how many lie within the intervals of the other sources", lines),
+        Table("Intervals of a simulated time of 1", intervals),
+    ]
+    return Output(tables, {"times": lines, "model": model.as_dict()}, lines, files=written)
+
+
+def _all_cells() -> Mapping[str, Cell]:
+    """The declared cells of the packaged scenarios by key, and those on clusters that lack rates."""
+    scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
+    declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
+    declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
+    return {cell.key: cell for each in declared for cell in declared_cells(*each)}
