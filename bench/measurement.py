@@ -198,7 +198,7 @@ class Measurement(Record):
         ranks: of steps on real devices, what each rank's host and device say: ``rank``, ``host``,
             ``device``, and on a GPU the bytes of torch's caching allocator: allocated before the timed steps,
             at the peak allocated and reserved, and what of torch.cuda.memory_stats says that memory was
-            short; under ``telemetry``, :meth:`Telemetry.found`.
+            short; under ``telemetry``, :meth:`Telemetry.summary`.
         answer: the largest value that fits, for a search; proof: the probes that show it.
     """
 

@@ -79,6 +79,12 @@ def gib(nbytes: float | None) -> str | None:
     return scaled(nbytes, GIB)
 
 
+def card_gib(nbytes: float) -> str:
+    """Bytes of a card in GiB: one digit after the point, two below 10, three significant ones below 1."""
+    value = nbytes / GIB
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
 def mib(nbytes: float | None) -> str | None:
     """Bytes in MiB, with two digits after the point."""
     return scaled(nbytes, MIB)

@@ -209,9 +209,9 @@ def _agreement(rows: Sequence[Row]) -> Iterator[str]:
     """A sentence for each engine on how many of its cells send the closed form's bytes in all phases."""
     for name, some in grouped(rows, engine).items():
         sums = [(sent_bytes(row, "communication"), sent_bytes(row, "formula")) for row in some]
-        known = [row for row, both in zip(some, sums, strict=True) if None not in both]
-        exact = sum(not deviations(row) for row in known)
-        yield f"engine {name}: {exact} of {len(known)} cells send exactly the bytes of their closed form"
+        compared = [row for row, both in zip(some, sums, strict=True) if None not in both]
+        exact = sum(not deviations(row) for row in compared)
+        yield f"engine {name}: {exact} of {len(compared)} cells send exactly the bytes of their closed form"
 
 
 def _exact(claims: Sequence[DrawnClaim]) -> Iterator[str]:

@@ -185,8 +185,10 @@ def _bounds(comparison: DataFrame) -> list[str]:
     """A sentence for each largest deviation in a comparison table."""
     if comparison.empty or "quantity" not in comparison:
         return []
-    known = comparison[(comparison["quantity"] == "largest_deviation") & comparison["reproduced"].notna()]
-    return [f"{of['claim']} {of['reproduced']:.2g} ({of['note']})" for of in known.to_dict("records")]
+    deviations = comparison[
+        (comparison["quantity"] == "largest_deviation") & comparison["reproduced"].notna()
+    ]
+    return [f"{of['claim']} {of['reproduced']:.2g} ({of['note']})" for of in deviations.to_dict("records")]
 
 
 draw = Drawing("convergence", losses)

@@ -194,7 +194,7 @@ def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
     """What the last switch costs, by :func:`but_length` of a rung: of the longest steps that were timed with
     and without it, as "+5.6% (1M)"."""
     timed = {row["key"]: row["cell"] for row in rows if row["cell"]["seq_len"]}
-    found: dict[str, tuple[int, str]] = {}
+    by_settings: dict[str, tuple[int, str]] = {}
     entries = [] if comparison.empty else comparison[comparison["quantity"] == "ratio"].to_dict("records")
     for entry in entries:
         cell = timed.get(entry["numerator"])
@@ -202,9 +202,9 @@ def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
             continue
         length, batch = cell["seq_len"], cell["batch"]
         step = (f"{batch} x " if batch > 1 else "") + _binary(length)
-        longest = found.get(of := but_length({"cell": cell}), (0, ""))
-        found[of] = max(longest, (length, f"{entry['reproduced'] - 1:+.1%} ({step})"))
-    return {of: text for of, (_, text) in found.items()}
+        longest = by_settings.get(key := but_length({"cell": cell}), (0, ""))
+        by_settings[key] = max(longest, (length, f"{entry['reproduced'] - 1:+.1%} ({step})"))
+    return {of: text for of, (_, text) in by_settings.items()}
 
 
 def switches(row: Row) -> str:

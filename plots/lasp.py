@@ -111,8 +111,8 @@ def _combination(row: Row) -> str:
 
 
 def _combinations(rows: Sequence[Row], quantity: PlottedQuantity) -> Panel:
-    known = {_combination(row): row for row in rows}
-    shown = {name: [known[name]] for name in _COMBINATIONS.values() if name in known}
+    by_name = {_combination(row): row for row in rows}
+    shown = {name: [by_name[name]] for name in _COMBINATIONS.values() if name in by_name}
     draw_panel = partial(draw_rows, places=shown, value=quantity.value, quantity=quantity.column)
     return Panel(draw_panel, _shared_title(rows), y_label=quantity.axis_label, axis="linear")
 

@@ -238,9 +238,9 @@ def _marks(lines: Sequence[Line], along: Along, published: Published) -> Iterato
     for line in lines:
         for row, before in zip(line.rows, [None, *line.rows], strict=False):
             # where out of memory persists only its first place is marked
-            known = along.oom_persists and before is not None and row["status"] == before["status"] == "oom"
+            implied = along.oom_persists and before is not None and row["status"] == before["status"] == "oom"
             at = along.at(row)
-            if row["status"] != "ok" and not known:
+            if row["status"] != "ok" and not implied:
                 yield _Mark(line, row["status"], True, at)
             if row["key"] in published.out_of_memory and (line.look.color, at) not in seen:
                 seen.add((line.look.color, at))

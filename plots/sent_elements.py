@@ -28,9 +28,11 @@ def sent_elements(
         facet: the title of a row's panel.
     """
     exact = exact_formulas(comparison)
-    known = [] if exact.empty else exact.to_dict("records")
-    metered = {entry["cell"]: float(entry["reproduced"]) for entry in known if not isna(entry["reproduced"])}
-    keys = {entry["cell"] for entry in known}
+    entries = [] if exact.empty else exact.to_dict("records")
+    metered = {
+        entry["cell"]: float(entry["reproduced"]) for entry in entries if not isna(entry["reproduced"])
+    }
+    keys = {entry["cell"] for entry in entries}
     quantity = PlottedQuantity(
         _COLUMN,
         "Elements sent per GPU\nand layer, forward",
@@ -78,9 +80,9 @@ def _of_one_engine(rows: Sequence[Row], along: Along) -> list[Row]:
 
 def _agreement(exact: DataFrame) -> Iterator[str]:
     """A sentence for each engine on how many of its metered numbers are those of the formulas."""
-    known = [] if exact.empty else exact[exact["reproduced"].notna()].to_dict("records")
-    for name in dict.fromkeys(str(entry["claim"]).rsplit(", ", 1)[-1] for entry in known):
-        mine = [entry for entry in known if str(entry["claim"]).endswith(f", {name}")]
+    measured_entries = [] if exact.empty else exact[exact["reproduced"].notna()].to_dict("records")
+    for name in dict.fromkeys(str(entry["claim"]).rsplit(", ", 1)[-1] for entry in measured_entries):
+        mine = [entry for entry in measured_entries if str(entry["claim"]).endswith(f", {name}")]
         same = [entry for entry in mine if abs(entry["relative_error"]) < _SAME]
         yield f"engine {name}: metered as by the formula in {len(same)} of {len(mine)} cells"
 
@@ -92,8 +94,8 @@ def _of_layers(row: Row) -> float | None:
     """MiB that a rank sends forward and backward: what is sent of gradients of weights is not of the layer's
     positions."""
     sent = [sent_bytes(row, "communication", phase) for phase in ("forward", "backward")]
-    known = [nbytes for nbytes in sent if nbytes is not None]
-    return sum(known) / 2**20 if len(known) == len(sent) else None
+    amounts = [nbytes for nbytes in sent if nbytes is not None]
+    return sum(amounts) / 2**20 if len(amounts) == len(sent) else None
 
 
 _SENT = PlottedQuantity("sent_mib", "Sent per GPU\nand layer (MiB)", _of_layers, logarithmic=True)

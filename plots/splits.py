@@ -291,7 +291,7 @@ def _placement_panel(
 ) -> Panel:
     bars, names = [], []
     for name, draws in grouped(rows, lambda row: row["cell"]["variant"]).items():
-        values = [found for row in draws if (found := value(row)) is not None]
+        values = [height for height in map(value, draws) if height is not None]
         gid = f"{label} {title} {name}"
         segments = [Segment(mean(values), colors[name], gid)] if values else []
         status = next((row["status"] for row in draws if row["status"] != "ok"), "ok")

@@ -25,7 +25,7 @@ from spbench.bench.measured_code import code_digest
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.ask import answered
 from spbench.bench.tools.advise.question import question
-from spbench.bench.tools.fit.subject import Asked
+from spbench.bench.tools.fit.asked import Asked
 
 FOLDER = Path("results", "advice")
 PAGE = Path("docs", "advice.md")

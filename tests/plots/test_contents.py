@@ -16,7 +16,7 @@ from spbench.plots import dsp, lasp, measured, rsa, splits
 from spbench.plots.communication import draw as draw_communication
 from spbench.plots.convergence import draw as draw_convergence
 from spbench.plots.grid import Drawing
-from spbench.plots.largest import draw_max_batch, draw_max_seqlen, draw_max_seqlen_today
+from spbench.plots.largest import draw_max_seqlen, draw_max_seqlen_today
 from spbench.plots.methods import draw as draw_methods
 from spbench.plots.style import TIMES
 from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
@@ -96,13 +96,13 @@ SCALED = [
     for n in LENGTHS
 ]
 UNSCALED = [
-    steps("lasp", "sp", 8, 16384, "oom", training={"backend": "ddp"}),
+    *(steps("lasp", "sp", 8, n, "oom", training={"backend": "ddp"}) for n in (65536, 16384)),
     steps("lasp", "sp", 16, 16384, "unsupported", training={"backend": "ddp"}),
 ]
 PUBLISHED = table(
     *(published(row, "memory_gb", 22.5) for row in SCALED[:3]),
     *(published(row, "memory_gb", None, "unstated") for row in SCALED[3:5]),
-    *(published(UNSCALED[0], quantity, None, "oom") for quantity in ("memory_gb", TOKENS)),
+    *(published(UNSCALED[1], quantity, None, "oom") for quantity in ("memory_gb", TOKENS)),
 )
 READINGS = [
     steps("ulysses", "sp", 64, n, model_options={"linear_attention": way})
@@ -138,7 +138,7 @@ OVER_LENGTHS = {
         legend=["8 GPUs", "16 GPUs"],
         notes=[],
     ),
-    "published numbers are markers, lost lengths are marks below the values, unstated is nothing": Case(
+    "published numbers are markers, the shortest lost length is a mark below, unstated is nothing": Case(
         lasp.draw_lasp_scalability,
         [*SCALED, *UNSCALED],
         PUBLISHED,
@@ -147,14 +147,6 @@ OVER_LENGTHS = {
         absent=["published memory_gb 16 GPUs"],
         legend=["8 GPUs", "16 GPUs", "published", LOST, f"{LOST}, published", "unsupported"],
         notes=["tnl-1b, DDP, 16 GPUs: unsupported at 16K (reason of unsupported)"],
-    ),
-    "out of memory is marked at the shortest length": Case(
-        lasp.draw_lasp_scalability,
-        [
-            *SCALED[:3],
-            *(steps("lasp", "sp", 8, n, "oom", training={"backend": "ddp"}) for n in (65536, 16384)),
-        ],
-        marks={"ours oom 8 GPUs": 16384},
     ),
     "two readings of one method are two lines beside one published marker": Case(
         lasp.draw_lasp_speed,
@@ -419,13 +411,6 @@ LARGEST = {
         },
         legend=[TP, RSA, f"published ratio {TIMES} our denominator"],
     ),
-    "batches": Case(
-        draw_max_batch,
-        [*(searched("tensor_parallel", n, 8 * n, quantity="batch") for n in (4, 8)), *SEARCHES],
-        axes=["Batch (sequences)"],
-        data={f"ours largest {TP}": [[(4, 32), (8, 64)]]},
-        absent=[f"ours largest {RSA}"],
-    ),
     "cells without an answer are marked below": Case(
         draw_max_seqlen,
         [*SEARCHES, *(searched(strategy, n, None, status) for status, strategy, n in STATUSES)],
@@ -439,11 +424,6 @@ LARGEST = {
         CLAIMS[1:2].assign(reproduced=None, relative_error=None),
         data={"published": [114000]},
         marks={f"ours failed {RSA}": 1},
-    ),
-    "nothing fits anywhere": Case(
-        draw_max_seqlen,
-        [searched("tensor_parallel", n, None, "oom") for n in (4, 8)],
-        data={f"ours largest {TP}": [[]], f"ours oom {TP}": [..., ...]},
     ),
     "variants are lines of their own": Case(
         draw_max_seqlen,

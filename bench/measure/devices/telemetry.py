@@ -10,20 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Self
 
-from spbench.bench.measure.devices.nvml import (
-    ClockSample,
-    NvmlProblem,
-    fall,
-    gpu_handle,
-    newer_or_older,
-    nvml,
-    reading,
-    reason_names,
-)
+import torch
+
+from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
 
 #: seconds of rest between two samples; one takes 40 ms where PCIe's throughput is read, 20 ms each way
 INTERVAL_S = 0.1
@@ -34,90 +27,104 @@ _OPENING_S, _CLOSING_S = 30.0, 2.0
 _KB, _KIB = 1000, 1024
 _ALL_LINKS = 2**32 - 1
 
-Read = Callable[[Any, Any], Any]
+#: below this share of the clock that it could have, a clock has fallen; less are steps of the governor
+FALLEN = 0.95
+_IDLE = 0x001
+#: why a clock is below its highest, as NVML's clocks event reasons: bit -> words
+_REASONS = {
+    _IDLE: "idle",
+    0x002: "clocks set by the user",
+    0x004: "software power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "hardware power brake",
+    0x100: "display clock setting",
+}
+#: reasons that slow a GPU which has work and which nobody has asked to be slower
+_SLOWING = {0x004, 0x008, 0x010, 0x020, 0x040, 0x080}
+
+_STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": mean, "max": max}
 
 
 @dataclass(frozen=True)
 class _Quantity:
-    """One thing that is sampled: which statistics of it a row has, in which unit."""
+    """One thing that is read.
+
+    Attributes:
+        name: in rows, without the statistic and the unit; of what only grows the whole name.
+        function: of the library, see :meth:`Nvml.read`; its arguments after the GPU are ``arguments``.
+        statistics: of its samples, in ``unit``; empty of what only grows, of which a row has the growth.
+        times, over: what a value in the library's unit is multiplied with and divided by.
+        attribute: of what the function returns; "": all of it.
+    """
 
     name: str
-    unit: str
-    statistics: Sequence[str]
-    read: Read
+    function: str
+    arguments: Sequence[str] = ()
+    unit: str = ""
+    statistics: Sequence[str] = ()
+    times: int = 1
+    over: int = 1
+    attribute: str = ""
+
+    def read(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
+        """The value in the unit of rows; None where it cannot be read."""
+        if self.function == "nvmlDeviceGetFieldValues":
+            return self._field(library, gpu, on_refusal)
+        value = library.read(self.function, gpu, *self.arguments, on_refusal=on_refusal)
+        value = getattr(value, self.attribute, None) if self.attribute else value
+        return self._in_unit(value)
+
+    def _field(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
+        """The sum over all links, of a field that counts for each."""
+        if (number := library.constant(self.arguments[0])) is None:
+            return None
+        fields = library.read(self.function, gpu, [(number, _ALL_LINKS)], on_refusal=on_refusal)
+        is_there = bool(fields) and fields[0].nvmlReturn == library.constant("NVML_SUCCESS")
+        return self._in_unit(fields[0].value.ullVal) if is_there else None
+
+    def _in_unit(self, value: Any) -> Any:
+        if value is None:
+            return None
+        return value * self.times / self.over if self.over > 1 else value * self.times
 
 
-def _clock(kind: str, function: str = "nvmlDeviceGetClockInfo") -> Read:
-    return lambda lib, gpu: getattr(lib, function)(gpu, getattr(lib, kind))
-
-
-def _pcie(kind: str) -> Read:
-    return lambda lib, gpu: lib.nvmlDeviceGetPcieThroughput(gpu, getattr(lib, kind)) * _KB
-
-
-def _ecc(kind: str) -> Read:
-    return lambda lib, gpu: lib.nvmlDeviceGetTotalEccErrors(gpu, getattr(lib, kind), lib.NVML_VOLATILE_ECC)
-
-
-def _nvlink(kind: str) -> Read:
-    def read(lib: Any, gpu: Any) -> int | None:
-        (value,) = lib.nvmlDeviceGetFieldValues(gpu, [(getattr(lib, kind), _ALL_LINKS)])
-        return value.value.ullVal * _KIB if value.nvmlReturn == lib.NVML_SUCCESS else None
-
-    return read
-
-
-def _temperature(lib: Any, gpu: Any) -> int:
-    names = "nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"
-    return newer_or_older(lib, *names, gpu, lib.NVML_TEMPERATURE_GPU)
-
-
-def _reasons(lib: Any, gpu: Any) -> int:
-    names = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
-    return newer_or_older(lib, *names, gpu)
-
-
-def _utilization(of: str) -> Read:
-    return lambda lib, gpu: getattr(lib.nvmlDeviceGetUtilizationRates(gpu), of)
-
+_CLOCK, _MAX_CLOCK = "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"
+_TEMPERATURE = "nvmlDeviceGetTemperatureV|nvmlDeviceGetTemperature"
+_USED, _PCIE = "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPcieThroughput"
+_FIELDS, _ECC = "nvmlDeviceGetFieldValues", "nvmlDeviceGetTotalEccErrors"
+_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons|nvmlDeviceGetCurrentClocksThrottleReasons"
+_SENT, _RECEIVED = (f"NVML_PCIE_UTIL_{way}_BYTES" for way in ("TX", "RX"))
+_LINKS_SENT, _LINKS_RECEIVED = (f"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_{way}" for way in ("TX", "RX"))
+_CORRECTED, _UNCORRECTED = (f"NVML_MEMORY_ERROR_TYPE_{kind}" for kind in ("CORRECTED", "UNCORRECTED"))
 
 _QUANTITIES = (
-    _Quantity("power", "w", ("mean", "max"), lambda lib, gpu: lib.nvmlDeviceGetPowerUsage(gpu) / 1e3),
-    _Quantity("sm_clock", "mhz", ("min", "mean", "max"), _clock("NVML_CLOCK_SM")),
-    _Quantity("memory_clock", "mhz", ("min", "max"), _clock("NVML_CLOCK_MEM")),
-    _Quantity("temperature", "celsius", ("max",), _temperature),
-    _Quantity("gpu_utilization", "percent", ("mean",), _utilization("gpu")),
-    _Quantity("memory_utilization", "percent", ("mean",), _utilization("memory")),
-    _Quantity("pcie_sent", "bytes_per_s", ("mean",), _pcie("NVML_PCIE_UTIL_TX_BYTES")),
-    _Quantity("pcie_received", "bytes_per_s", ("mean",), _pcie("NVML_PCIE_UTIL_RX_BYTES")),
+    _Quantity("power", "nvmlDeviceGetPowerUsage", (), "w", ("mean", "max"), over=1000),
+    _Quantity("sm_clock", _CLOCK, ("NVML_CLOCK_SM",), "mhz", ("min", "mean", "max")),
+    _Quantity("memory_clock", _CLOCK, ("NVML_CLOCK_MEM",), "mhz", ("min", "max")),
+    _Quantity("temperature", _TEMPERATURE, ("NVML_TEMPERATURE_GPU",), "celsius", ("max",)),
+    _Quantity("gpu_utilization", _USED, (), "percent", ("mean",), attribute="gpu"),
+    _Quantity("memory_utilization", _USED, (), "percent", ("mean",), attribute="memory"),
+    _Quantity("pcie_sent", _PCIE, (_SENT,), "bytes_per_s", ("mean",), times=_KB),
+    _Quantity("pcie_received", _PCIE, (_RECEIVED,), "bytes_per_s", ("mean",), times=_KB),
 )
-#: what only grows: a row has how much it grew
-_COUNTERS: dict[str, Read] = {
-    "energy_j": lambda lib, gpu: lib.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
-    "nvlink_sent_bytes": _nvlink("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX"),
-    "nvlink_received_bytes": _nvlink("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"),
-    "ecc_corrected_errors": _ecc("NVML_MEMORY_ERROR_TYPE_CORRECTED"),
-    "ecc_uncorrected_errors": _ecc("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
-}
-_STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": mean, "max": max}
-
-
-@dataclass
-class _Seen:
-    """What the thread has read. A sample has the value of each quantity by name, the ``reasons`` of the
-    clocks, and ``at_s``, seconds since the thread began."""
-
-    gpu_name: str | None = None
-    highest_sm_clock_mhz: int | None = None
-    samples: list[dict[str, float | None]] = field(default_factory=list)
-    begin: dict[str, float | None] = field(default_factory=dict)
-    end: dict[str, float | None] = field(default_factory=dict)
-    refused: dict[str, None] = field(default_factory=dict)
-    problem: str | None = None
+#: what only grows
+_COUNTERS = (
+    _Quantity("energy_j", "nvmlDeviceGetTotalEnergyConsumption", over=1000),
+    _Quantity("nvlink_sent_bytes", _FIELDS, (_LINKS_SENT,), times=_KIB),
+    _Quantity("nvlink_received_bytes", _FIELDS, (_LINKS_RECEIVED,), times=_KIB),
+    _Quantity("ecc_corrected_errors", _ECC, (_CORRECTED, "NVML_VOLATILE_ECC")),
+    _Quantity("ecc_uncorrected_errors", _ECC, (_UNCORRECTED, "NVML_VOLATILE_ECC")),
+)
+_NAME = _Quantity("name", "nvmlDeviceGetName")
+_HIGHEST_CLOCK = _Quantity("sm_clock", _MAX_CLOCK, ("NVML_CLOCK_SM",))
+_CLOCK_REASONS = _Quantity("clock_reasons", _EVENTS)
 
 
 class Telemetry:
-    """Watches one GPU from ``with`` to its end; after that, :meth:`found` has what a row says of it.
+    """Watches one GPU from ``with`` to its end; after that, :meth:`summary` has what a row says of it.
 
     Args:
         uuid: of the GPU, as nvidia-smi -L prints it or without the prefix; None watches nothing.
@@ -126,17 +133,23 @@ class Telemetry:
 
     def __init__(self, uuid: str | None, interval_s: float = INTERVAL_S):
         self._uuid, self._interval_s = uuid, interval_s
-        self._seen = _Seen()
         self._ready, self._stop = threading.Event(), threading.Event()
         # a daemon: the library may never answer
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._begin_s = self._seconds = 0.0
+        self._gpu_name: str | None = None
+        self._highest_mhz: float | None = None
+        #: the value of each quantity by name, the ``clock_reasons``, and ``at_s``, seconds since the first
+        self._samples: list[dict[str, Any]] = []
+        self._counted: list[dict[str, Any]] = []
+        self._refused: dict[str, None] = {}
+        self._problem: str | None = None
 
     def __enter__(self) -> Self:
         if self._uuid is not None:
             self._thread.start()
             if not self._ready.wait(_OPENING_S):
-                self._seen.problem = f"NVML did not answer for {_OPENING_S:g} s"
+                self._problem = f"NVML did not answer for {_OPENING_S:g} s"
         self._begin_s = time.perf_counter()
         return self
 
@@ -146,106 +159,129 @@ class Telemetry:
         if self._thread.is_alive():
             self._thread.join(_CLOSING_S)
         if self._thread.is_alive():
-            self._seen.problem = self._seen.problem or f"NVML did not answer for {_CLOSING_S:g} s"
+            self._problem = self._problem or f"NVML did not answer for {_CLOSING_S:g} s"
 
     @property
     def samples(self) -> int:
         """How many samples have been taken so far."""
-        return len(self._seen.samples)
+        return len(self._samples)
 
     @property
     def is_watching(self) -> bool:
         """Whether more samples can come."""
         return self._thread.is_alive()
 
-    def found(self, steps: int) -> dict[str, Any]:
+    # -- the thread: all calls of the library ------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            assert self._uuid is not None
+            with Nvml() as library:
+                self._sample_until_stopped(library, library.gpu(self._uuid))
+        except NvmlProblem as problem:
+            self._problem = str(problem)
+        except Exception as error:  # a measured step is worth more than its telemetry
+            self._problem = f"telemetry failed: {type(error).__name__}: {error}"
+        finally:
+            self._ready.set()
+
+    def _sample_until_stopped(self, library: Nvml, gpu: Any) -> None:
+        def read(quantities: Sequence[_Quantity]) -> dict[str, Any]:
+            return {
+                of.name: of.read(library, gpu, lambda name=of.name: self._refused.setdefault(name))  # type: ignore[misc]
+                for of in quantities
+            }
+
+        began = time.perf_counter()
+
+        def sample() -> dict[str, Any]:
+            at_s = time.perf_counter() - began
+            return {"at_s": at_s, **read((*_QUANTITIES, _CLOCK_REASONS))}
+
+        self._gpu_name, self._highest_mhz = read([_NAME, _HIGHEST_CLOCK]).values()
+        self._counted.append(read(_COUNTERS))
+        self._ready.set()
+        while not self._stop.wait(self._interval_s):
+            self._samples.append(sample())
+        self._counted.append(read(_COUNTERS))
+        if not self._samples:  # of steps that are over before the first is due
+            self._samples.append(sample())
+
+    # -- what was seen -----------------------------------------------------------------------------------
+
+    def summary(self, steps: int) -> dict[str, Any]:
         """What was seen, as plain data; None where the GPU, the driver or the user's rights do not give it.
         Empty where nothing was watched.
 
         ``energy_source``: "counter", the GPU's own, or "power", the mean power times the seconds. The counter
         advances many times a second, not continuously, so steps of less than a second in all are inexact.
-        ``clocks_fell``: see :func:`fall`; ``clocks_note`` says so in a line. ``clock_reasons``: all that held
-        clocks down in any sample. ``problem``: a line about what could not be read.
+        ``clocks_fell``: see :meth:`_fall`; ``clocks_note`` says so in a line. ``clock_reasons``: all
+        that held clocks down in any sample. ``problem``: a line about what could not be read.
 
         Args:
             steps: that have run inside of the context; each has an equal part of the energy.
         """
         if self._uuid is None:
             return {}
-        seen = self._seen
-        row: dict[str, Any] = {"gpu_uuid": self._uuid, "gpu_name": seen.gpu_name}
-        row |= {"watched_s": self._seconds, "samples": len(seen.samples)}
+        row: dict[str, Any] = {"gpu_uuid": self._uuid, "gpu_name": self._gpu_name}
+        row |= {"watched_s": self._seconds, "samples": self.samples}
         for quantity in _QUANTITIES:
-            values = [v for s in seen.samples if (v := s[quantity.name]) is not None]
+            values = [v for sample in self._samples if (v := sample[quantity.name]) is not None]
             for statistic in quantity.statistics:
                 value = _STATISTICS[statistic](values) if values else None
                 row[f"{quantity.name}_{statistic}_{quantity.unit}"] = value
-        row |= self._grown() | {"energy_source": "counter"}
+        row |= {of.name: self._growth(of.name) for of in _COUNTERS} | {"energy_source": "counter"}
         if row["energy_j"] is None:
-            known = row["power_mean_w"] is not None and seen.problem is None
-            row["energy_j"] = row["power_mean_w"] * self._seconds if known else None
-            row["energy_source"] = "power" if known else None
+            is_whole = row["power_mean_w"] is not None and self._problem is None
+            row["energy_j"] = row["power_mean_w"] * self._seconds if is_whole else None
+            row["energy_source"] = "power" if is_whole else None
         row["energy_per_step_j"] = None if row["energy_j"] is None else row["energy_j"] / steps
-        clocks = self._clock_samples()
-        fell, lowest = fall(clocks, seen.highest_sm_clock_mhz)
-        row |= {"clock_reasons": reason_names(clocks), "clocks_fell": fell}
-        row["clocks_note"] = lowest.note(self._seconds) if lowest else None
-        row["problem"] = seen.problem or self._refusals()
-        return row
+        clocks = [sample for sample in self._samples if sample["sm_clock"] is not None]
+        fell, note = self._fall(clocks)
+        row |= {"clock_reasons": reasons(clocks), "clocks_fell": fell, "clocks_note": note}
+        refusals = f"no permission to read: {', '.join(self._refused)}" if self._refused else None
+        return row | {"problem": self._problem or refusals}
 
-    def _grown(self) -> dict[str, float | None]:
-        grown: dict[str, float | None] = {}
-        for name in _COUNTERS:
-            begin, end = self._seen.begin.get(name), self._seen.end.get(name)
-            grown[name] = None if begin is None or end is None else end - begin
-        return grown
+    def _growth(self, name: str) -> float | None:
+        """How much a counter grew while steps ran."""
+        values = [counted[name] for counted in self._counted]
+        return values[1] - values[0] if len(values) == 2 and None not in values else None
 
-    def _refusals(self) -> str | None:
-        return f"no permission to read: {', '.join(self._seen.refused)}" if self._seen.refused else None
+    def _fall(self, clocks: Sequence[dict[str, Any]]) -> tuple[bool | None, str | None]:
+        """Whether the clock fell, and a line on where it was lowest if so; (None, None) if no sample is of a
+        busy GPU.
 
-    def _clock_samples(self) -> list[ClockSample]:
-        return [
-            ClockSample(s["at_s"] or 0.0, clock, int(s["reasons"] or 0))
-            for s in self._seen.samples
-            if (clock := s["sm_clock"]) is not None
-        ]
-
-    def _watch(self) -> None:
-        """The thread: all calls of the library."""
-        try:
-            assert self._uuid is not None
-            with nvml() as library:
-                self._sample_until_stopped(library, gpu_handle(library, self._uuid))
-        except NvmlProblem as problem:
-            self._seen.problem = str(problem)
-        except Exception as error:  # a measured step is worth more than its telemetry
-            self._seen.problem = f"telemetry failed: {type(error).__name__}: {error}"
-        finally:
-            self._ready.set()
-
-    def _sample_until_stopped(self, library: Any, gpu: Any) -> None:
-        seen, began = self._seen, time.perf_counter()
-        seen.gpu_name = self._read("name", lambda lib, gpu: lib.nvmlDeviceGetName(gpu), library, gpu)
-        seen.highest_sm_clock_mhz = self._read(
-            "sm_clock", _clock("NVML_CLOCK_SM", "nvmlDeviceGetMaxClockInfo"), library, gpu
+        A clock has fallen that is below 95% of the highest of the stretch; while something slows the GPU,
+        below 95% of the highest that it has, so that one that is slow from the beginning counts as well.
+        """
+        busy = [sample for sample in clocks if _IDLE not in _bits(sample)]
+        if not busy:
+            return None, None
+        seen = max(sample["sm_clock"] for sample in busy)
+        falls = []
+        for sample in busy:
+            reference = max(seen, self._highest_mhz or 0) if _bits(sample) & _SLOWING else seen
+            if sample["sm_clock"] < FALLEN * reference:
+                falls.append((sample, reference))
+        if not falls:
+            return False, None
+        lowest, reference = min(falls, key=lambda fall: fall[0]["sm_clock"])
+        return True, (
+            f"SM clock at {lowest['sm_clock']:.0f} of {reference:.0f} MHz after {lowest['at_s']:.2f} of "
+            f"{self._seconds:.2f} s: {', '.join(reasons([lowest])) or 'no reason given'}"
         )
-        seen.begin = {name: self._read(name, read, library, gpu) for name, read in _COUNTERS.items()}
-        self._ready.set()
-        while not self._stop.wait(self._interval_s):
-            seen.samples.append(self._sample(library, gpu, began))
-        seen.end = {name: self._read(name, read, library, gpu) for name, read in _COUNTERS.items()}
-        if not seen.samples:  # of steps that are over before the first is due
-            seen.samples.append(self._sample(library, gpu, began))
 
-    def _sample(self, library: Any, gpu: Any, began: float) -> dict[str, float | None]:
-        sample: dict[str, float | None] = {"at_s": time.perf_counter() - began}
-        for quantity in _QUANTITIES:
-            sample[quantity.name] = self._read(quantity.name, quantity.read, library, gpu)
-        sample["reasons"] = self._read("clock_reasons", _reasons, library, gpu)
-        return sample
 
-    def _read(self, name: str, read: Read, library: Any, gpu: Any) -> Any:
-        return reading(library, read, library, gpu, on_refusal=lambda: self._seen.refused.setdefault(name))
+def _bits(sample: dict[str, Any]) -> set[int]:
+    """Each reason that holds the clock down at a sample."""
+    held = int(sample["clock_reasons"] or 0)
+    return {1 << place for place in range(held.bit_length()) if held >> place & 1}
+
+
+def reasons(samples: Sequence[dict[str, Any]]) -> list[str]:
+    """All that held clocks down in any of the samples, in words."""
+    bits = sorted({bit for sample in samples for bit in _bits(sample)})
+    return [_REASONS.get(bit, f"reason {bit:#x}") for bit in bits]
 
 
 def telemetry_of(device_index: int | None) -> Telemetry:
@@ -254,8 +290,6 @@ def telemetry_of(device_index: int | None) -> Telemetry:
     The index is one among CUDA_VISIBLE_DEVICES, in CUDA's order; the management library knows the same GPU by
     its UUID.
     """
-    import torch
-
     if device_index is None or device_index >= torch.cuda.device_count():
         return Telemetry(None)
     return Telemetry(str(torch.cuda.get_device_properties(device_index).uuid))

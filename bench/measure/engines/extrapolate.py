@@ -5,15 +5,22 @@ length, and a model of n equal layers differs from one of n - 1 by the events of
 traces (two or three sizes; two and three layers) give the whole curve of live bytes of the full model at
 any size, and its peak is the largest over all phases, whichever it is. The overall peak alone must not be
 extrapolated: which phase it falls in changes with size and depth.
+
+Where each size runs a program of its own (a longer sequence has more tiles), no other size says what one
+needs; :class:`ShallowNeeds` traces few layers at the very size, at a fifth of what a whole trace costs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.host_memory import host_peaks, part_of_host
+from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
 
 #: the depths that are traced, in layers a pipeline stage; each phase of a step is then mostly layers
@@ -184,3 +191,52 @@ class Programs:
 
     def _shallow(self, units: int) -> MemoryLog:
         return self.trace(units, self.models[0].depths[0])
+
+
+class ShallowNeeds:
+    """What a cell needs of its card and of its host by size, from traces of few layers at that size. They do
+    not say what the allocator loses between blocks.
+
+    Args:
+        cell: of which sizes are asked; all of its ranks are taken to hold as much on hosts as the traced.
+        trace: gives the trace of (size, layers).
+        layers: as for :class:`PeakModel`.
+        capacity: bytes of the card that tensors can have.
+    """
+
+    def __init__(
+        self, cell: Cell, trace: Callable[[int, int | None], Trace], layers: int | None, capacity: int
+    ):
+        self._cell, self._trace, self._layers, self._capacity = cell, cache(trace), layers, capacity
+        self.part = cache(self._part)
+
+    def _part(self, size: int) -> float:
+        """The need as a part of what there is, of the card or of the host, whichever is larger."""
+        model = PeakModel(lambda x, depth: self._trace(x, depth).memory, [size], self._layers)
+        low, *deeper = (host_peaks(self._trace(size, depth).host_memory)[-1] for depth in model.depths)
+        growth = sum(high - low for high in deeper)
+        on_host = low + growth * ((self._layers or 0) - DEPTHS[0])
+        return max(model(size) / self._capacity, part_of_host(self._cell, on_host))
+
+    def last_that_fits(self, low: int, high: int, most: float = 1.0) -> int:
+        """The last size from ``low`` on, and below ``high``, of which the need is no more than ``most``;
+        ``low`` if there is none. Needs of cards grow nearly in a line with the size, which says where to
+        look; those of hosts in steps, so every third look is in the middle."""
+        known = {0: 0.0}
+        while high - low > 1:
+            near = [max(n for n in known if n <= low), *sorted(n for n in known if n > low)[:1]]
+            if len(near) == 1:
+                near = sorted(known)[-2:]
+            if len(near) == 1 or len(known) % 3 == 0:
+                at = (low + high) // 2
+            else:
+                a, b = near
+                slope = (known[b] - known[a]) / (b - a)
+                at = a + int((most - known[a]) / slope) if slope > 0 else high - 1
+            at = max(low + 1, min(high - 1, at))
+            known[at] = self.part(at)
+            if known[at] <= most:
+                low = at
+            else:
+                high = at
+        return low

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.engine import Engine
-from spbench.bench.measure.engines.extrapolate import DEPTHS, NotOneProgram, Programs
+from spbench.bench.measure.engines.extrapolate import NotOneProgram, Programs, ShallowNeeds
 from spbench.bench.measure.engines.host_memory import host_is_full
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.quantities import Candidates
 from spbench.bench.measure.engines.rank_memory import allocator_of
-from spbench.bench.measure.engines.shallow_needs import ShallowNeeds
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
@@ -91,9 +90,7 @@ class Boundary:
         if self.period > 1 and layers and layers % (cell.sizes.pp * self.period):
             layers = None  # stages differ, so the model is traced whole
         depth = layers and layers // cell.sizes.pp // self.period
-        self.needs: ShallowNeeds | None = None
-        if depth and depth > max(DEPTHS):
-            self.needs = ShallowNeeds(cell, self._trace_at, depth, self.capacity)
+        self.needs = ShallowNeeds(cell, self._trace_at, depth, self.capacity)
         try:
             self.programs: Programs | None = Programs(
                 lambda units, layers: self._trace_at(units, layers).memory, points, depth
@@ -117,7 +114,7 @@ class Boundary:
         return low
 
     def _guess(self) -> int:
-        """The boundary as far as is known; blind bisection if no program could be sampled."""
+        """The boundary as far as is known; by the needs of sizes if no program could be sampled."""
         if self.programs is None or not self.confirming or self._host_was_full():
             return self._guess_of_needs()
         while True:
@@ -135,39 +132,18 @@ class Boundary:
     def _guess_of_needs(self) -> int:
         """The last size that fits by traces of few layers. These do not see what the allocator loses: the
         first whole traces of one that may not flush tell it; else each disappointment goes further below."""
-        if self.needs is None:
-            return (self.low + self.high) // 2 if self._host_was_full() else self._between_probes()
         if self.newest and len(self.proof) < 4 and not self.candidates.cell.training.alloc_retries:
-            return self.needs.last_that_fits(self.low, self.high, self._most(self.needs, self.newest))
+            return self.needs.last_that_fits(self.low, self.high, self._most(self.newest))
         if self.disappointed and not self.low:
             return max(1, self.high - 2 ** (self.disappointed - 1))
         if self.disappointed:
             return (self.low + self.high) // 2
         return self.needs.last_that_fits(self.low, self.high)
 
-    def _most(self, needs: ShallowNeeds, newest: Probe) -> float:
+    def _most(self, newest: Probe) -> float:
         """The need, as a part of the card, at which all of it is reserved, as in the newest whole trace."""
         reserved = max(row["reserved_memory_bytes"] for row in newest.measurement.by_class)
-        return needs.part(newest.value // self.unit) * self.capacity / reserved
-
-    def _between_probes(self) -> int:
-        """Where a line through the peaks of two probes meets the card's memory: of the nearest that fits and
-        that does not, or of the two largest or smallest. Memory grows evenly with the number of tiles."""
-        peaks = {each["value"] // self.unit: each["peak_memory_bytes"] for each in self.proof}
-        if not peaks:
-            return (self.low + self.high) // 2
-        least, most = peaks.get(self.low, 0), self.capacity
-        if (above := peaks.get(self.high, most + 1)) <= most:
-            # the card is full before its memory is: what is lost to fragments is at most a fifth
-            most = (max(least, most * 4 // 5) + above) // 2
-        inside = [units for units in (self.low, self.high) if units in peaks]
-        if len(inside) < 2:
-            inside = sorted(peaks)[-2:] if self.low in peaks else sorted(peaks)[:2]
-        a, *others = inside
-        b, of_b = (others[0], peaks[others[0]]) if others else (0, 0)
-        slope = (peaks[a] - of_b) / (a - b)
-        guess = int(a + (most - peaks[a]) / slope) if slope > 0 else (self.low + self.high) // 2
-        return max(self.low, min(self.high - 1, guess))
+        return self.needs.part(newest.value // self.unit) * self.capacity / reserved
 
     def _host_was_full(self) -> bool:
         """Whether what bounds the bracket is the memory of hosts, which is not predicted."""

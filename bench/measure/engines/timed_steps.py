@@ -47,7 +47,7 @@ def add_timed_steps(
         metered.peak_memory_bytes = found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         metered.reserved_memory_bytes = found["reserved_memory_bytes"] = torch.cuda.max_memory_reserved()
         found |= {name: statistics.get(name, 0) for name in _STATISTICS}
-        found["telemetry"] = telemetry.found(timing.samples)
+        found["telemetry"] = telemetry.summary(timing.samples)
     metered.ranks = [found]
     return metered
 

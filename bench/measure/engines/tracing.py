@@ -6,6 +6,7 @@ comes from the same meters that watch real ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import trace_cache
 from spbench.bench.measure.engines.deep_models import Effort, few_layers
 from spbench.bench.measure.engines.deepened_traces import DeepTrace
-from spbench.bench.measure.engines.garbage import no_cyclic_collection
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import record_step, workspace_bytes
@@ -41,11 +41,24 @@ from spbench.impls.layout import Unsupported
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, the allocator serves each
-#: event, and every step of every rank is simulated (:mod:`measure.simulator.folding`,
+#: event, and every step of every rank is simulated (:mod:`measure.simulator.simulate`,
 #: :mod:`measure.simulator.fast_forward`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def no_cyclic_collection() -> Iterator[None]:
+    """Leave reference cycles alone: what dies in a trace must die by the program, not when Python looks for
+    garbage; and while a million events are timed, it would look at all that is made, and find none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def only_plain_traces() -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ All times are thus sums and maxima of costs, so no cost can fall and the step ta
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
-onto each other are simulated once (:mod:`measure.simulator.folding`), and what a program repeats until
+onto each other are simulated once (:mod:`measure.simulator.simulate`), and what a program repeats until
 it is known what it does (:mod:`measure.simulator.fast_forward`).
 """
 
@@ -65,9 +65,7 @@ class Simulation(SimulationState):
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
                 raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
-        computed = [clocks[COMPUTE_STREAM] for clocks in self.clocks]
-        times = self.reached, self.left, self.start, self.end
-        return Timeline(self.world, self.costs, self.kernel_s, computed, *times, self.hosts, self.works)
+        return Timeline(self)
 
     def _resume(self, number: int, step: int, who: np.ndarray) -> None:
         key = (step, number)

@@ -1,81 +1,20 @@
-"""What a simulation found: the step time, what it is made of, and every event of a rank."""
+"""What a simulation found: the step time, and what it is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.host_clock import HostClock
-from spbench.bench.measure.simulator.lighter_ranks import Alike, UnlikeWork
-from spbench.bench.measure.simulator.message_matching import World
-from spbench.bench.measure.simulator.program import (
-    CATEGORIES,
-    COLLECTIVE,
-    COMPUTE_STREAM,
-    KERNEL,
-    MATRIX_PRODUCT,
-    PRECISION_NAMES,
-    RECORD,
-    SEND,
-    WAIT,
-    Program,
-    shifted,
-)
+from spbench.bench.measure.simulator.lighter_ranks import Alike
+from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, SEND
+from spbench.bench.measure.simulator.rank_events import Event, rank_events
+from spbench.bench.measure.simulator.simulation_state import SimulationState
 from spbench.bench.measure.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
-
-
-@dataclass(frozen=True)
-class Event:
-    """One event of a rank, times in seconds from the start of the step.
-
-    Attributes:
-        stream: "compute" (kernels and waits), "communication" (what that stream posts), or the name of a
-            further stream, see :func:`stream_names`.
-        details: bytes, FLOPs and the like.
-    """
-
-    name: str
-    stream: str
-    phase: str
-    start_s: float
-    duration_s: float
-    details: dict[str, Any] = field(default_factory=dict)
-
-
-def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
-    """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
-    compute stream, 1 and on are those of communication and of further streams, as many of each as its events
-    overlap."""
-    #: of each row but the first: its stream, and when it is free again
-    rows: list[tuple[str, float]] = []
-    for event in sorted(events, key=lambda e: e.start_s):
-        if event.stream == "compute":
-            yield event, 0
-            continue
-        of_stream = (i for i, (stream, _) in enumerate(rows) if stream == event.stream)
-        row = next((i for i in of_stream if rows[i][1] <= event.start_s), len(rows))
-        rows[row : row + 1] = [(event.stream, event.start_s + event.duration_s)]
-        yield event, row + 1
-
-
-def stream_names(program: Program) -> list[str]:
-    """A name of each stream of a program, by its number: after its collectives, or its kernels where it has
-    none."""
-    names = ["compute"]
-    for stream in range(1, int(program.stream.max(initial=0)) + 1):
-        on_it = program.stream == stream
-        for kind in (COLLECTIVE, KERNEL):
-            if found := [program.names[i] for i in np.unique(program.name[on_it & (program.kind == kind)])]:
-                break
-        names.append(f"stream {stream}: {', '.join(found)}" if found else f"stream {stream}")
-    return names
 
 
 @dataclass(frozen=True)
@@ -109,22 +48,12 @@ class Timeline:
         step_time_s: until the last rank's computing and communication have ended, with the step's overhead.
     """
 
-    def __init__(
-        self,
-        world: World,
-        costs: Costs,
-        kernel_s: list[np.ndarray],
-        computed: list[np.ndarray],
-        reached: list[np.ndarray],
-        left: list[np.ndarray],
-        start: list[np.ndarray],
-        end: list[np.ndarray],
-        hosts: list[HostClock | None],
-        works: list[UnlikeWork | None],
-    ):
-        self._world, self._costs, self._kernel_s = world, costs, kernel_s
-        self._reached, self._left, self._start, self._end = reached, left, start, end
-        self._computed, self._hosts, self._works = computed, hosts, works
+    def __init__(self, state: SimulationState):
+        self._world, self._costs, self._kernel_s = state.world, state.costs, state.kernel_s
+        self._reached, self._left, self._start, self._end = state.reached, state.left, state.start, state.end
+        self._hosts, self._works = state.hosts, state.works
+        self._computed = computed = [clocks[COMPUTE_STREAM] for clocks in state.clocks]
+        hosts, end, costs = state.hosts, state.end, state.costs
         last = [float(c.max()) for c in computed]
         last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
         last += [float(host.now.max()) for host in hosts if host is not None]
@@ -270,45 +199,11 @@ class Timeline:
     def events(self, rank: int) -> Iterator[Event]:
         """All that a rank does, in program order; waits of no length are left out."""
         number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
-        steps = self._world.steps[number]
-        program, kernel_s = steps.program, self._kernel_s[number]
+        program, host = self._world.steps[number].program, self._hosts[number]
         times, weights = self._times_of(number, rank, place)
-        streams = stream_names(program)
-        bounds = [first for _, first in program.marks] + [len(program)]
-        phases = [""] * bounds[0]
-        for (name, first), end in zip(program.marks, bounds[1:], strict=True):
-            phases += [name] * (end - first)
-        now, step = 0.0, 0
-        host = self._hosts[number]
         launched = None if host is None else host.of_rank(place)
-        for event in range(len(program)):
-            launch = 0.0 if launched is None else launched(event, now)
-            name, phase = program.names[program.name[event]], phases[event]
-            stream = int(program.stream[event])
-            if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
-                if not weights[event]:
-                    continue
-                seconds, now = float(kernel_s[event] * weights[event]), max(now, launch)
-                yield Event(name, "compute", phase, now, seconds, self._kernel(program, event))
-                now += seconds + self._costs.launch_s
-                continue
-            reached = float(times.reached[step, 0])
-            if program.kind[event] == WAIT:
-                if stream == COMPUTE_STREAM:
-                    now = float(times.left[step, 0])
-                    if now > reached:
-                        words = f"wait for {self._waited_for(program, event, streams)}"
-                        yield Event(words, "compute", phase, reached, now - reached)
-            elif program.kind[event] != RECORD:
-                begun, ended = float(times.start[step, 0]), float(times.end[step, 0])
-                if program.kind[event] == KERNEL:
-                    details = self._kernel(program, event)
-                else:
-                    details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
-                    details |= self._parties(number, event, rank)
-                beside = "communication" if stream == COMPUTE_STREAM else streams[stream]
-                yield Event(name, beside, phase, begun, ended - begun, details)
-            step += 1
+        seconds = self._kernel_s[number] * weights
+        return rank_events(program, rank, times, seconds, weights, self._costs.launch_s, launched)
 
     def _times_of(self, number: int, rank: int, place: int) -> tuple[Times, np.ndarray]:
         """When a rank is at the steps of its program, and how much of each event it does."""
@@ -323,34 +218,3 @@ class Timeline:
         taken = np.where(steps.program.kind == KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0)
         times, _ = work.times(coordinate, taken, times, self._computed[number][place : place + 1])
         return times, work.weights(coordinate)
-
-    @staticmethod
-    def _kernel(program: Program, event: int) -> dict[str, Any]:
-        """Bytes, FLOPs and the like of a kernel."""
-        details: dict[str, Any] = {
-            "bytes": int(program.nbytes[event]),
-            "flops": int(program.flops[event]),
-            "class": CATEGORIES[program.category[event]],
-            "dtype": PRECISION_NAMES[program.precision[event]],
-        }
-        if program.category[event] == MATRIX_PRODUCT:
-            details["batch, m, n, k"] = program.shape[event].tolist()
-        return details
-
-    @staticmethod
-    def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
-        """What a wait is for: communication by its name, or a stream."""
-        event = int(program.partner[wait])
-        if program.kind[event] == RECORD:
-            return streams[program.stream[event]]
-        return program.names[program.name[event]]
-
-    def _parties(self, number: int, event: int, rank: int) -> dict[str, Any]:
-        """Global ranks of a transfer or a collective."""
-        program = self._world.steps[number].program
-        partner = int(program.partner[event])
-        if program.kind[event] == COLLECTIVE:
-            return {"ranks": list(program.groups[partner].members(rank, program.mesh))}
-        peer = shifted(rank, program.peers[partner], program.mesh)
-        ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
-        return {"source": ends[0], "destination": ends[1]}

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.files import write_whole
-from spbench.bench.measure.simulator.timeline import Event, Timeline, in_rows
+from spbench.bench.measure.simulator.rank_events import Event
+from spbench.bench.measure.simulator.timeline import Timeline
 
 _PHASES, _COMPUTE = 0, 1
 _MICRO = 1e6
@@ -39,6 +40,22 @@ def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str,
             yield _complete(event.name, event.stream, rank, thread, event.start_s, event.duration_s) | {
                 "args": {"phase": event.phase, **event.details}
             }
+
+
+def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
+    """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
+    compute stream, 1 and on are those of communication and of further streams, as many of each as its events
+    overlap."""
+    #: of each row but the first: its stream, and when it is free again
+    rows: list[tuple[str, float]] = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        if event.stream == "compute":
+            yield event, 0
+            continue
+        of_stream = (i for i, (stream, _) in enumerate(rows) if stream == event.stream)
+        row = next((i for i in of_stream if rows[i][1] <= event.start_s), len(rows))
+        rows[row : row + 1] = [(event.stream, event.start_s + event.duration_s)]
+        yield event, row + 1
 
 
 def export_trace(timeline: Timeline, path: Path, ranks: Iterable[int] = (0,)) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
-from spbench.bench.measure.devices.nvml import NvmlProblem, nvml, reading
+from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measured_code import imported_tree, unmeasured_checkout
 from spbench.impls.discovery import installed_version
@@ -56,17 +56,12 @@ def memory_bytes() -> int | None:
 def _gpus() -> tuple[list[str], str | None]:
     """The names of NVIDIA's GPUs and the version of their driver; none where that cannot be used."""
     try:
-        with nvml() as library:
-            driver = reading(library, library.nvmlSystemGetDriverVersion)
-            count = reading(library, library.nvmlDeviceGetCount) or 0
-            return [_name(library, index) for index in range(count)], driver
+        with Nvml() as library:
+            driver = library.read("nvmlSystemGetDriverVersion")
+            names = (gpu and library.read("nvmlDeviceGetName", gpu) for gpu in library.gpus())
+            return [name or "unknown" for name in names], driver
     except NvmlProblem:
         return [], None
-
-
-def _name(library: Any, index: int) -> str:
-    gpu = reading(library, library.nvmlDeviceGetHandleByIndex, index)
-    return (gpu is not None and reading(library, library.nvmlDeviceGetName, gpu)) or "unknown"
 
 
 #: what is written from rows and by verification, so that no row depends on it

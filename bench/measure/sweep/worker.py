@@ -24,7 +24,7 @@ from pathlib import Path
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_property
-from spbench.bench.measure.engines.run_cell import Run, measure
+from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.rank_job import NO_END
 from spbench.bench.measure.processes.stacks import STACKS_FOLDER, write_stacks_on_signal, written_stacks
@@ -73,11 +73,15 @@ class Worker(Child):
         self.deadline: float | None = None
         self.begun = self.hung = False
 
-    def give(self, cell: Cell) -> None:
-        """Start a cell. The connection becomes ready as the cell begins, and as it ends."""
+    def give(self, cell: Cell, run: Run | None = None) -> None:
+        """Start a cell. The connection becomes ready as the cell begins, and as it ends.
+
+        Args:
+            run: runs this cell in place of the worker's own function.
+        """
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
-        self.send(cell)
+        self.send((cell, run))
 
     def outcome(self, seconds: float = 0.0) -> Outcome | None:
         """The outcome of its cell; None: there is none within so many seconds. The status is failed if the
@@ -168,9 +172,9 @@ def _serve_cells(connection: Connection, pickled_run: bytes, folder: Path) -> No
     torch.set_num_threads(1)  # the workers share the cores
     trace_cache.use()
     with suppress(OSError):
-        for cell in requests(connection):
+        for cell, other in requests(connection):
             connection.send_bytes(pickle.dumps(None))
-            outcome = measure(run, cell)
+            outcome = measure(other or run, cell)
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send_bytes(pickle.dumps(outcome))
@@ -192,7 +196,7 @@ class Crew:
     Leaving the context ends them all, whatever they do.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run = run_cell):
         self.run = pickle.dumps(run)
         self.workers: list[Worker] = []
 

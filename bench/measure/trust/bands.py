@@ -95,13 +95,12 @@ def _spread(low: float, high: float) -> str:
 
 
 def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | None]:
-    """Of each row, whether its time of a sample is a tie with the shortest of its run (:func:`run_of`); of
-    the shortest, whether another one ties with it. None for a row without a simulated time, or alone in its
-    run.
+    """Whether each row's time of a sample ties with the shortest of its run (:func:`run_of`), and whether
+    another one ties with the shortest. None for a row without a simulated time, or alone in its run.
 
     Times of one run err together, so this is judged by how far they err differently, not by their intervals.
     """
-    found: list[bool | None] = [None] * len(rows)
+    ties: list[bool | None] = [None] * len(rows)
     timed = [
         at
         for at, row in enumerate(rows)
@@ -117,8 +116,8 @@ def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | No
         limit = (model or packaged_model()).tie(rows[best]["measurement"].get("rates") or "")
         close = [at for at in places if times[at] <= times[best] * limit]
         for at in places:
-            found[at] = len(close) > 1 and at in close
-    return found
+            ties[at] = len(close) > 1 and at in close
+    return ties
 
 
 def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
@@ -150,11 +149,11 @@ def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
     parts: list[str] = []
     for grade, words in GRADES.items():
         of_grade = sorted(((-share, *key) for key, share in shares.items() if key[0] == grade))
-        told = [f"{work} ({-share:.0%}): {by}" for share, _, work, by in of_grade[:MOST]]
+        named = [f"{work} ({-share:.0%}): {by}" for share, _, work, by in of_grade[:MOST]]
         if len(of_grade) > MOST:
-            told.append(f"{len(of_grade) - MOST} more")
-        if told:
-            parts.append(f"{words if parts else words[0].lower() + words[1:]}: {'; '.join(told)}")
+            named.append(f"{len(of_grade) - MOST} more")
+        if named:
+            parts.append(f"{words if parts else words[0].lower() + words[1:]}: {'; '.join(named)}")
     return ". ".join(parts)
 
 
@@ -202,9 +201,9 @@ def past_errors(backend: str, quantity: str, errors: Errors | None = None) -> Pa
     Args:
         errors: those of the package if left out.
     """
-    known = packaged_errors() if errors is None else errors
-    own = known.get(backend, {}).get(quantity, ())
-    every = own or [error for each in known.values() for error in each.get(quantity, ())]
+    by_backend = packaged_errors() if errors is None else errors
+    own = by_backend.get(backend, {}).get(quantity, ())
+    every = own or [error for each in by_backend.values() for error in each.get(quantity, ())]
     if not every:
         return None
     low = [-error for error in every if error < -1e-4]

@@ -168,12 +168,14 @@ class ErrorModel:
         """The interval of a kind of time, and what it rests on in words."""
         of_class = self.intervals.get(rates)
         if of_class is None:
-            whole = self.intervals[ANY][ANY]
-            return whole, f"no measured step on {rates} rates: all {_counted(whole)}"
-        if bound not in of_class:
-            whole = of_class[ANY]
-            return whole, f"{rates} rates, no measured step bound by {bound or 'that'}: all {_counted(whole)}"
-        return of_class[bound], f"{rates} rates, {bound}: {_counted(of_class[bound])}"
+            interval, words = self.intervals[ANY][ANY], f"no measured step on {rates} rates: all "
+        elif bound not in of_class:
+            missing = f"no measured step bound by {bound or 'that'}"
+            interval, words = of_class[ANY], f"{rates} rates, {missing}: all "
+        else:
+            interval, words = of_class[bound], f"{rates} rates, {bound}: "
+        sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
+        return interval, f"{words}{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
 
     def band(self, rates: str, bound: str, strategy: str) -> tuple[float, float, str]:
         """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
@@ -217,14 +219,14 @@ def _six_digits(number: str) -> float:
 def coverage(observations: Sequence[Observation]) -> list[Covered]:
     """By class and source, how many rows lie within the intervals of a model without the source; nothing of
     a single source."""
-    found = []
+    counts = []
     for source, some in grouped(observations, lambda o: o.source).items():
         if not (others := [o for o in observations if o.source != source]):
             continue
         model = ErrorModel.fit(others)
         for rates, rows in grouped(some, lambda o: o.rates).items():
-            found.append(Covered(rates, source, len(rows), sum(_within(model, o) for o in rows)))
-    return found
+            counts.append(Covered(rates, source, len(rows), sum(_within(model, o) for o in rows)))
+    return counts
 
 
 def overall(covered: Sequence[Covered]) -> float:
@@ -246,14 +248,14 @@ def _intervals(of_class: Sequence[Observation]) -> dict[str, Interval]:
     errors = _by_source(of_class)
     centre = _centre([fmean(some) for some in errors.values()])
     away = {source: [e - centre for e in some] for source, some in errors.items()}
-    found = {ANY: Interval(centre, _half_width(away), len(errors), len(of_class))}
+    intervals = {ANY: Interval(centre, _half_width(away), len(errors), len(of_class))}
     for bound, some in sorted(grouped(of_class, lambda o: o.bound).items()):
         own = {source: [e - centre for e in es] for source, es in _by_source(some).items()}
         width = _half_width(own, away)
         if len(own) < FEW:
-            width = max(width, found[ANY].half_width)
-        found[bound] = Interval(centre, width, len(own), len(some))
-    return found
+            width = max(width, intervals[ANY].half_width)
+        intervals[bound] = Interval(centre, width, len(own), len(some))
+    return intervals
 
 
 def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
@@ -261,9 +263,9 @@ def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
     is not the surer for it, whatever the few that were measured so erred by. What bounds a step follows from
     its prices: where one is missing, every bound has the widest interval of its class."""
     for better, worse in pairwise(name for name in EVER_WORSE if name in by_rates):
-        known = by_rates[better]
+        of_better = by_rates[better]
         for bound, own in by_rates[worse].items():
-            least = known.get(bound, known[ANY]).half_width
+            least = of_better.get(bound, of_better[ANY]).half_width
             by_rates[worse][bound] = replace(own, half_width=max(own.half_width, least))
     missing = by_rates.get(EVER_WORSE[-1], {})
     widest = max((each.half_width for each in missing.values()), default=0.0)
@@ -306,12 +308,12 @@ def _half_width(own: _Errors, others: _Errors | None = None) -> float:
 
 def _of_strategies(observations: Sequence[Observation]) -> dict[str, list[float]]:
     """By source with several strategies, how far the mean error of each is from the source's."""
-    found = {}
+    by_source = {}
     for source, some in grouped(observations, lambda o: o.source).items():
         means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
         if len(means) > 1:
-            found[source] = [mean - fmean(means) for mean in means]
-    return found
+            by_source[source] = [mean - fmean(means) for mean in means]
+    return by_source
 
 
 def _pairs(observations: Sequence[Observation]) -> Iterator[Compared]:
@@ -329,11 +331,6 @@ def _differences(observations: Sequence[Observation]) -> dict[str, list[float]]:
     return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
 
 
-def _counted(interval: Interval) -> str:
-    sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
-    return f"{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
-
-
 def _distance(apart: float) -> int:
     """The class of a ratio - 1 of two times, by its place among :data:`EDGES`."""
     return sum(apart >= edge for edge in EDGES[1:])
@@ -341,10 +338,10 @@ def _distance(apart: float) -> int:
 
 def _by_distance(compared: Iterable[Compared]) -> list[Pairs]:
     """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
-    found: list[list[Compared]] = [[] for _ in pairwise(EDGES)]
+    classes: list[list[Compared]] = [[] for _ in pairwise(EDGES)]
     for each in compared:
-        found[_distance(math.expm1(abs(each.simulated)))].append(each)
+        classes[_distance(math.expm1(abs(each.simulated)))].append(each)
     return [
         Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
-        for some in found
+        for some in classes
     ]

@@ -1,32 +1,40 @@
-"""What a search found, for people and programs: ties, why the winner wins, and the winner's scenario."""
+"""The answer to one question, for people and programs: ties, why the winner wins, and its scenario."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.setting_changes import written
 from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
-from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
+from spbench.bench.tools.advise.possible import Absence
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
     IN_BLOCKS,
     NAMED,
+    Found,
+    Seen,
     complexity,
     is_tie,
-    parts_of,
     ranked,
     tie_limit,
-    uncharged_s,
 )
-from spbench.bench.tools.advise.search_findings import Found, Seen
-from spbench.bench.tools.fit.card_memory import CardMemory, card_memory
+from spbench.bench.tools.advise.switch_prices import SwitchPrice
+from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
+from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls.models.model import model_preset
 
+#: collectives of which a rank sends to each of the others, so that a share of it leaves the node
+_TO_EACH = "all_to_all"
+#: messages from a rank to the next, which leave a node by one card
+_TO_NEXT = ("send", "recv")
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "products_s": "products",
@@ -48,12 +56,18 @@ class Advice:
     Attributes:
         seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
             taken.
+        prices: of the named layout's memory switches, and of those that it could have.
+        by_kernel: of the named layout, the times by other attention kernels over its own.
+        absence: of the layouts that were asked about; None: nothing was asked.
     """
 
     question: Question
     found: Found
-    seconds: float
+    seconds: float = 0.0
     cpu_s: float = 0.0
+    prices: Sequence[SwitchPrice] = ()
+    by_kernel: Mapping[str, float] = field(default_factory=dict)
+    absence: Absence | None = None
 
     @property
     def ranked(self) -> list[Seen]:
@@ -68,7 +82,7 @@ class Advice:
 
     @property
     def _rates(self) -> str:
-        rates: str = self.found.best[0].outcome.measurement["rates"]
+        rates: str = self.found.best[0].measured["rates"]
         return rates
 
     def is_tie(self, seen: Seen) -> bool:
@@ -107,6 +121,8 @@ class Advice:
     def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
         cell, measured = seen.cell, self.measured(seen)
         step, breakdown = seen.step_s, measured["breakdown"]
+        card = self.memory(seen)
+        memory = {name: getattr(card, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
         return {
             "rank": rank,
             "tie": self.is_tie(seen) and sum(map(self.is_tie, self.found.best)) > 1,
@@ -123,7 +139,7 @@ class Advice:
             "tokens_per_s": measured["tokens_per_s"],
             "mfu": measured["mfu"],
             "peak_memory_bytes": seen.peak,
-            **self.memory(seen).record(),
+            **memory,
             "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
             "exposed_communication": breakdown["exposed_communication_s"] / step,
             "bubble": breakdown["bubble_s"] / step,
@@ -139,36 +155,35 @@ class Advice:
     @staticmethod
     def memory(seen: Seen) -> CardMemory:
         """What a card must have for a layout; of one that was traced with few layers, about."""
-        return card_memory(seen.cell, seen.outcome.measurement, seen.tensors_bytes)
+        return card_memory(seen.cell, seen.measured, seen.tensors_bytes)
 
     def simpler(self) -> list[Seen]:
         """The layouts that fit and are simpler than the one that is named first: of each number of strategies
         and axes the fastest. None of them ties with the fastest."""
-        found: dict[tuple[int, ...], Seen] = {}
-        if winner := self.winner:
-            for seen in self.found.best:
-                if (shape := complexity(seen.cell)[:2]) < complexity(winner.cell)[:2]:
-                    found.setdefault(shape, seen)
-        return [*found.values()]
+        by_shape: dict[tuple[int, ...], Seen] = {}
+        for seen in self.found.best:
+            by_shape.setdefault(complexity(seen.cell)[:2], seen)
+        own = complexity(self.winner.cell)[:2] if self.winner else ()
+        return [seen for shape, seen in by_shape.items() if shape < own]
 
     def measured(self, seen: Seen) -> Mapping[str, Any]:
         """The measurement of a layout, with the interval of its time."""
-        row = {"cell": seen.cell.model_dump(), "measurement": seen.outcome.measurement}
-        found: Mapping[str, Any] = with_band(row)["measurement"]
-        return found
+        row = {"cell": seen.cell.model_dump(), "measurement": seen.measured}
+        measured: Mapping[str, Any] = with_band(row)["measurement"]
+        return measured
 
     def priced_by(self) -> str:
         """What the times of the best layouts are priced by instead of a rate of its own, in words; "": all
         have rates."""
-        return priced_by_in_words(seen.outcome.measurement for seen in self.found.best)
+        return priced_by_in_words(seen.measured for seen in self.found.best)
 
     def attention(self) -> str:
         """The named layout's attention kernel, and what its step would take by others, in words; "": nothing
         fits, or there is none."""
-        if self.winner is None or not self.found.by_kernel:
+        if self.winner is None or not self.by_kernel:
             return ""
         kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
-        others = ", ".join(f"{name} {shown_price(ratio)}" for name, ratio in self.found.by_kernel.items())
+        others = ", ".join(f"{name} {shown_price(ratio)}" for name, ratio in self.by_kernel.items())
         return f"attention by {kernel}; a step by others: {others}"
 
     def bars(self) -> list[dict[str, Any]]:
@@ -188,7 +203,7 @@ class Advice:
             "strategy": strategy,
             "mesh": winner.cell.mesh_text if winner else "",
             "tie": bool(others),
-            "tokens_per_s": winner.outcome.measurement["tokens_per_s"] if winner else None,
+            "tokens_per_s": winner.measured["tokens_per_s"] if winner else None,
         }
 
     def other_settings(self) -> dict[str, float]:
@@ -233,21 +248,17 @@ class Advice:
             if sign * differences[name] > 0.001 * winner.step_s
         )
         ratio = other.step_s / winner.step_s - 1
-        than = f"{_named(other.cell)} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
+        than = f"{other} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
         apart = 1 + ratio
         if not (self.is_tie(other) and self.is_tie(winner)):
             head = f"the next strategy, {than}"
         elif max(ratio, -ratio / (1 + ratio)) < self.tie_limit - 1:
             head = f"a tie: {than}, which is within the errors of such times"
         else:
-            apart = uncharged_s(other) / uncharged_s(winner)
+            apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
         order = packaged_model().order(self._rates, apart)
         return "; ".join(filter(None, [head, told, order]))
-
-
-def _named(cell: Cell) -> str:
-    return f"{cell.strategy} {cell.mesh_text}"
 
 
 def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -258,23 +269,19 @@ def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def _parts(seen: Seen) -> dict[str, float]:
-    seconds = parts_of(seen)
-    found = {name: float(seconds.get(name, 0.0)) for name in _PARTS}
-    return {**found, "products_s": found["products_s"] - found[IN_BLOCKS]}
+    seconds = {name: float(seen.parts.get(name, 0.0)) for name in _PARTS}
+    return {**seconds, "products_s": seconds["products_s"] - seconds[IN_BLOCKS]}
 
 
 def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
     """What a layout sets beside strategy, ranks, backend and micro-batches, by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in cell.model_options.items():
-        if asked.model_options.get(name) != value:
-            found[f"model_options.{name}"] = value
-    found |= {f"strategy_options.{name}": value for name, value in cell.strategy_options.items()}
+    own = {k: v for k, v in cell.model_options.items() if asked.model_options.get(k) != v}
+    settings = dotted("model_options", own) | dotted("strategy_options", cell.strategy_options)
     if cell.training.virtual_stages > 1:
-        found["training.virtual_stages"] = cell.training.virtual_stages
+        settings["training.virtual_stages"] = cell.training.virtual_stages
     if cell.mesh is not None:
-        found["mesh"] = cell.mesh
-    return found
+        settings["mesh"] = cell.mesh
+    return settings
 
 
 def scenario_text(cells: Sequence[Cell], title: str) -> str:
@@ -284,3 +291,58 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
     return dump({"title": title, "groups": groups})
+
+
+# -- floors: what the work of a step takes at the promised rates, however well all else is hidden ------------
+
+
+def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the FLOPs of the model (nothing computed again) at what the card's datasheet promises; None:
+    it promises nothing of this precision."""
+    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
+    return None if utilization is None else float(utilization * step_s)
+
+
+def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the bytes that a rank sends at the bandwidth of the links, those within a node and those
+    across nodes at the same time; None: the cluster lacks a bandwidth that they need."""
+    within_s = across_s = 0.0
+    for row in measurement["formula"]:
+        times = _row_s(cell, row)
+        if times is None:
+            return None
+        within_s, across_s = within_s + times[0], across_s + times[1]
+    return max(within_s, across_s)
+
+
+def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds within a node and across nodes of one row of the closed form."""
+    cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
+    ranks, here = _members(cell, row["axis"].split("_"), cluster.devices_per_node)
+    if not sent or ranks == 1:
+        return 0.0, 0.0
+    card = cluster.network.bandwidth_bytes_per_s.value
+    node = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else card
+    if not node or (here < ranks and not card):
+        return None
+    if here == ranks:
+        return sent / node, 0.0
+    assert card is not None
+    share = card * min(1.0, cluster.network.nics_per_node / cluster.devices_per_node)
+    if row["collective"] == _TO_EACH:
+        leaves = (ranks - here) / (ranks - 1)
+        return sent * (1 - leaves) / node, sent * leaves / share
+    # of a ring one rank of a node sends to the next node, by the cards of all its ranks there
+    by = share * here
+    if row["collective"] in _TO_NEXT:
+        by = min(by, card)
+    return (sent / node if here > 1 else 0.0), sent / by
+
+
+def _members(cell: Cell, axes: list[str], of_node: int) -> tuple[int, int]:
+    """(ranks of the group along these axes, of them in one node)."""
+    sizes = cell.mesh_sizes
+    ranks = np.arange(int(np.prod([*sizes.values()]))).reshape([*sizes.values()])
+    at = tuple(slice(None) if axis in axes else 0 for axis in sizes)
+    group = ranks[at].ravel()
+    return len(group), int((group // of_node == group[0] // of_node).sum())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -23,9 +22,11 @@ from spbench.bench.command_line.options import (
 )
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
-
-if TYPE_CHECKING:
-    from spbench.bench.tools.advise.question import Question
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
+from spbench.bench.measure.scenarios.setting_changes import given
+from spbench.bench.tools.advise.turns import varying
+from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 
 
 @click.command("advise")
@@ -92,52 +93,32 @@ def command(
     figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
     is kept, so that the same command goes on where it was stopped.
     """
-    from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-
     if kind_of(subject) == "model":
         lengths = seq_len or dict(changes).get("seq_len")
         ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": lengths}, subject[0])
 
-    from spbench.bench.errors import UserError
-    from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
-    from spbench.bench.measure.scenarios.setting_changes import given
-    from spbench.bench.tools.advise.advise_report import report
+    from spbench.bench.tools.advise.advise_report import check_figure, report
     from spbench.bench.tools.advise.ask import answered  # torch, which mistakes need not wait for
     from spbench.bench.tools.advise.question import question, whole_numbers
-    from spbench.bench.tools.advise.turns import varying
-    from spbench.bench.tools.papers.execution import opened_executor
 
     if batch is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")
-    reasons_of = whole_numbers("--why", why)
+    asked_about = whole_numbers("--why", why)
     of_cluster = [(name, text) for name, text in changes if is_figure(name)]
     settings = given([pair for pair in changes if pair not in of_cluster])
     if batch is not None:
         settings["batch"] = batch
-    questions: list[Question] = []
+    questions = []
     for length, n in itertools.product(seq_len or [None], gpus or [None]):
         own = settings if length is None else {**settings, "seq_len": length}
-        asked = question(
-            subject, Asked(cluster, n, None, own), batch_tokens, only, without, fixed, program or ""
-        )
-        questions += [asked.with_figures(figures) for figures in sweep(of_cluster)]
+        asked = Asked(cluster, n, None, own)
+        one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
+        questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])
-    if figure is not None:
-        _check_form(figure)
+    check_figure(figure)
     answers = []
-    with opened_executor(executor) as there, Progress() as progress:
-        for answer in answered(questions, jobs, progress.at, there, reasons_of):
+    with Progress() as progress:
+        for answer in answered(questions, jobs, progress.at, executor, asked_about):
             answers.append(answer)
             progress.at(f"answered in {answer.seconds:.0f} s", len(answers) / len(questions))
-    return report(answers, reasons_of, figure, output, program or "")
-
-
-def _check_form(figure: Path) -> None:
-    """Raises a UserError where no figure can be written so, before the search that it is of."""
-    from spbench.bench.errors import UserError
-    from spbench.plots.paper import form_of
-
-    try:
-        form_of(figure)
-    except ValueError as error:
-        raise UserError(f"--figure {error}") from error
+    return report(answers, asked_about, figure, output, program or "")

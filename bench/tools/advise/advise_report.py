@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
-from spbench.bench.tools.advise.absent import absence, spelled
 from spbench.bench.tools.advise.advice import Advice, scenario_text
-from spbench.bench.tools.advise.search_findings import Seen
-from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.advise.possible import spelled
+from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.advise.turns import turns
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.bench.units import shown_price
+from spbench.bench.units import GIB, shown_price, shown_share
 
-_GIB = 2**30
 #: lines for --why, and costs of simpler layouts, where no details are asked for
 _REASONS, _COSTS = 3, 3
 
@@ -48,8 +46,10 @@ def report(
         sections += ["\n".join(lines)] if (lines := [*turns([each.point() for each in answers])]) else []
     for answer in answers:
         sections += _sections(answer, program)
-        if why:
-            sections += _reasons(answer, why)
+        if absence := answer.absence:
+            title = f"Layouts with {spelled(why)}"
+            sections += [Table(title, absence.lines, most=_REASONS)] if absence.lines else []
+            sections += [absence.sentence] if absence.sentence else []
         details += _details(answer)
     if output is not None:
         cells = [seen.cell for answer in answers for seen in answer.ranked]
@@ -62,8 +62,8 @@ def report(
             "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
-            "prices": [asdict(each) for each in answer.found.prices],
-            "attention_kernels": answer.found.by_kernel,
+            "prices": [asdict(each) for each in answer.prices],
+            "attention_kernels": answer.by_kernel,
             "strategies": [_brief(seen) for seen in answer.found.of_strategies],
             "nearest": answer.found.nearest and _brief(answer.found.nearest),
             "impossible": answer.found.impossible,
@@ -76,6 +76,17 @@ def report(
     ]
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
     return Output(sections, content, records, notes=notes, files=files, details=details)
+
+
+def check_figure(path: Path | None) -> None:
+    """Raises a UserError where no figure can be written so, before the search that it is of."""
+    if path is not None:
+        from spbench.plots.paper import form_of  # matplotlib, which takes half a second
+
+        try:
+            form_of(path)
+        except ValueError as error:
+            raise UserError(f"--figure {error}") from error
 
 
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
@@ -102,30 +113,35 @@ def _brief(seen: Seen) -> dict[str, Any]:
 
 
 def _map(answers: Sequence[Advice]) -> Table:
-    lines = []
-    for answer in answers:
-        point = answer.point()
-        rate = point["tokens_per_s"]
-        lines.append(
-            {
-                "GPUs": point["gpus"],
-                "length": point["seq_len"],
-                "batch": point["batch"],
-                **({"cluster": point["figures"]} if any(each.question.figures for each in answers) else {}),
-                "best": _best(answer),
-                "": TIE if point["tie"] else "",
-                "tokens/s a GPU": f"{rate / point['gpus']:.3g}" if rate else None,
-                "layouts": answer.found.counts["looked at"],
-                "took": f"{answer.seconds:.0f} s",
-            }
-        )
-    return Table("Which layout where", lines)
+    changed = any(answer.question.figures for answer in answers)
+    columns = [
+        Column("GPUs", "gpus"),
+        Column("length", "seq_len"),
+        Column("batch", "batch"),
+        *([Column("cluster", "figures")] if changed else []),
+        Column("best", "best"),
+        Column("", "tie", lambda tie: TIE if tie else ""),
+        Column("tokens/s a GPU", "tokens_per_s_gpu", "{:.3g}".format),
+        Column("layouts", "layouts"),
+        Column("took", "seconds", "{:.0f} s".format),
+    ]
+    points = [
+        {
+            **(point := answer.point()),
+            "best": _best(answer),
+            "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
+            "layouts": answer.found.counts["looked at"],
+            "seconds": answer.seconds,
+        }
+        for answer in answers
+    ]
+    return Table.of("Which layout where", columns, points)
 
 
 def _best(answer: Advice) -> str:
     if answer.winner is None:
         return "no layout is possible" if answer.found.impossible else "nothing fits"
-    return f"{answer.winner.cell.strategy} {answer.winner.cell.mesh_text}"
+    return str(answer.winner)
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
@@ -136,18 +152,16 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
     elif winner is None:
         yield f"{asked}: nothing fits{_nearest(answer)}"
     else:
-        yield Table(
-            f"The best layouts: {asked}",
-            [*_lines(answer)],
-            ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind"),
-            below=("beside",),
+        important = ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind")
+        yield Table.of(
+            f"The best layouts: {asked}", _LAYOUT, _layouts(answer), important=important, below=("beside",)
         )
         yield _told_apart(answer)
         if attention := answer.attention():
             yield attention
         if priced_by := answer.priced_by():
             yield f"priced by something else, with shares of the step: {priced_by}"
-        yield f"{_named(winner.cell)}: {answer.why()}"
+        yield f"{winner}: {answer.why()}"
         yield _simplified(answer)
         if program:
             yield _as_job(program, winner.cell)
@@ -155,16 +169,16 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
 
 def _details(answer: Advice) -> Iterator[Table | str]:
     """What memory switches cost, what else was traced, and what became of all layouts."""
-    found, winner = answer.found, answer.winner
-    if winner is not None:
-        if found.prices:
-            yield _prices(winner.cell, found.prices)
+    if (winner := answer.winner) is not None:
+        if answer.prices:
+            layout = f"{winner}, a used one beside those above it (by traces of few layers)"
+            yield Table.of(f"What memory switches cost in {layout}", _SWITCH, answer.prices)
         if changes := answer.other_settings():
             told = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
             yield f"the fastest with other settings: {told}"
         if others := [*_others(answer)]:
             yield f"other strategies, by traces of few layers: {', '.join(others)}"
-    counts = found.counts
+    counts = answer.found.counts
     if counts["looked at"]:
         yield (
             f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s "
@@ -177,31 +191,14 @@ def _simplified(answer: Advice) -> str:
     """What it would cost to set less up than the layout named first does."""
     winner = answer.winner
     assert winner is not None
-    costs = [f"{_named(seen.cell)} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in answer.simpler()]
+    costs = [f"{seen} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in answer.simpler()]
     costs += [
-        f"without {each.settings} it takes {1 / each.ratio - 1:+.0%}, {each.saved_bytes / _GIB:+.3g} GiB"
-        for each in answer.found.prices
+        f"without {each.settings} it takes {1 / each.ratio - 1:+.0%}, {each.saved_bytes / GIB:+.3g} GiB"
+        for each in answer.prices
         if each.used and each.saved_bytes > 0
     ]
     more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
     return f"to simplify: {'; '.join(costs[:_COSTS]) or 'nothing simpler that was traced fits'}{more}"
-
-
-def _prices(winner: Cell, found: Sequence[Price]) -> Table:
-    """What the memory switches of the named layout cost, and what others would."""
-    layout = f"{winner.strategy} {winner.mesh_text}"
-    return Table(
-        f"What memory switches cost in {layout}, a used one beside those above it (by traces of few layers)",
-        [
-            {
-                "switch": each.settings,
-                "used": "yes" if each.used else "no",
-                "step": shown_price(each.ratio),
-                "peak GiB": f"{-each.saved_bytes / _GIB:+.1f}",
-            }
-            for each in found
-        ],
-    )
 
 
 def _told_apart(answer: Advice) -> str:
@@ -209,13 +206,9 @@ def _told_apart(answer: Advice) -> str:
     text = f"{TIE}: not told apart from the fastest (up to {answer.tie_limit - 1:.0%}); the simplest is first"
     if hidden := answer.hidden_ties():
         fastest = answer.found.best[0]
-        where = f", the fastest of all {_named(fastest.cell)}" if fastest in hidden else ""
+        where = f", the fastest of all {fastest}" if fastest in hidden else ""
         text += f"; {len(hidden)} more tie{where}"
     return text
-
-
-def _named(cell: Cell) -> str:
-    return f"{cell.strategy} {cell.mesh_text}"
 
 
 def _nearest(answer: Advice) -> str:
@@ -223,34 +216,21 @@ def _nearest(answer: Advice) -> str:
     if near is None:
         return ""
     memory = answer.memory(near)
-    needed, missing = (f"{nbytes / _GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
-    what = f"{_named(near.cell)} with {near.cell.training.backend}"
+    needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
+    what = f"{near} with {near.cell.training.backend}"
     return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has"
 
 
-def _lines(answer: Advice) -> Iterator[dict[str, Any]]:
+def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
+    """The records of the layouts with what people are shown beside."""
     for seen, record in zip(answer.ranked, answer.records(), strict=True):
-        mfu = record["mfu"]
-        yield {
-            "": TIE if record["tie"] else "",
-            "strategy": record["strategy"],
-            "mesh": record["mesh"],
-            "backend": record["backend"],
-            "micro-batch": record["micro_batch"],
-            "beside": record["settings"].replace("model_options.", "").replace("strategy_options.", ""),
-            "step": shown_band(answer.measured(seen)),
-            "behind": f"{record['behind']:+.0%}" if record["behind"] else "",
-            "tokens/s": f"{record['tokens_per_s']:.3g}",
-            "MFU": None if mfu is None else f"{mfu:.0%}",
-            "needs GiB": f"{'' if seen.exact else '~'}{record['total_bytes'] / _GIB:.1f}",
-            "spare": f"{record['spare_bytes'] / _GIB:.1f}",
-            "allocated": f"{seen.peak / _GIB:.1f}",
-            "sends GiB": f"{record['sent_bytes'] / _GIB:.3g}",
-            "exposed": f"{record['exposed_communication']:.0%}",
-            "bubble": f"{record['bubble']:.0%}",
-            "bound": record["bound"],
-            "floors": _floors(record),
-        }
+        beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
+        needs = f"{'' if seen.exact else '~'}{_gib(record['total_bytes'])}"
+        yield {**record, "band": shown_band(answer.measured(seen)), "beside": beside, "needs": needs}
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
 
 
 def _floors(record: Mapping[str, Any]) -> str:
@@ -264,7 +244,7 @@ def _others(answer: Advice) -> Iterator[str]:
     best = answer.found.best[0].step_s
     for seen in answer.found.of_strategies:
         if seen.cell.strategy not in shown:
-            yield f"{seen.cell.strategy} {seen.cell.mesh_text} {seen.step_s / best - 1:+.0%}"
+            yield f"{seen} {seen.step_s / best - 1:+.0%}"
 
 
 def _as_job(program: str, cell: Cell) -> str:
@@ -276,10 +256,31 @@ def _as_job(program: str, cell: Cell) -> str:
     return f"{name}: {' '.join(' '.join(filter(None, [line.argument, line.value])) for line in flags.lines)}"
 
 
-def _reasons(answer: Advice, why: Mapping[str, int]) -> Iterator[Table | str]:
-    """Why layouts with these ranks are not the best."""
-    found = absence(answer.question, answer.found, why)
-    if found.lines:
-        yield Table(f"Layouts with {spelled(why)}", found.lines, most=_REASONS)
-    if found.sentence:
-        yield found.sentence
+#: columns of the best layouts, whose items are those of :func:`_layouts`
+_LAYOUT = [
+    Column("", "tie", lambda tie: TIE if tie else ""),
+    Column("strategy", "strategy"),
+    Column("mesh", "mesh"),
+    Column("backend", "backend"),
+    Column("micro-batch", "micro_batch"),
+    Column("beside", "beside"),
+    Column("step", "band"),
+    Column("behind", "behind", lambda behind: f"{behind:+.0%}" if behind else ""),
+    Column("tokens/s", "tokens_per_s", "{:.3g}".format),
+    Column("MFU", "mfu", shown_share),
+    Column("needs GiB", "needs"),
+    Column("spare", "spare_bytes", _gib),
+    Column("allocated", "peak_memory_bytes", _gib),
+    Column("sends GiB", "sent_bytes", lambda nbytes: f"{nbytes / GIB:.3g}"),
+    Column("exposed", "exposed_communication", shown_share),
+    Column("bubble", "bubble", shown_share),
+    Column("bound", "bound"),
+    Column("floors", "floors", of=_floors),
+]
+#: columns of :class:`SwitchPrice`
+_SWITCH = [
+    Column("switch", "settings"),
+    Column("used", "used", lambda used: "yes" if used else "no"),
+    Column("step", "ratio", shown_price),
+    Column("peak GiB", "saved_bytes", lambda saved: f"{-saved / GIB:+.1f}"),
+]

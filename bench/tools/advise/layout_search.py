@@ -10,7 +10,7 @@ many traces in a row have gained the best nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,16 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.setting_changes import changed
-from spbench.bench.tools.advise.absent import untraced
 from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates, ordered
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Way, settings_of
-from spbench.bench.tools.advise.learned import Learned
-from spbench.bench.tools.advise.looks import Depth, Look, outcomes
+from spbench.bench.tools.advise.learned import Learned, Waiting
+from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import NAMED, TOSS, complexity, ranked
+from spbench.bench.tools.advise.ranking import NAMED, TOSS, Found, Seen, complexity, ranked
 from spbench.bench.tools.advise.references import references, savings_of
-from spbench.bench.tools.advise.search_findings import Found, Seen
-from spbench.bench.tools.advise.waiting import Waiting
-from spbench.bench.tools.fit.answers import Answers, Say, unheard
+from spbench.bench.tools.fit.asking import Asking, Say, unheard
 from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
@@ -60,24 +57,20 @@ class Search:
     """The search for one question; see the module.
 
     Args:
-        answers: whose run is :func:`look`.
+        asking: traces layouts.
         say: told what is done.
-        asked_about: ranks along axes of which it is kept what estimates said of those that are not traced.
+
+    Attributes:
+        every: the candidates, once there are some.
     """
 
-    def __init__(
-        self,
-        question: Question,
-        answers: Answers,
-        say: Say = unheard,
-        asked_about: Mapping[str, int] = {},
-    ):
-        self.question, self.answers, self.say = question, answers, say
-        self.asked_about = asked_about
+    def __init__(self, question: Question, asking: Asking, say: Say = unheard):
+        self.question, self.asking, self.say = question, asking, say
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         #: a layout that takes more is not traced
         self.most_bytes = self.usable
         self.found = Found()
+        self.every: Sequence[Candidate] = ()
         self.seen: dict[str, Seen] = {}
         #: by strategy, how much longer steps were by traces of all layers than by those of few
         self.longer: dict[str, list[float]] = {}
@@ -87,6 +80,11 @@ class Search:
         #: strategies of which a layout will probably fit
         self._roomy: set[str] = set()
 
+    @property
+    def too_large(self) -> float:
+        """Estimated bytes above which nothing is traced."""
+        return _TOO_LARGE * self.usable
+
     def run(self) -> Found:
         """Search.
 
@@ -95,25 +93,14 @@ class Search:
         """
         if reason := why_impossible(self.question):
             raise UserError(reason)
-        self.say("small traces of the model and of the backends", 0.0)
-        savings = savings_of(self.question)
-        known = references(self.question, self.answers, savings)
-        estimates = Estimates(self.question.cell, self.question.gpus, *known)
-        counts = self.found.counts
-        refusing = self.found.refused
-        every = [*candidates(self.question, estimates, savings, refusing, self.usable, counts)]
-        refused = refusing.reasons
-        if not every:
-            reasons = ", or ".join(dict.fromkeys(refused.values())) or "no backend or setting can be traced"
-            raise UserError(f"no layout of {self.question.gpus} GPUs can be traced: {reasons}")
-        counts["cannot be"] = len(refused)
-        counts["looked at"] = len(every) + counts[SLOWER] + len(refused)
-        waiting = [c for c in every if c.estimated_bytes <= _TOO_LARGE * self.usable]
+        self._enumerate()
+        waiting = [c for c in self.every if c.estimated_bytes <= self.too_large]
         if not waiting:  # the nearest that would fit is asked for
-            waiting = sorted(every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
+            waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
-        self.say(f"{len(every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
-        counts["need too much by the estimate"] = len(every) - len(waiting)
+        self.say(f"{len(self.every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
+        counts = self.found.counts
+        counts["need too much by the estimate"] = len(self.every) - len(waiting)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
             self._of_layouts[id(candidate.layout)].append(candidate)
@@ -123,9 +110,25 @@ class Search:
         self._polish()
         self._whole()
         self._conclude()
-        too_large = _TOO_LARGE * self.usable
-        self.found.untraced = untraced(self.asked_about, every, self.found.traced, too_large)
         return self.found
+
+    def _enumerate(self) -> None:
+        """Make all candidates, with their estimates by small traces.
+
+        Raises:
+            UserError: none can be traced.
+        """
+        self.say("small traces of the model and of the backends", 0.0)
+        question, counts, refused = self.question, self.found.counts, self.found.refused
+        savings = savings_of(question)
+        estimates = Estimates(question.cell, question.gpus, *references(question, self.asking, savings))
+        self.every = [*candidates(question, estimates, savings, refused, self.usable, counts)]
+        if not self.every:
+            reasons = ", or ".join(dict.fromkeys(refused.reasons.values()))
+            reason = reasons or "no backend or setting can be traced"
+            raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
+        counts["cannot be"] = len(refused.reasons)
+        counts["looked at"] = len(self.every) + counts[SLOWER] + len(refused.reasons)
 
     # -- few layers ------------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class Search:
                     best_s, patience = sum_s, _PATIENCE
                 self.say(
                     f"{len(self.seen)} layouts traced with few layers; the best: {best[0].step_s:.3g} s, "
-                    f"{best[0].cell.strategy} {best[0].cell.mesh_text}",
+                    f"{best[0]}",
                     BEHIND["small"] + (1 - max(patience, 0) / _PATIENCE) * (BEHIND["few"] - BEHIND["small"]),
                 )
 
@@ -152,14 +155,14 @@ class Search:
         best = self._best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, seen.cell.mesh_text): seen.step_s for seen in best}
-        least_s, expected_s = self.learned.least_s(waiting), self.learned.expected_s(waiting)
+        expected_s, least_s = self.learned.bounds(waiting)
         places = np.flatnonzero(waiting.left & (least_s <= bar))
         chosen: dict[int, Candidate] = {}
         begun: set[str | Way] = set()
         for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
             candidate = waiting.candidates[at]
             name, way = candidate.strategy, candidate.layout.way
-            if len(chosen) >= _AT_ONCE * max(2, self.answers.jobs):
+            if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs):
                 break
             if name in begun or way in begun:
                 continue
@@ -199,8 +202,7 @@ class Search:
         """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
         is counted and left out."""
         found = []
-        for made, outcome in outcomes(self.answers, [Look.of(cell, depth) for cell in cells]):
-            cell = made.cell
+        for cell, outcome in looks(self.asking, cells, depth):
             if outcome.status == "unsupported":
                 self.found.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
                 self.found.counts["cannot be run"] += 1
@@ -257,7 +259,7 @@ class Search:
         self._changes_looked_at(changes)
         waiting = self._changed(best, self._partial(best))
         while waiting:
-            begun = waiting[: self.answers.jobs]
+            begun = waiting[: self.asking.jobs]
             self._changes_looked_at(begun)
             if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
                 break  # the next ones save more memory, and take longer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from spbench.bench.tools.advise.candidates import SURELY, Candidate, Variant
 from spbench.bench.tools.advise.layouts import Way
 from spbench.bench.tools.advise.references import as_text
-from spbench.bench.tools.advise.waiting import Waiting
 from spbench.impls.strategies.nesting import PLUS
 
 #: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
@@ -26,6 +25,48 @@ UNKNOWN = 1.6
 _MARGIN_OF_UNKNOWN = 1.25
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
+
+
+class Waiting:
+    """Candidates that wait for a trace, as arrays: of many GPUs there are a million.
+
+    Attributes:
+        candidates: all, also those that were taken.
+        estimated_s: of each.
+        ways, variants: that they have.
+        alike: the candidates of one way with the same variants are alike; of each such group the place of its
+            way, and those of its variants.
+        alike_at: of each candidate, the place of its group.
+        left: whether each still waits.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]):
+        self.candidates = candidates
+        self.estimated_s = np.array([each.estimated_s for each in candidates], dtype=float)
+        ways: dict[Way, int] = {}
+        variants: dict[Variant, int] = {}
+        alike: dict[tuple[int, ...], int] = {}
+        places = [
+            (
+                ways.setdefault(each.layout.way, len(ways)),
+                *(variants.setdefault(variant, len(variants)) for variant in each.variants),
+            )
+            for each in candidates
+        ]
+        self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
+        self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
+        self.ways, self.variants = [*ways], [*variants]
+        #: of each group, the samples of a micro-batch
+        self.micro_batches = np.ones(len(alike))
+        self.micro_batches[self.alike_at] = [each.layout.micro_batch for each in candidates]
+        self.left = np.ones(len(candidates), dtype=bool)
+
+    def __len__(self) -> int:
+        return int(self.left.sum())
+
+    def take(self, places: Iterable[int]) -> None:
+        """Leave out the candidates at these places."""
+        self.left[[*places]] = False
 
 
 class Excess(NamedTuple):
@@ -59,6 +100,22 @@ class Excess(NamedTuple):
         )
 
 
+class Bounds(NamedTuple):
+    """Seconds that candidates probably take, and that they take at the least, each [candidates]."""
+
+    expected_s: np.ndarray
+    least_s: np.ndarray
+
+
+class Nearest(NamedTuple):
+    """The traced way that is most like another one of its strategy, and how many doublings of ranks along an
+    axis lie between; ``factor`` is the logarithm of its own. None, and nan doublings, if none was traced."""
+
+    factor: float
+    doublings: float
+    way: Way | None
+
+
 class Learned:
     """How far estimates were off.
 
@@ -77,7 +134,7 @@ class Learned:
         self._largest: dict[Way | None, int] = {}
         self._columns: dict[Hashable, int] = {}
         self._covariance: np.ndarray = np.zeros((0, 0))
-        self._nearest: dict[Way, tuple[float, float, Way | None]] = {}
+        self._nearest: dict[Way, Nearest] = {}
         self._of_relatives: dict[str, float] = {}
         self._excess: dict[Hashable, list[Excess]] = {}
 
@@ -118,44 +175,27 @@ class Learned:
         self._of_ways = {way: float(factors[columns[way]]) for way in ways}
         self._of_variants = {name: float(factors[columns[name]]) for name in variants}
 
-    def expected_s(self, waiting: Waiting) -> np.ndarray:
-        """Seconds that candidates probably take."""
-        found: np.ndarray = waiting.estimated_s * np.exp(self._off(waiting))[waiting.alike_at]
-        return found
-
-    def least_s(self, waiting: Waiting) -> np.ndarray:
-        """Seconds that they take at the least."""
-        steps = np.array([self._of_way(way)[1] for way in waiting.ways], dtype=float)[waiting.alike[:, 0]]
-        margins = self._deviations(waiting) + steps * math.log(_MARGIN_OF_STEP)
-        least = np.where(np.isnan(steps), -math.log(UNKNOWN), self._off_at_least(waiting) - margins)
-        found: np.ndarray = waiting.estimated_s * np.exp(least)[waiting.alike_at]
-        return found
-
-    def _off(self, waiting: Waiting) -> np.ndarray:
-        """Logarithms of the factors of each group of candidates that are alike."""
-        ways = np.array([self._of_way(way)[0] for way in waiting.ways], dtype=float)
+    def bounds(self, waiting: Waiting) -> Bounds:
+        """The seconds that candidates take. Those that are alike have one factor, as a logarithm; where their
+        micro-batches are larger than were traced, it is at the least as small as it may be: what a step took
+        beside its estimate may be of each micro-batch, as where the host is slower than the card."""
+        nearest = [self._of_way(way) for way in waiting.ways]
         variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
         way_at, *variants_at = waiting.alike.T
-        off: np.ndarray = ways[way_at] + sum(variants[at] for at in variants_at)
-        return off
+        off = np.array([each.factor for each in nearest], dtype=float)[way_at]
+        off = off + sum(variants[at] for at in variants_at)
+        largest = np.array([self._largest.get(each.way, math.inf) for each in nearest], dtype=float)[way_at]
+        fewer = np.minimum(1.0, largest / waiting.micro_batches)
+        at_least = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
+        doublings = np.array([each.doublings for each in nearest], dtype=float)[way_at]
+        margins = self._deviations(waiting, nearest) + doublings * math.log(_MARGIN_OF_STEP)
+        least = np.where(np.isnan(doublings), -math.log(UNKNOWN), at_least - margins)
+        return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
 
-    def _off_at_least(self, waiting: Waiting) -> np.ndarray:
-        """The same, of larger micro-batches than were traced as small as it may be: what a step took beside
-        its estimate may be of each micro-batch, as where the host is slower than the card."""
-        off = self._off(waiting)
-        most = [self._largest.get(self._of_way(way)[2], math.inf) for way in waiting.ways]
-        sizes = [float(value) if name == "micro-batch" else 0.0 for name, value in waiting.variants]
-        way_at, *variants_at = waiting.alike.T
-        of_group = np.max([np.array(sizes)[at] for at in variants_at], axis=0)
-        fewer = np.minimum(1.0, np.array(most)[way_at] / of_group)
-        least: np.ndarray = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
-        return least
-
-    def _deviations(self, waiting: Waiting) -> np.ndarray:
-        """Standard deviations of these, each way taken for the one that is nearest to it."""
-        nearest = [self._of_way(way)[2] for way in waiting.ways]
+    def _deviations(self, waiting: Waiting, nearest: Sequence[Nearest]) -> np.ndarray:
+        """Standard deviations of the factors, each way taken for the one that is nearest to it."""
         unknown = len(self._columns)  # has the variance that it had before, and depends on nothing
-        ways = np.array([self._columns.get(way, unknown) for way in nearest], dtype=int)
+        ways = np.array([self._columns.get(each.way, unknown) for each in nearest], dtype=int)
         variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
         way_at, *variants_at = waiting.alike.T
         columns = [ways[way_at], *(variants[at] for at in variants_at)]
@@ -188,16 +228,15 @@ class Learned:
             if known := self._excess.get(key):
                 yield margin, known
 
-    def _of_way(self, way: Way) -> tuple[float, float, Way | None]:
-        """Of the way of the same strategy that is most like this one and was traced: (its factor, as a
-        logarithm; how many doublings of ranks along an axis lie between; it). Nan doublings if none was."""
+    def _of_way(self, way: Way) -> Nearest:
         if way not in self._nearest:
             alike = [known for known in self._of_ways if known.strategy == way.strategy]
-            if alike:
-                nearest = min(alike, key=lambda known: _doublings(way, known))
-                self._nearest[way] = self._of_ways[nearest], float(_doublings(way, nearest)), nearest
-            else:
-                self._nearest[way] = self._relatives(way.strategy), math.nan, None
+            nearest = min(alike, key=lambda known: _doublings(way, known), default=None)
+            self._nearest[way] = (
+                Nearest(self._relatives(way.strategy), math.nan, None)
+                if nearest is None
+                else Nearest(self._of_ways[nearest], float(_doublings(way, nearest)), nearest)
+            )
         return self._nearest[way]
 
     def _relatives(self, strategy: str) -> float:

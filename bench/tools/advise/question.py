@@ -15,8 +15,8 @@ from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.scenarios.choices import names, unknown
 from spbench.bench.measure.scenarios.setting_changes import given_once, option_values, written
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
-from spbench.bench.tools.fit.subject import Asked, ask_for, kind_of, subject
-from spbench.bench.tools.fit.usual_attention import ATTENTION, with_usual_attention
+from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_attention
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.layout import HEEDED

@@ -1,23 +1,111 @@
-"""The order in which layouts are named: those that tie with the fastest, the simplest first, and then the
-others."""
+"""What a search has found: cells that were traced, what became of all layouts, and the order in which the
+best are named: those that tie with the fastest, the simplest first, and then the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import packaged_model
-from spbench.bench.tools.advise.search_findings import Seen
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.advise.layouts import Refused
+from spbench.bench.tools.advise.look import NEEDED, Depth
 from spbench.impls.strategies.nesting import PLUS
 
 #: layouts that are named
 NAMED = 5
-#: of products, what a scalar that was fitted to a few cells charges for blocks of wider matrices
+#: of matmuls, what a scalar that was fitted to a few cells charges for blocks of wider matrices
 IN_BLOCKS = "in_blocks_s"
 #: settings that make the same layout faster by less are not worth setting: of measured pairs as close as that
 #: hardly half were in the simulated order
 TOSS = 1.02
+
+
+@dataclass
+class Seen:
+    """A cell that was traced, with the ``outcome`` of the closest look so far, at a ``depth``."""
+
+    cell: Cell
+    outcome: Outcome
+    depth: Depth
+
+    @property
+    def measured(self) -> Mapping[str, Any]:
+        """The measurement, as rows have it."""
+        return self.outcome.measurement
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits its card."""
+        return self.outcome.status == "ok"
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        seconds: float = self.measured["step_time_s"]
+        return seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of what a step is made of, by name."""
+        return {**self.measured["breakdown"], **self.measured["parts"]}
+
+    @property
+    def uncharged_s(self) -> float:
+        """Seconds of a step without what a fitted scalar charges for blocks."""
+        return self.step_s - self.parts.get(IN_BLOCKS, 0.0)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank at its peak."""
+        nbytes: int = self.measured["peak_memory_bytes"]
+        return nbytes
+
+    @property
+    def _needed(self) -> Mapping[str, Any]:
+        needed: Mapping[str, Any] = self.measured.get("meters", {}).get(NEEDED, {})
+        return needed
+
+    @property
+    def tensors_bytes(self) -> int:
+        """The least that the allocator must reserve for the fullest rank; see :attr:`exact`."""
+        nbytes: int = self._needed.get("tensors_bytes", self.peak)
+        return nbytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether all of its layers were traced, and not only few."""
+        return bool(self._needed.get("exact"))
+
+    def __str__(self) -> str:
+        return f"{self.cell.strategy} {self.cell.mesh_text}"
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: layouts that fit, the fastest first, of each strategy and mesh one; the first two and the one
+            that is named first are traced whole.
+        of_strategies: the best of each strategy that fits, the fastest first.
+        nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
+        counts: what became of how many layouts.
+        refused: why which layouts cannot be.
+        traced: every look.
+        impossible: why there is no layout at all; "" if there is one.
+    """
+
+    best: list[Seen] = field(default_factory=list)
+    of_strategies: list[Seen] = field(default_factory=list)
+    nearest: Seen | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    refused: Refused = field(default_factory=Refused)
+    traced: list[Seen] = field(default_factory=list)
+    impossible: str = ""
 
 
 def tie_limit(best: Sequence[Seen]) -> float:
@@ -26,23 +114,25 @@ def tie_limit(best: Sequence[Seen]) -> float:
     Args:
         best: the fastest first.
     """
-    return packaged_model().tie(best[0].outcome.measurement["rates"]) if best else 1.0
+    return packaged_model().tie(best[0].measured["rates"]) if best else 1.0
 
 
 def is_tie(seen: Seen, best: Sequence[Seen]) -> bool:
     """Whether its time differs from the shortest by less than the errors of two layouts do, with what a
     fitted scalar charges for blocks or without it: that was fitted where it is little."""
     fastest, limit = best[0], tie_limit(best)
-    return seen.step_s <= fastest.step_s * limit or uncharged_s(seen) <= uncharged_s(fastest) * limit
+    return seen.step_s <= fastest.step_s * limit or seen.uncharged_s <= fastest.uncharged_s * limit
 
 
 def ranked(best: Sequence[Seen]) -> list[Seen]:
     """Layouts that fit, given the fastest first, in the order in which they are named: no tie stands before
     one that is simpler."""
-    ties = [seen for seen in best if is_tie(seen, best)]
-    others = [seen for seen in best if not is_tie(seen, best)]
-    by_step = sorted(others, key=lambda seen: seen.step_s)
-    return [*sorted(ties, key=lambda seen: (complexity(seen.cell), seen.step_s)), *by_step]
+
+    def place(seen: Seen) -> tuple[bool, tuple[int, ...], float]:
+        tie = is_tie(seen, best)
+        return not tie, complexity(seen.cell) if tie else (), seen.step_s
+
+    return sorted(best, key=place)
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:
@@ -51,14 +141,3 @@ def complexity(cell: Cell) -> tuple[int, ...]:
     axes = sum(n > 1 for n in cell.sizes.by_axis.values())
     settings = len(cell.model_options) + len(cell.strategy_options) + len(cell.training.backend_options)
     return strategies, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)
-
-
-def parts_of(seen: Seen) -> dict[str, Any]:
-    """Seconds of what a step is made of, by name."""
-    measured = seen.outcome.measurement
-    return {**measured["breakdown"], **measured["parts"]}
-
-
-def uncharged_s(seen: Seen) -> float:
-    """Seconds of a step without what a fitted scalar charges for blocks."""
-    return seen.step_s - float(parts_of(seen).get(IN_BLOCKS, 0.0))

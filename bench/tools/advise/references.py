@@ -15,9 +15,9 @@ from spbench.bench.measure.engines.plan import model_parameters, plan
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference, at_depth
 from spbench.bench.tools.advise.layouts import backend_settings
-from spbench.bench.tools.advise.looks import Look, outcomes
+from spbench.bench.tools.advise.look import looks
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.fit.answers import Answers
+from spbench.bench.tools.fit.asking import Asking
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
@@ -95,21 +95,19 @@ def cell_of(
 
 
 def references(
-    question: Question, answers: Answers, savings: Mapping[str, Mapping[str, Any]]
+    question: Question, asking: Asking, savings: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
     """By the settings of the model and of the backend, as text. A setting that cannot be run is left out.
 
     Raises:
         UserError: the model as it is cannot be run.
     """
-    # several may ask for the same: without layers there is one depth
-    places: dict[str, list[tuple[str, str, int]]] = {}
-    looks: dict[str, Look] = {}
+    places: dict[str, list[tuple[str, str, int]]] = {}  # several where there are no layers, so one depth
+    cells: dict[str, Cell] = {}
 
     def ask(kind: str, text: str, at: int, cell: Cell) -> None:
-        asked = Look.of(cell, "small")
-        looks.setdefault(asked.key, asked)
-        places.setdefault(asked.key, []).append((kind, text, at))
+        cells.setdefault(cell.key, cell)
+        places.setdefault(cell.key, []).append((kind, text, at))
 
     for text, settings in savings.items():
         for layers in (1, 2):
@@ -121,11 +119,11 @@ def references(
             made = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
             ask("backend", as_text(settings), dp, _short(made))
     found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
-    as_it_is = next(iter(looks))
-    for made, outcome in outcomes(answers, [*looks.values()]):
+    as_it_is = next(iter(cells))
+    for cell, outcome in looks(asking, cells.values(), "small"):
         if outcome.status != "unsupported":
-            found |= dict.fromkeys(places[made.key], (made.cell, outcome))
-        elif made.key == as_it_is:
+            found |= dict.fromkeys(places[cell.key], (cell, outcome))
+        elif cell.key == as_it_is:
             raise UserError(f"{question.cell.model} cannot be run: {outcome.reason}")
     return (
         {text: reference for text in savings if (reference := _reference(found, text))},

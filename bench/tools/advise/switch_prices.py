@@ -1,30 +1,35 @@
-"""What the memory switches of a layout cost in time: steps with and without each, by traces of few layers."""
+"""What the memory switches of a layout cost in time, and what other attention kernels would: steps with and
+without each, by traces of few layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.attention_kernels import cannot_run
+from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.setting_changes import changed, written
-from spbench.bench.tools.advise.looks import Look, outcomes
+from spbench.bench.tools.advise.look import looks
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.fit.answers import Answers
-from spbench.bench.tools.fit.suggestions import savings_of
+from spbench.bench.tools.fit.asking import Asking
+from spbench.bench.tools.fit.subject import ATTENTION
+from spbench.bench.tools.fit.suggestions import dotted, savings_of
+from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
 
 
 @dataclass(frozen=True)
-class Price:
-    """Of one switch.
+class SwitchPrice:
+    """What one switch costs.
 
     Attributes:
         settings: that are set with it, as ``--set`` takes them.
         used: whether the layout has it; then the step without is that with the switches named before it
-            alone. Of another one the step without it is the layout's own.
+            alone. For a switch that it has not, the step without it is the layout's own.
         ratio: of the step's time to that without it.
         saved_bytes: of the peak.
     """
@@ -35,23 +40,22 @@ class Price:
     saved_bytes: int
 
 
-def prices(question: Question, cell: Cell, answers: Answers) -> list[Price]:
+def _measured(cells: Iterable[Cell], asking: Asking) -> dict[str, Mapping[str, Any]]:
+    """The measurements of the cells that can be traced, by key."""
+    found = looks(asking, cells, "few_layers")
+    return {cell.key: outcome.measurement for cell, outcome in found if outcome.status != "unsupported"}
+
+
+def prices(question: Question, cell: Cell, asking: Asking) -> list[SwitchPrice]:
     """What the switches of a layout cost, and what others would that save memory; those whose steps cannot be
     traced are left out.
 
     Args:
         cell: the layout.
-        answers: whose run is :func:`look`.
     """
-    chain = [*_chain(question.cell, cell)]
-    pairs = [(*step, True) for step in pairwise(chain)]
+    pairs = [(*step, True) for step in pairwise(_chain(question.cell, cell))]
     pairs += [(cell, other, False) for other in _others(question, cell)]
-    looks = {each.key: Look.of(each, "few_layers") for *both, _ in pairs for each in both}
-    seen = {
-        look.cell.key: outcome.measurement
-        for look, outcome in outcomes(answers, [*looks.values()])
-        if outcome.status != "unsupported"
-    }
+    seen = _measured([each for *both, _ in pairs for each in both], asking)
     found = []
     for without, with_it, used in pairs:
         if without.key in seen and with_it.key in seen:
@@ -59,8 +63,29 @@ def prices(question: Question, cell: Cell, answers: Answers) -> list[Price]:
             saved = before["peak_memory_bytes"] - after["peak_memory_bytes"]
             ratio = after["step_time_s"] / before["step_time_s"]
             if used or saved > 0:
-                found.append(Price(written(_differing(without, with_it)), used, ratio, saved))
+                found.append(SwitchPrice(written(_differing(without, with_it)), used, ratio, saved))
     return found
+
+
+def by_kernel(cell: Cell, asking: Asking) -> dict[str, float]:
+    """By each other attention kernel that the card has rates of, the time of a step over that by the layout's
+    own, the shortest first; none where the model has no such kernel, or the card one rate.
+
+    Args:
+        cell: the layout.
+    """
+    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
+    own, known = model.attention_kernel, device.attention
+    if known is None or own not in known.kernels or not hasattr(model, "attention"):
+        return {}
+    kernels = [name for name, rates in known.kernels.items() if rates and not cannot_run(device, name)]
+    cells = {name: cell if name == own else changed(cell, {ATTENTION: name}) for name in kernels}
+    seen = _measured(cells.values(), asking) if len(cells) > 1 else {}
+    seconds = {name: seen[made.key]["step_time_s"] for name, made in cells.items() if made.key in seen}
+    if own not in seconds:
+        return {}
+    ratios = {name: s / seconds[own] for name, s in seconds.items() if name != own}
+    return dict(sorted(ratios.items(), key=lambda each: each[1]))
 
 
 def _chain(asked: Cell, cell: Cell) -> Iterator[Cell]:
@@ -100,13 +125,13 @@ def _others(question: Question, cell: Cell) -> Iterator[Cell]:
 
 def _differing(without: Cell, with_it: Cell) -> dict[str, Any]:
     """What is set with a switch, by dotted name."""
+    sections = {
+        "training": (without.training.backend_options, with_it.training.backend_options),
+        "model_options": (without.model_options, with_it.model_options),
+        "strategy_options": (without.strategy_options, with_it.strategy_options),
+    }
     return {
-        f"{section}.{name}": value
-        for section, before, after in (
-            ("training", without.training.backend_options, with_it.training.backend_options),
-            ("model_options", without.model_options, with_it.model_options),
-            ("strategy_options", without.strategy_options, with_it.strategy_options),
-        )
-        for name, value in after.items()
-        if before.get(name) != value
+        name: value
+        for section, (before, after) in sections.items()
+        for name, value in dotted(section, {k: v for k, v in after.items() if before.get(k) != v}).items()
     }

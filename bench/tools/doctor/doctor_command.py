@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
 from spbench.bench.command_line.options import WORDS, many, printed
 from spbench.bench.command_line.output import Output, Table
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.tools.doctor import gpu_checks, installation_checks, rank_checks
+from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
 
-if TYPE_CHECKING:
-    from spbench.bench.tools.doctor.check import Observation
+#: by name, in the order of the diagnosis
+CHECKS = {
+    "python": Check(installation_checks.python, is_needed=True),
+    "packages": Check(installation_checks.packages, is_needed=True),
+    "py-spy": Check(installation_checks.py_spy),
+    "torch": Check(installation_checks.torch, is_needed=True),
+    "triton": Check(installation_checks.triton, limit_s=120),
+    "driver": Check(gpu_checks.driver),
+    "cuda": Check(gpu_checks.cuda, limit_s=180),
+    "virtual": Check(rank_checks.virtual_ranks, is_needed=True, limit_s=120),
+    "distributed": Check(rank_checks.real_ranks, is_needed=True, limit_s=120),
+    "disk": Check(installation_checks.disks, is_needed=True),
+    "shared-memory": Check(installation_checks.shared_memory),
+    "open-files": Check(installation_checks.open_files),
+    "machine": Check(installation_checks.machine),
+}
 
 
 @click.command("doctor")
@@ -23,27 +39,23 @@ def command(check: tuple[str, ...]) -> Output:
     It looks at Python, torch, CUDA, GPUs, ranks and disks. Exit code 1 if virtual ranks, or real ranks on
     CPUs, cannot run. Each check runs in a process of its own with a time limit.
     """
-    from spbench.bench.errors import UserError, suggestion
-    from spbench.bench.tools.doctor.check import checks, diagnose
-
-    known = checks()
-    if unknown := [name for name in check if name not in known]:
-        raise UserError(f"unknown check {unknown[0]!r}{suggestion(unknown[0], known)}")
-    found = diagnose({name: known[name] for name in check or known})
-    lines = [{key: value for key, value in asdict(line).items() if key != "is_needed"} for line in found]
-    broken = [line.subject for line in found if line.is_needed and line.status == "missing"]
+    if unknown := [name for name in check if name not in CHECKS]:
+        raise UserError(f"unknown check {unknown[0]!r}{suggestion(unknown[0], CHECKS)}")
+    diagnosis = diagnose({name: CHECKS[name] for name in check or CHECKS})
+    lines = [{key: value for key, value in asdict(line).items() if key != "is_needed"} for line in diagnosis]
+    broken = [line.subject for line in diagnosis if line.is_needed and line.status == "missing"]
     return Output(
         [Table("Diagnosis", lines, ("subject", "status", "found"), ("found", "remedy"))],
-        {"works": not broken, "observations": [asdict(line) for line in found]},
-        [asdict(line) for line in found],
-        notes=[_summary(found, broken)],
+        {"works": not broken, "observations": [asdict(line) for line in diagnosis]},
+        [asdict(line) for line in diagnosis],
+        notes=[_summary(diagnosis, broken)],
         code=int(bool(broken)),
     )
 
 
-def _summary(found: list[Observation], broken: list[str]) -> str:
+def _summary(diagnosis: list[Observation], broken: list[str]) -> str:
     if broken:
         return f"needed and not working: {', '.join(broken)}"
-    others = sum(line.status != "ok" for line in found)
+    others = sum(line.status != "ok" for line in diagnosis)
     remarks = f"; {others} remark{'s' * (others > 1)}" if others else ""
     return f"nothing that is needed is missing{remarks}"

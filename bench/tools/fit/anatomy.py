@@ -1,25 +1,32 @@
-"""What a rank's memory is made of: its largest moment taken apart, the curve around it, and how small a card
-it would fit."""
+"""What a rank's memory is made of: its largest moment taken apart, the curve around it, and the smallest card
+that it would fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
-from spbench.bench.measure.memory.allocator import CachingAllocator
+from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.engines.virtual import ClassTraces
+from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator
 from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.trace.memory_log import CATEGORIES, MemoryLog
-from spbench.bench.tools.fit.fullest import least_usable
 
+#: under this name the meters of a measurement have an :class:`Anatomy`, as plain data
+ANATOMY = "fit"
 #: points of the curve, each the largest of its run of events
 _POINTS = 600
 #: parts of the peak, by kind and module, that have a line each; all smaller ones share one
 _MOST_PARTS = 12
+#: how exactly the smallest card is found: a segment, or this part of it
+_NEAR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -39,61 +46,88 @@ class Moment:
     micro_batches: int
     module: str
 
+    def __str__(self) -> str:
+        words = f"step {self.step}, {self.phase}" if self.step else self.phase
+        if self.micro_batches > 1:
+            words += f" {self.micro_batch} of {self.micro_batches}"
+        return words + (f", in {self.module}" if self.module else "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the peak: ``tensors`` of one kind that were made in one module; "" for all that is left."""
+
+    kind: str
+    module: str
+    bytes: int
+    tensors: int
+
 
 @dataclass(frozen=True)
 class Anatomy:
     """The memory of a rank at its largest moment, set-up included.
 
     Attributes:
+        ranks: that run the same program.
+        stage: of the pipeline; None: there is one.
         peak_memory_bytes: of blocks that are given out at that moment.
         reserved_memory_bytes: the most that the allocator reserves, on a card without a limit.
-        least_usable_bytes: of the smallest card on which it fits, to 2 MiB or 0.1%; the allocator then gives
-            back what is free before it asks for more.
+        least_usable_bytes: of the smallest card on which it fits; see :func:`least_usable`.
         held: bytes by kind at the moment, largest first, without zeros.
-        parts: the same by kind and module: ``kind``, ``module``, ``bytes`` and ``tensors``, largest first;
-            the last has the rest, with ``kind`` "".
+        parts: the same by kind and module, largest first; the last has the rest.
         curve: ``event`` and, by kind, bytes at the largest moments of equal runs of events, in order.
         phases: (name, event of its start), a run of one name once.
         events: how many there are.
     """
 
+    ranks: Sequence[int]
+    stage: int | None
     moment: Moment
     peak_memory_bytes: int
     reserved_memory_bytes: int
     least_usable_bytes: int
     held: Mapping[str, int]
-    parts: list[dict[str, Any]]
-    curve: Mapping[str, list[int]]
-    phases: list[tuple[str, int]]
+    parts: Sequence[Part]
+    curve: Mapping[str, Sequence[int]]
+    phases: Sequence[tuple[str, int]]
     events: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+
+def plain(found: Anatomy) -> dict[str, Any]:
+    """An anatomy as plain data, as measurements and figures have it."""
+    return asdict(found)
 
 
 def anatomy(
-    log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator, least: int | None = None
+    log: MemoryLog,
+    kind: type[CachingAllocator] = CachingAllocator,
+    least: int | None = None,
+    ranks: Sequence[int] = (0,),
+    stage: int | None = None,
 ) -> Anatomy:
-    """Take a rank's log apart, its blocks as an allocator of that kind gives them out.
+    """Take the memory log of a rank apart.
 
     Args:
-        least: as :func:`least_usable` has it, where that is known.
+        kind: the allocator that gives out its blocks.
+        least: the result of :func:`least_usable`, where that is known.
+        ranks, stage: as of :class:`Anatomy`.
     """
     repeated = stretches(log.sizes, log.events, log.streams)
-    found = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
-    blocks, events = np.asarray(found.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
+    served = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
+    blocks, events = np.asarray(served.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
     at = int(np.argmax(live))
     kinds = np.asarray([CATEGORIES.index(name) for name in log.categories()])
     alive = _alive(events, at, len(blocks))
-    held = {name: int(blocks[alive & (kinds == kind)].sum()) for kind, name in enumerate(CATEGORIES)}
+    held = {name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(CATEGORIES)}
     return Anatomy(
+        ranks=[*ranks],
+        stage=stage,
         moment=_moment(log, at),
         peak_memory_bytes=int(live[at]),
-        reserved_memory_bytes=found.peak_reserved,
-        least_usable_bytes=least or least_usable(log, int(live[at]), found.peak_reserved, kind),
+        reserved_memory_bytes=served.peak_reserved,
+        least_usable_bytes=least or least_usable(log, int(live[at]), served.peak_reserved, kind),
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
         parts=_parts(log, blocks, kinds, alive),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
@@ -121,7 +155,7 @@ def _moment(log: MemoryLog, at: int) -> Moment:
     return Moment(step, phase, sum(first <= at for first in begins), len(begins), module)
 
 
-def _parts(log: MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndarray) -> list[dict[str, Any]]:
+def _parts(log: MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndarray) -> list[Part]:
     places = np.asarray(log.places or [0] * len(blocks))
     names = log.place_names or [""]
     of_both = (kinds * len(names) + places)[alive]
@@ -129,17 +163,11 @@ def _parts(log: MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndar
     counts = np.bincount(of_both)
     order = [int(n) for n in np.argsort(-sums, kind="stable") if sums[n]]
     parts = [
-        {
-            "kind": CATEGORIES[n // len(names)],
-            "module": names[n % len(names)],
-            "bytes": int(sums[n]),
-            "tensors": int(counts[n]),
-        }
+        Part(CATEGORIES[n // len(names)], names[n % len(names)], int(sums[n]), int(counts[n]))
         for n in order[:_MOST_PARTS]
     ]
     if rest := order[_MOST_PARTS:]:
-        nbytes, tensors = (int(sum(of[n] for n in rest)) for of in (sums, counts))
-        parts.append({"kind": "", "module": "", "bytes": nbytes, "tensors": tensors})
+        parts.append(Part("", "", *(int(sum(of[n] for n in rest)) for of in (sums, counts))))
     return parts
 
 
@@ -157,3 +185,63 @@ def _curve(live: np.ndarray, signed: np.ndarray, kinds: np.ndarray) -> dict[str,
 def _phases(log: MemoryLog) -> list[tuple[str, int]]:
     phases = [("set-up", 0), *log.marks]
     return [each for each, before in zip(phases, [("", 0), *phases], strict=False) if each[0] != before[0]]
+
+
+def least_usable(
+    log: MemoryLog,
+    low: int,
+    high: int,
+    kind: type[CachingAllocator] = CachingAllocator,
+    usable: int | None = None,
+) -> int:
+    """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
+    may be more than what is given out, as free blocks between others are too small.
+
+    A larger card does not always serve what a smaller one does: blocks are given back where room is short,
+    and what is asked for later finds other gaps. So the answer is held to the card that is asked about: at
+    most its bytes if that serves the log, and more if it does not.
+
+    Args:
+        low: bytes with which it cannot, or just can: those that are given out at once at the most.
+        high: bytes with which it can.
+        kind: the allocator.
+        usable: bytes of the card that is asked about; None: of no one card.
+    """
+    repeated = stretches(log.sizes, log.events, log.streams)
+
+    def serves(nbytes: int) -> bool:
+        return replay(log.sizes, log.events, nbytes, (), log.streams, kind, repeated).out_of_memory is None
+
+    if usable is not None and low <= usable < high:
+        low, high = (low, usable) if serves(usable) else (usable, high)
+    while high - low > max(SEGMENT_GRANULE, _NEAR * low):
+        middle = (low + high) // 2
+        low, high = (low, middle) if serves(middle) else (middle, high)
+    return high
+
+
+class Fullest(NamedTuple):
+    """The class of ranks that needs the largest card: its place among the classes, and usable bytes of that
+    card."""
+
+    place: int
+    usable_bytes: int
+
+
+def fullest(traces: ClassTraces) -> Fullest:
+    """The class of ranks that needs the largest card. Where some do not fit the cell's own card, it is one of
+    these, and needs more than that has; else it needs at most what the card has."""
+    kind, usable = allocator_of(traces.cell), usable_memory_bytes(traces.cell)
+    oom = [each.status == "oom" for each in traces.by_class]
+    candidates = [at for at in range(len(oom)) if oom[at] or not any(oom)]
+
+    def most(at: int, name: str) -> int:
+        return max(int(entry[name]) for entry in traces.by_class[at].by_class)
+
+    largest = Fullest(0, 0)
+    for at in sorted(candidates, key=lambda at: -most(at, "peak_memory_bytes")):
+        low, high = most(at, "peak_memory_bytes"), most(at, "reserved_memory_bytes")
+        if high > largest.usable_bytes:  # none needs more than it reserves where nothing is given back
+            needed = least_usable(traces.traces[at].memory, low, high, kind, usable)
+            largest = max(largest, Fullest(at, needed), key=lambda each: each.usable_bytes)
+    return largest

@@ -1,4 +1,4 @@
-"""Runs that workers make for `spbench fit`: a cell taken apart, and a change tried after a quick look."""
+"""The functions that workers run for `spbench fit`: a cell taken apart, and a change tried after a guess."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
-from spbench.bench.tools.fit.anatomy import anatomy
-from spbench.bench.tools.fit.answers import FIT
-from spbench.bench.tools.fit.fullest import fullest
-from spbench.bench.tools.fit.stages import OneStage
+from spbench.bench.tools.fit.anatomy import ANATOMY, anatomy, fullest, plain
+from spbench.bench.units import GIB
 from spbench.impls.models.model import model_preset
 
 #: a change is not traced whole where small traces say that it needs more than so much of the card
@@ -27,8 +25,8 @@ _CHECKED, _NEAR = 4, 0.01
 
 
 def examine(cell: Cell) -> Measurement:
-    """The measurement of a cell, timed even where it does not fit; in ``meters`` the :class:`Anatomy` of the
-    class of ranks that is closest to not fitting, with its ``ranks`` and ``stage``, or furthest beyond it.
+    """Measure a cell, also its time where it does not fit; ``meters`` have the :class:`Anatomy` of the class
+    of ranks that is closest to not fitting, or furthest beyond it.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -38,33 +36,28 @@ def examine(cell: Cell) -> Measurement:
     traces.add_time(found)
     at, least = fullest(traces)
     ranks, log = traces.classes[at], traces.traces[at].memory
-    found.meters = {
-        **found.meters,
-        FIT: {
-            "ranks": list(ranks.ranks),
-            "stage": ranks.stage.index if ranks.stage.count > 1 else None,
-            **anatomy(log, allocator_of(cell), least).as_dict(),
-        },
-    }
+    stage = ranks.stage.index if ranks.stage.count > 1 else None
+    taken_apart = anatomy(log, allocator_of(cell), least, ranks.ranks, stage)
+    found.meters = {**found.meters, ANATOMY: plain(taken_apart)}
     return found
 
 
-def trace_stage(one: OneStage) -> Measurement:
-    """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the whole cell."""
-    first = next(each.first for each in rank_classes(one.cell) if each.stage.index == one.stage)
-    tracing.trace(one.cell, first, events=can_time(one.cell))
+def trace_stage(cell: Cell, stage: int) -> Measurement:
+    """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
+    first = next(each.first for each in rank_classes(cell) if each.stage.index == stage)
+    tracing.trace(cell, first, events=can_time(cell))
     return Measurement()
 
 
 def attempt(cell: Cell) -> Measurement:
-    """What a search finds; of another cell as :func:`examine`, unless shallow traces of the first class of
-    ranks say that it needs plainly more than its card has: then that, oom, and no memory by class."""
+    """Search where the cell asks for that, else :func:`examine` it. Where a guess from few layers exceeds the
+    card by 10%, returns the status oom with that peak, and traces no more."""
     if cell.search is not None:
         return run_cell(cell)
     usable = usable_memory_bytes(cell)
     estimate = shallow_peak(cell)
     if usable is not None and estimate is not None and estimate > _PLAINLY_TOO_MUCH * usable:
-        reason = f"about {estimate / 2**30:.0f} GiB by traces of few layers"
+        reason = f"about {estimate / GIB:.0f} GiB by traces of few layers"
         return Measurement(
             status="oom", reason=reason, peak_memory_bytes=estimate, usable_memory_bytes=usable
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,20 +21,9 @@ from spbench.bench.command_line.options import (
 )
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.measure.scenarios.setting_changes import given
+from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.impls.axes import MESH_AXES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from spbench.bench.cell import Cell
-    from spbench.bench.measurement import Outcome
-    from spbench.bench.tools.fit.answers import Answers, Say
-    from spbench.bench.tools.fit.asked import Asked
-    from spbench.bench.tools.fit.fit_verdict import Verdict
-
-
-#: share of the time that tracing the cells takes, roughly, where changes are tried after it
-_EXAMINED = 0.4
 
 
 def _asking(command: Function) -> Function:
@@ -45,21 +34,16 @@ def _asking(command: Function) -> Function:
         cluster: str | None,
         gpus: int | None,
         strategy: str | None,
-        seq_len: int | None,
-        batch: int | None,
         micro_batch: int | None,
         changes: tuple[tuple[str, str], ...],
         where: tuple[tuple[str, str], ...],
         variant: str | None,
         **others: Any,
     ) -> Any:
-        from spbench.bench.measure.scenarios.setting_changes import given
-        from spbench.bench.tools.fit.asked import Asked
-
-        settings: dict[str, Any] = {"seq_len": seq_len, "batch": batch}
-        settings |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        asked = Asked(cluster, gpus, strategy, settings | given(changes), micro_batch, where, variant)
+        sizes = {name: others.pop(name) for name in ("seq_len", "batch")}
+        sizes |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
+        settings = {name: value for name, value in sizes.items() if value is not None} | given(changes)
+        asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant)
         return command(asked=asked, **others)
 
     positive = click.IntRange(min=1)
@@ -105,76 +89,12 @@ def command(
     and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
     fit follow, each proved by a trace: single ones, and pairs where none is enough.
     """
-    from spbench.bench.tools.fit.asked import ask_for, kind_of
-
     if kind_of(subject) == "model":
         ask_for({"--cluster NAME": asked.cluster, "--seq-len N": asked.settings.get("seq_len")}, subject[0])
 
-    from spbench.bench.errors import UserError
-    from spbench.bench.tools.fit import runs
-    from spbench.bench.tools.fit.answers import Answers, within
-    from spbench.bench.tools.fit.fit_report import Help, report  # torch, which mistakes need not wait for
-    from spbench.bench.tools.fit.fit_verdict import Verdict
-    from spbench.bench.tools.fit.proofs import largest, prove
-    from spbench.bench.tools.fit.subject import advise_command
-    from spbench.bench.tools.fit.subject import subject as subject_of
+    from spbench.bench.tools.fit.fit_report import report  # torch, which mistakes need not wait for
+    from spbench.bench.tools.fit.fitting import fitting
 
-    asked_about = subject_of(subject, asked)
     with Progress() as progress:
-        with Answers(runs.examine, jobs) as answers:
-            examined = _examined(asked_about.cells, answers, within(progress.at, 0, _EXAMINED))
-            outcomes = {cell.key: (cell, outcome) for cell, outcome in examined}
-        in_order = [outcomes[cell.key] for cell in asked_about.cells]
-        verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in in_order if outcome.measurement]
-        others = [(cell, outcome.reason) for cell, outcome in in_order if not outcome.measurement]
-        if not verdicts:
-            cell, reason = others[0]
-            raise UserError(f"{cell.key}: {reason}")
-        fullest = min(verdicts, key=lambda each: each.memory.spare_bytes)
-        proofs = sizes = None
-        if suggest or longest or not fullest.fits:
-            with Answers(runs.attempt, jobs) as answers:
-                if suggest or not fullest.fits:
-                    proofs = prove(
-                        fullest.cell, fullest.memory.total_bytes, answers, within(progress.at, _EXAMINED, 1)
-                    )
-                if longest:
-                    progress.now("looking for the longest length and the largest micro-batch")
-                    sizes = largest(fullest.cell, answers)
-    files = _drawn(fullest, figure, snapshot)
-    code = int(must_fit and (bool(others) or not fullest.fits))
-    helping = Help(proofs, sizes, asked_about.job, advise_command(subject, fullest.cell, asked))
-    return report(verdicts, others, fullest, helping, asked_about.remarks, files, code)
-
-
-def _examined(cells: Sequence[Cell], answers: Answers, say: Say) -> Iterator[tuple[Cell, Outcome]]:
-    from spbench.bench.tools.fit.stages import OneStage, stages_beside
-
-    beside = stages_beside(cells, answers.jobs)
-    say("tracing a step", 0)
-    done = 0
-    for cell, outcome in answers([*beside[:1], *cells, *beside[1:]]):
-        if isinstance(cell, OneStage):
-            continue  # whoever examines the cell finds the trace, or what is wrong with it
-        done += 1
-        say(f"{cell.key}: {outcome.status}", done / len(cells))
-        if outcome.status in ("failed", "timeout"):
-            raise RuntimeError(f"{cell.key}: {outcome.reason}")
-        yield cell, outcome
-
-
-def _drawn(fullest: Verdict, figure: Path | None, snapshot: Path | None) -> list[Path]:
-    files = []
-    if figure is not None:
-        from spbench.plots.fit_and_advise import draw_memory
-
-        files.append(
-            draw_memory(
-                fullest.anatomy, fullest.measurement["usable_memory_bytes"], str(fullest.cell.key), figure
-            )
-        )
-    if snapshot is not None:
-        from spbench.bench.tools.fit.snapshot import write_snapshot
-
-        files.append(write_snapshot(fullest.cell, fullest.anatomy["ranks"][0], snapshot))
-    return files
+        answer = fitting(subject, asked, progress.at, jobs, suggest, longest)
+    return report(answer, answer.written(figure, snapshot), must_fit)

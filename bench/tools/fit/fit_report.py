@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell
 from spbench.bench.command_line.memory_table import memory_table
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Column, Output, Table, records
 from spbench.bench.measure.scenarios.setting_changes import written
 from spbench.bench.measure.trust.bands import (
     PEAK,
@@ -19,10 +19,12 @@ from spbench.bench.measure.trust.bands import (
     shown_band,
     with_band,
 )
-from spbench.bench.tools.fit.fit_verdict import Verdict, gib, moment_text
-from spbench.bench.tools.fit.proofs import Proof, Proofs
+from spbench.bench.tools.fit.anatomy import plain
+from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
+from spbench.bench.tools.fit.fitting import Fitting
+from spbench.bench.tools.fit.proofs import Proofs
 from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
-from spbench.bench.units import shown_price
+from spbench.bench.units import card_gib, shown_price, shown_share
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002
@@ -38,185 +40,145 @@ NOT_MODELLED = (
 )
 
 
-@dataclass(frozen=True)
-class Help:
-    """What may help.
-
-    Attributes:
-        proofs: changes of the fullest cell; None: not asked for.
-        sizes: as :func:`largest`; None: not asked for.
-        job: the kind of job whose arguments changes are also told in; "": of none.
-        advise: the command line that searches for another layout.
-    """
-
-    proofs: Proofs | None = None
-    sizes: Mapping[str, Any] | None = None
-    job: str = ""
-    advise: str = ""
-
-
-def report(
-    verdicts: Sequence[Verdict],
-    others: Sequence[tuple[Cell, str]],
-    fullest: Verdict,
-    helping: Help,
-    remarks: Sequence[str],
-    files: Sequence[Path],
-    code: int,
-) -> Output:
-    """The answer for people and for programs.
-
-    Args:
-        others: cells that cannot run, with the reasons.
-        fullest: the verdict with the least room, which is shown in detail.
-        remarks: on how the cells were made.
-    """
-    errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(_backend(fullest), quantity))]
+def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
+    """The answer for people and for programs; ``must_fit``: with the exit code 1 where something does not
+    fit."""
+    fullest, proofs = answer.fullest, answer.proofs
+    backend = fullest.cell.training.backend
+    errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
     sections: list[Table | str] = []
     details: list[Table | str] = []
-    if len(verdicts) + len(others) > 1:
-        sections.append(_cells_table(verdicts, others))
-        sections.append(f"the fullest: {fullest.cell.key}")
-    sections.append("\n".join([str(fullest), *_first_change(fullest, helping)]))
-    sections += [*_help(fullest, helping), *_holding(fullest)]
+    if len(answer.verdicts) + len(answer.others) > 1:
+        sections += [_cells_table(answer), f"the fullest: {fullest.cell.key}"]
+    sections.append("\n".join([str(fullest), *_first_change(answer)]))
+    sections += [*_help(answer), *_holding(fullest)]
     # where it does not fit, what would help takes the place of what is there
     (sections if fullest.fits else details).append(_parts(fullest))
-    timed = [proof.measurement for proof in helping.proofs.found] if helping.proofs else []
-    if priced_by := priced_by_in_words([fullest.measurement, *timed] if timed else []):
+    timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
+    if priced_by := priced_by_in_words([each.measurement for each in timed]):
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(NOT_MODELLED)}")
-    records = [
-        *(verdict.record() for verdict in verdicts),
-        *({"cell": cell.key, "fits": None, "reason": reason} for cell, reason in others),
-    ]
+    cells = records(VERDICT_COLUMNS, answer.verdicts)
+    cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
-        "fits": not others and all(verdict.fits for verdict in verdicts),
-        "cells": records,
+        "fits": answer.fits,
+        "cells": cells,
         "detail": {
             "cell": fullest.cell.key,
-            **{name: value for name, value in fullest.anatomy.items() if name != "curve"},
+            **{name: value for name, value in plain(fullest.anatomy).items() if name != "curve"},
             "priced_by": fullest.measurement.get("priced_by") or [],
             "by_class": fullest.measurement["by_class"],
         },
-        "suggestions": helping.proofs and _as_data(fullest, helping, helping.proofs),
-        "largest": helping.sizes,
+        "suggestions": proofs and _suggestions(answer, proofs),
+        "largest": answer.sizes and asdict(answer.sizes),
         "errors": [vars(each) for each in errors],
         "not_modelled": list(NOT_MODELLED),
-        "remarks": list(remarks),
+        "remarks": list(answer.subject.remarks),
         "files": [str(path) for path in files],
     }
-    return Output(sections, content, records, notes=remarks, files=files, code=code, details=details)
+    code = int(must_fit and not answer.fits)
+    return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
 
 
-def _as_data(fullest: Verdict, helping: Help, proofs: Proofs) -> dict[str, Any]:
-    """The changes for programs."""
-    now_s = fullest.measurement["step_time_s"]
-    return {
-        "found": [
-            {**proof.line(now_s), "flags": str(_flags(fullest, proof, helping) or "")}
-            for proof in proofs.found
-        ],
-        "tried": proofs.tried,
-        "pairs_tried": proofs.pairs_tried,
-        "closest": proofs.closest and proofs.closest.line(now_s),
-        "advise": helping.advise,
-    }
+# -- what is there -------------------------------------------------------------------------------------------
 
 
-def _backend(verdict: Verdict) -> str:
-    return verdict.cell.training.backend
-
-
-def _cells_table(verdicts: Sequence[Verdict], others: Sequence[tuple[Cell, str]]) -> Table:
+def _cells_table(answer: Fitting) -> Table:
     lines = [
         {
             "cell": each.cell.key,
             "fits": "yes" if each.fits else "no",
-            "needs GiB": gib(each.memory.total_bytes),
-            "spare GiB": _signed_gib(each.memory.spare_bytes),
+            "needs GiB": card_gib(each.memory.total_bytes),
+            "spare GiB": card_gib(each.memory.spare_bytes),
             "on": each.where,
         }
-        for each in verdicts
+        for each in answer.verdicts
     ]
     lines += [
         {"cell": cell.key, "fits": "-", "needs GiB": "", "spare GiB": "", "on": reason}
-        for cell, reason in others
+        for cell, reason in answer.others
     ]
     return Table("Which cells fit", lines, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
 
 
-def _signed_gib(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else ''}{gib(abs(nbytes))}"
-
-
 def _holding(verdict: Verdict) -> Iterator[Table | str]:
     """The number that decides, beside others that programs show; and of what kinds the peak is."""
-    anatomy = verdict.anatomy
+    anatomy, memory = verdict.anatomy, verdict.memory
+    context, nccl = (
+        "unknown" if nbytes is None else card_gib(nbytes)
+        for nbytes in (memory.context_bytes, memory.nccl_bytes)
+    )
+    least = f"least of PyTorch {card_gib(memory.tensors_bytes)}, CUDA context {context}, NCCL {nccl}"
+    numbers = (
+        ("needed", memory.total_bytes, least),
+        ("allocated", anatomy.peak_memory_bytes, "torch.cuda.max_memory_allocated"),
+        ("reserved", anatomy.reserved_memory_bytes, "torch.cuda.max_memory_reserved where room is ample"),
+        ("nvidia-smi", verdict.shown_by_nvidia_smi, "reserved on this card, CUDA context, NCCL"),
+    )
+    lines = [{"memory": what, "GiB": card_gib(nbytes), "of": meaning} for what, nbytes, meaning in numbers]
     title = "Memory of the fullest ranks: what is needed decides"
-    yield Table(title, [*_numbers(verdict)], ("GiB", "memory"), below=("of",))
-    least = _SMALL * anatomy["peak_memory_bytes"]
-    held = (f"{name.replace('_', ' ')} {gib(n)}" for name, n in anatomy["held"].items() if n > least)
-    yield f"allocated at the peak: {', '.join(held)}"
+    yield Table(title, lines, ("GiB", "memory"), below=("of",))
+    shown = ((name, n) for name, n in anatomy.held.items() if n > _SMALL * anatomy.peak_memory_bytes)
+    held = ", ".join(f"{name.replace('_', ' ')} {card_gib(n)}" for name, n in shown)
+    yield f"allocated at the peak: {held}"
     if on_host := verdict.on_host():
         yield on_host
 
 
-def _numbers(verdict: Verdict) -> Iterator[dict[str, Any]]:
-    """Four numbers of one memory, the one that decides first."""
-    anatomy, memory = verdict.anatomy, verdict.memory
-    context, nccl = (
-        "unknown" if nbytes is None else gib(nbytes) for nbytes in (memory.context_bytes, memory.nccl_bytes)
-    )
-    of_needed = f"least of PyTorch {gib(memory.tensors_bytes)}, CUDA context {context}, NCCL {nccl}"
-    for what, nbytes, meaning in (
-        ("needed", memory.total_bytes, of_needed),
-        ("allocated", anatomy["peak_memory_bytes"], "torch.cuda.max_memory_allocated"),
-        ("reserved", anatomy["reserved_memory_bytes"], "torch.cuda.max_memory_reserved where room is ample"),
-        ("nvidia-smi", verdict.shown_by_nvidia_smi, "reserved on this card, CUDA context, NCCL"),
-    ):
-        yield {"memory": what, "GiB": gib(nbytes), "of": meaning}
-
-
 def _parts(verdict: Verdict) -> Table:
     """What holds the peak, by kind and the module in whose forward or backward it was made."""
-    anatomy = verdict.anatomy
-    lines = [
-        {
-            "what": part["kind"].replace("_", " ") or "others",
-            "made in": part["module"] or None,
-            "tensors": part["tensors"],
-            "GiB": gib(part["bytes"]),
-            "share": f"{part['bytes'] / anatomy['peak_memory_bytes']:.0%}",
-        }
-        for part in anatomy["parts"]
+    peak = verdict.anatomy.peak_memory_bytes
+    columns = [
+        Column("what", "kind", lambda kind: kind.replace("_", " ") or "others"),
+        Column("made in", "module", lambda module: module or None),
+        Column("tensors", "tensors"),
+        Column("GiB", "bytes", card_gib),
+        Column("share", "share", shown_share, of=lambda part: part.bytes / peak),
     ]
-    return Table(f"What holds the peak ({moment_text(anatomy['moment'])})", lines, most=_PARTS)
+    title = f"What holds the peak ({verdict.anatomy.moment})"
+    return Table.of(title, columns, verdict.anatomy.parts, most=_PARTS)
 
 
-def _first_change(verdict: Verdict, helping: Help) -> Iterator[str]:
+# -- what would help -----------------------------------------------------------------------------------------
+
+
+def _settings(verdict: Verdict) -> str:
+    return written(verdict.change.settings) if verdict.change else ""
+
+
+def _first_change(answer: Fitting) -> Iterator[str]:
     """The line on the fastest change that makes it fit, where it does not."""
-    if helping.proofs is None or verdict.fits:
+    if answer.proofs is None or answer.fullest.fits:
         return
-    if not helping.proofs.found:
-        yield f"no change makes it fit: {_tried(helping.proofs)}"
+    if not answer.proofs.fitting:
+        yield f"no change makes it fit: {_tried(answer.proofs)}"
         return
-    first = helping.proofs.found[0]
-    price = _price(verdict, first)
-    told = f"{gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
-    flags = str(_flags(verdict, first, helping) or "")
-    yield f"makes it fit: {flags or '--set ' + written(first.change.settings)} ({told})"
+    first = answer.proofs.fitting[0]
+    price = _price(answer, first)
+    room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
+    yield f"makes it fit: {_flags(answer, first) or '--set ' + _settings(first)} ({room})"
 
 
-def _price(verdict: Verdict, proof: Proof) -> str:
-    ratio = proof.line(verdict.measurement["step_time_s"])["relative_step_time"]
-    return shown_price(ratio) if ratio else ""
+def _price(answer: Fitting, verdict: Verdict) -> str | None:
+    ratio = verdict.price(answer.fullest)
+    return shown_price(ratio) if ratio else None
 
 
-def _flags(verdict: Verdict, proof: Proof, helping: Help) -> FlagChanges | None:
+def _changed_flags(answer: Fitting, verdict: Verdict) -> FlagChanges | None:
     """The change in the job's own arguments; None: it is of no job, or one that is not written."""
-    return flag_changes(verdict.cell, proof.cell, helping.job) if helping.job else None
+    job = answer.subject.job
+    return flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
+
+
+def _flags(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
+    """The change in the job's own arguments; "" where there are none, or with ``lack`` what the program has
+    not."""
+    flags = _changed_flags(answer, verdict)
+    if flags is not None and flags.missing and lack:
+        return f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
+    return str(flags or "")
 
 
 def _tried(proofs: Proofs) -> str:
@@ -224,48 +186,63 @@ def _tried(proofs: Proofs) -> str:
     return f"{proofs.tried} single ones{pairs} tried"
 
 
-def _help(verdict: Verdict, helping: Help) -> Iterator[Table | str]:
+def _help(answer: Fitting) -> Iterator[Table | str]:
     """The changes that help, and the largest sizes that fit."""
-    if (proofs := helping.proofs) is not None:
-        what = "take less memory" if verdict.fits else "make it fit"
-        if proofs.found:
+    if (proofs := answer.proofs) is not None:
+        what = "take less memory" if answer.fullest.fits else "make it fit"
+        if proofs.fitting:
+            shown = [
+                Column("--set", "set", of=_settings),
+                Column("flags", "flags", of=lambda verdict: _flags(answer, verdict, lack=True) or None),
+                Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
+                Column("spare GiB", "spare_bytes", card_gib, attrgetter("memory.spare_bytes")),
+                Column("step", "step_time_s", of=_step),
+                Column("step, relative", "price", of=lambda verdict: _price(answer, verdict)),
+                Column("what", "what", of=attrgetter("change.words")),
+            ]
             title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
-            columns = ("needs GiB", "spare GiB", "step", "step, relative")
-            lines = [*_change_lines(verdict, helping, proofs)]
-            yield Table(title, lines, columns, below=("--set", "flags", "what"), most=_CHANGES)
+            important = ("needs GiB", "spare GiB", "step", "step, relative")
+            below = ("--set", "flags", "what")
+            yield Table.of(title, shown, proofs.fitting, important=important, below=below, most=_CHANGES)
         elif proofs.closest is not None:
-            yield _closest(verdict, proofs.closest)
-        yield f"for another layout: {helping.advise}"
-    if (sizes := helping.sizes) is not None:
-        length, batch = sizes["seq_len"], sizes["micro_batch"]
-        whole = f" (batch {sizes['batch']})" if batch else ""
+            yield _closest(answer, proofs.closest)
+        yield f"for another layout: {answer.advise}"
+    if (sizes := answer.sizes) is not None:
+        whole = f" (batch {sizes.batch})" if sizes.micro_batch else ""
         yield (
-            f"the longest length that fits: {length or 'none'}; the largest micro-batch: {batch or 'none'}"
-            f"{whole}; each with all else as it is"
+            f"the longest length that fits: {sizes.seq_len or 'none'}; "
+            f"the largest micro-batch: {sizes.micro_batch or 'none'}{whole}; each with all else as it is"
         )
 
 
-def _closest(verdict: Verdict, near: Proof) -> str:
-    price = _price(verdict, near)
-    needs = f"{gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
-    return f"the nearest, --set {written(near.change.settings)}, needs {needs}: --set it, and ask again"
+def _closest(answer: Fitting, near: Verdict) -> str:
+    price = _price(answer, near)
+    needs = f"{card_gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
+    return f"the nearest, --set {_settings(near)}, needs {needs}: --set it, and ask again"
 
 
-def _change_lines(verdict: Verdict, helping: Help, proofs: Proofs) -> Iterator[dict[str, Any]]:
-    for proof in proofs.found:
-        flags = _flags(verdict, proof, helping)
-        lacking = flags and f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
-        yield {
-            "--set": written(proof.change.settings),
-            "flags": flags and (str(flags) or lacking),
-            "needs GiB": gib(proof.memory.total_bytes),
-            "spare GiB": _signed_gib(proof.memory.spare_bytes),
-            "step": _step(proof.cell, proof.measurement),
-            "step, relative": _price(verdict, proof) or None,
-            "what": proof.change.words,
-        }
-
-
-def _step(cell: Cell, measurement: Mapping[str, Any]) -> str:
-    row = {"cell": cell.model_dump(), "measurement": measurement}
+def _step(verdict: Verdict) -> str:
+    row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
     return shown_band(with_band(row)["measurement"]) or "not timed"
+
+
+def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
+    """The changes for programs."""
+    of_change = [
+        Column("--set", "set", of=_settings),
+        *columns(what="change.words", other_job="change.other_job", cell="cell.key"),
+        Column("fits", "fits", of=lambda verdict: verdict.measurement["status"] == "ok"),
+        *MEMORY_COLUMNS,
+        Column("peak", "peak_memory_bytes", of=lambda verdict: verdict.measurement["peak_memory_bytes"]),
+        *columns(step_time_s="step_s"),
+        Column("price", "relative_step_time", of=lambda verdict: verdict.price(answer.fullest)),
+    ]
+    flags = Column("flags", "flags", of=lambda verdict: _flags(answer, verdict))
+    closest = records(of_change, [proofs.closest] if proofs.closest else [])
+    return {
+        "found": records([*of_change, flags], proofs.fitting),
+        "tried": proofs.tried,
+        "pairs_tried": proofs.pairs_tried,
+        "closest": closest[0] if closest else None,
+        "advise": answer.advise,
+    }

@@ -1,35 +1,90 @@
-"""Whether a cell fits, and by how much: what the measurement of :func:`examine` says in words and numbers."""
+"""Whether a cell fits, and by how much: the measurement of a cell, as it is or with a change, in numbers and
+words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, groupby
+from operator import attrgetter
 from typing import Any
 
-from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.tools.fit.answers import FIT
-from spbench.bench.tools.fit.card_memory import CardMemory, card_memory
+from pydantic import TypeAdapter
 
-_GIB = 2**30
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.output import Column
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.usable_memory import exchange_memory_bytes
+from spbench.bench.tools.fit.anatomy import ANATOMY, Anatomy
+from spbench.bench.tools.fit.suggestions import Change
+from spbench.bench.units import card_gib
+
+_ANATOMY = TypeAdapter(Anatomy)
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """Bytes of a card and what a rank needs of them.
+
+    Attributes:
+        card_bytes: all of the card's memory.
+        tensors_bytes: the least that PyTorch's allocator must reserve to serve the rank.
+        context_bytes: what the CUDA context takes; None: not known, and counted as none.
+        nccl_bytes: what NCCL's buffers for all-to-alls take; None: not known, and counted as none.
+    """
+
+    card_bytes: int
+    tensors_bytes: int
+    context_bytes: int | None
+    nccl_bytes: int | None
+
+    @property
+    def outside_bytes(self) -> int:
+        """What is known to be taken outside PyTorch's allocator."""
+        return (self.context_bytes or 0) + (self.nccl_bytes or 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """What the card must have: the number that decides."""
+        return self.tensors_bytes + self.outside_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What the card has beyond the total; negative: what is missing."""
+        return self.card_bytes - self.total_bytes
+
+
+def card_memory(cell: Cell, measurement: Mapping[str, Any], tensors_bytes: int) -> CardMemory:
+    """The memory of a cell's cards beside what one of its ranks needs.
+
+    Args:
+        measurement: of the cell on a cluster with a limit; ``usable_memory_bytes`` is what tensors can have.
+        tensors_bytes: the least that the allocator must reserve for the rank.
+    """
+    context: int | None = load_cluster(cell.cluster).device.memory_context_bytes.value
+    nccl = exchange_memory_bytes(cell)
+    usable: int = measurement["usable_memory_bytes"]
+    return CardMemory(usable + (context or 0) + (nccl or 0), tensors_bytes, context, nccl)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a cell that was examined.
+    """A cell that was measured by :func:`examine` or :func:`attempt`.
 
     Attributes:
-        measurement: of :func:`examine`, as rows have it.
+        measurement: as rows have it.
+        change: by which the cell differs from the one that was asked about; None: it is that.
     """
 
     cell: Cell
     measurement: Mapping[str, Any]
+    change: Change | None = None
 
-    @property
-    def anatomy(self) -> Mapping[str, Any]:
-        """As :class:`Anatomy`, of the ranks that are closest to not fitting, or furthest beyond."""
-        found: Mapping[str, Any] = self.measurement["meters"][FIT]
-        return found
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """The memory of the ranks that are closest to not fitting, or furthest beyond."""
+        return _ANATOMY.validate_python(self.measurement["meters"][ANATOMY])
 
     @property
     def fits(self) -> bool:
@@ -41,10 +96,33 @@ class Verdict:
         """Whether all ranks fit their devices."""
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
-    @property
+    @cached_property
     def memory(self) -> CardMemory:
-        """What the card has and must have, on the fullest ranks."""
-        return card_memory(self.cell, self.measurement, self.anatomy["least_usable_bytes"])
+        """What the card has and must have, on the fullest ranks; by the guessed peak, where the cell was not
+        traced whole."""
+        traced = ANATOMY in (self.measurement.get("meters") or {})
+        needed = self.anatomy.least_usable_bytes if traced else self.measurement["peak_memory_bytes"]
+        return card_memory(self.cell, self.measurement, needed)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; None: it has no time."""
+        return self.measurement.get("step_time_s")
+
+    def price(self, before: Verdict) -> float | None:
+        """The step time over that of the cell without the change; None: one of the two has none."""
+        return self.step_s / before.step_s if self.step_s and before.step_s else None
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit or has no time, as rows have it."""
+        reason: str = self.measurement["reason"]
+        return reason
+
+    @property
+    def node_host_memory_bytes(self) -> int | None:
+        """Bytes that the ranks of a node hold in its host's memory; None: they hold none."""
+        return self.measurement.get("node_host_memory_bytes")
 
     @property
     def setup_alone(self) -> bool:
@@ -54,86 +132,75 @@ class Verdict:
     @property
     def where(self) -> str:
         """The fullest ranks, their pipeline stage, and when, in words."""
-        stage = self.anatomy["stage"]
-        at = "" if stage is None else f"stage {stage}, "
-        return f"{ranks_text(self.anatomy['ranks'])} ({at}{moment_text(self.anatomy['moment'])})"
+        at = "" if self.anatomy.stage is None else f"stage {self.anatomy.stage}, "
+        return f"{ranks_text(self.anatomy.ranks)} ({at}{self.anatomy.moment})"
 
     def __str__(self) -> str:
         """The first lines of an answer: yes or no and by how much, and then the fullest ranks."""
         memory = self.memory
-        needs = f"(needs {gib(memory.total_bytes)} of {gib(memory.card_bytes)} GiB)"
+        needs = f"(needs {card_gib(memory.total_bytes)} of {card_gib(memory.card_bytes)} GiB)"
         at = f"on the fullest, {self.where}"
         if self.fits:
-            return f"fits: yes, {gib(memory.spare_bytes)} GiB to spare {needs}\n{at}"
+            return f"fits: yes, {card_gib(memory.spare_bytes)} GiB to spare {needs}\n{at}"
         if self.devices_fit:
-            return f"fits: no, {self.measurement['reason']}"
+            return f"fits: no, {self.reason}"
         at = f"the steps fit, set-up does not: {at}" if self.setup_alone else at
-        return f"fits: no, {gib(-memory.spare_bytes)} GiB are missing {needs}\n{at}"
+        return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}\n{at}"
 
     @property
     def shown_by_nvidia_smi(self) -> int:
         """Bytes that nvidia-smi would show for the fullest ranks, as far as they are known."""
-        memory = self.memory
-        reserved = min(self.anatomy["reserved_memory_bytes"], self.measurement["usable_memory_bytes"])
-        return int(reserved) + memory.outside_bytes
+        reserved = min(self.anatomy.reserved_memory_bytes, self.measurement["usable_memory_bytes"])
+        return int(reserved) + self.memory.outside_bytes
 
     def on_host(self) -> str:
         """A line on what ranks hold in the memory of their hosts; "" where they hold nothing."""
-        node = self.measurement.get("node_host_memory_bytes")
-        if not node:
+        if not (node := self.node_host_memory_bytes):
             return ""
         total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
-        has = "has no limit that is known" if total is None else f"has {gib(total)} GiB"
-        most = gib(self.measurement["peak_host_memory_bytes"])
-        return f"on the host: {most} GiB of a rank, {gib(node)} GiB of the ranks of a node, which {has}"
-
-    def record(self) -> dict[str, Any]:
-        """The answer in a line, for programs."""
-        anatomy, memory = self.anatomy, self.memory
-        moment = anatomy["moment"]
-        return {
-            "cell": self.cell.key,
-            "fits": self.fits,
-            **memory.record(),
-            "peak_memory_bytes": anatomy["peak_memory_bytes"],
-            "reserved_memory_bytes": anatomy["reserved_memory_bytes"],
-            "nvidia_smi_bytes": self.shown_by_nvidia_smi,
-            "node_host_memory_bytes": self.measurement.get("node_host_memory_bytes"),
-            "ranks": ranks_text(anatomy["ranks"]).removeprefix("ranks ").removeprefix("rank "),
-            "stage": anatomy["stage"],
-            "step": moment["step"],
-            "phase": moment["phase"],
-            "micro_batch": moment["micro_batch"],
-            "module": moment["module"],
-            "step_time_s": self.measurement["step_time_s"],
-            "reason": self.measurement["reason"],
-        }
+        has = "has no limit that is known" if total is None else f"has {card_gib(total)} GiB"
+        most = card_gib(self.measurement["peak_host_memory_bytes"])
+        return f"on the host: {most} GiB of a rank, {card_gib(node)} GiB of the ranks of a node, which {has}"
 
 
-def gib(nbytes: float) -> str:
-    """Bytes as GiB: one digit after the point, two below 10, three significant ones below 1."""
-    value = nbytes / _GIB
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+def columns(**paths: str) -> list[Column]:
+    """Columns for programs: by field, the dotted path of an attribute."""
+    return [Column(field, field, of=attrgetter(path)) for field, path in paths.items()]
 
 
-def moment_text(moment: Mapping[str, Any]) -> str:
-    """A :class:`Moment` in words."""
-    words = f"step {moment['step']}, {moment['phase']}" if moment["step"] else str(moment["phase"])
-    if moment["micro_batches"] > 1:
-        words += f" {moment['micro_batch']} of {moment['micro_batches']}"
-    return words + (f", in {moment['module']}" if moment["module"] else "")
+#: what a card has and must have, for programs
+MEMORY_COLUMNS = columns(
+    total_bytes="memory.total_bytes", card_bytes="memory.card_bytes", spare_bytes="memory.spare_bytes"
+)
+#: the answer on a cell in a line, for programs
+VERDICT_COLUMNS = [
+    *columns(cell="cell.key", fits="fits"),
+    *MEMORY_COLUMNS,
+    *columns(
+        peak_memory_bytes="anatomy.peak_memory_bytes",
+        reserved_memory_bytes="anatomy.reserved_memory_bytes",
+        nvidia_smi_bytes="shown_by_nvidia_smi",
+        node_host_memory_bytes="node_host_memory_bytes",
+    ),
+    Column("ranks", "ranks", of=lambda verdict: ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]),
+    *columns(
+        stage="anatomy.stage",
+        step="anatomy.moment.step",
+        phase="anatomy.moment.phase",
+        micro_batch="anatomy.moment.micro_batch",
+        module="anatomy.moment.module",
+        step_time_s="step_s",
+        reason="reason",
+    ),
+]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks as "ranks 0-7, 16-23", "ranks 0, 8, ..., 56" or "rank 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    places = count()
+    runs = [[*run] for _, run in groupby(sorted(ranks), lambda rank: rank - next(places))]
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     if len(texts) > 4:
         texts = [*texts[:2], "...", texts[-1]]

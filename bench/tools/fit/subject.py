@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.attention_kernels import usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
 from spbench.bench.measure.scenarios.choices import names, refusal
 from spbench.bench.measure.scenarios.expand import Problem, expand
 from spbench.bench.measure.scenarios.scenario import load_scenario
@@ -20,10 +23,13 @@ from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.scenarios.setting_changes import changed, written
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.suggestions import usual_strategies
-from spbench.bench.tools.fit.usual_attention import ATTENTION, with_usual_attention
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.impls.axes import MESH_AXES, unused_axes
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
 
+#: the option that says the attention kernel, and its value that says none
+ATTENTION, _NONE_SAID = "model_options.attention", "flash"
 #: of a model with sizes: Adam makes its moments in the first step
 _TRAINING = {"moments": "later", "steps": 2}
 _PRECISION = "bf16"
@@ -106,7 +112,7 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     if strategy not in names("strategy"):
         return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
     for axis in unused_axes(strategy_axes(strategy), sizes):
-        usual = [each["name"] for each in usual_strategies() if each["axis"] == axis]
+        usual = [name for name, each in usual_strategies().items() if each.axes[0] == axis]
         every = [
             each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
         ]
@@ -182,10 +188,6 @@ def _placed(cell: Cell, settings: Mapping[str, Any]) -> tuple[Cell, dict[str, st
     name = "strategy_options.placement"
     if cell.strategy == "single" or name in settings:
         return cell, {}
-    from spbench.bench.measure.engines.plan import plan
-    from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
-    from spbench.impls.layout import Unsupported
-
     try:
         if not is_uneven_text(cell):
             return cell, {}
@@ -194,6 +196,18 @@ def _placed(cell: Cell, settings: Mapping[str, Any]) -> tuple[Cell, dict[str, st
     except (Unsupported, ValueError):  # what cannot be run is said where it is traced
         return cell, {}
     return zigzag, {name: "zigzag"}
+
+
+def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
+    """The cell with its card's usual attention kernel, where neither its model nor its options say one, and a
+    remark on that; the cell as it is, and "", where they do, or nothing is known of the card."""
+    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
+    has_kernel = is_dataclass(model) and "attention" in {each.name for each in fields(model)}
+    kernel = usual_kernel(device)
+    if not has_kernel or model.attention_kernel != _NONE_SAID or kernel == _NONE_SAID:
+        return cell, ""
+    name = f"attention: not said, so taken: {kernel}, usual on {device.name}"
+    return changed(cell, {ATTENTION: kernel}), f"{name}; --set {ATTENTION}=... changes it"
 
 
 def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:

@@ -4,12 +4,18 @@ declared (:meth:`Options.savings`, :meth:`Model.savings`), of its backend, and o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.impls.backends.backend import Backend
+from spbench.impls.models.model import model_preset
+from spbench.impls.options import Options, Saving, set_options
+from spbench.impls.registries import backend_class, backends, strategies
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.nesting import nesting
 
 
 @dataclass(frozen=True)
@@ -43,57 +49,39 @@ def single_changes(cell: Cell) -> list[Change]:
     ]
 
 
+def dotted(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a section of a cell, such as ``training``, by dotted name."""
+    return {f"{section}.{name}": value for name, value in options.items()}
+
+
 def savings_of(cell: Cell) -> list[Change]:
     """The changes that the options of its model, strategy and backend declare, and other backends."""
     training = cell.training
-    savings = _savings(
-        cell.model_dump(mode="json", include={"model", "model_options", "model_config_json"}),
-        cell.strategy,
-        cell.strategy_options,
-        training.backend,
-        dict(training.backend_options),
-        cell.sizes.pp * training.virtual_stages,
-    )
-    return [Change(each["settings"], each["words"]) for each in savings]
 
+    def changes(section: str, savings: Iterable[Saving]) -> list[Change]:
+        return [Change(dotted(section, each.options), each.words) for each in savings]
 
-def _savings(
-    model: Mapping[str, Any],
-    strategy: str,
-    strategy_options: Mapping[str, Any],
-    backend: str,
-    backend_options: Mapping[str, Any],
-    stages: int,
-) -> list[dict[str, Any]]:
-    """``settings`` and ``words`` of what the options and the backends declare."""
-    from spbench.impls.models.model import model_preset
-    from spbench.impls.options import Options, Saving, set_options
-    from spbench.impls.registries import backends
-    from spbench.impls.strategies.nesting import nesting
-
-    def of(section: str, savings: Iterator[Saving]) -> list[dict[str, Any]]:
-        return [
-            {"settings": {f"{section}.{name}": v for name, v in each.options.items()}, "words": each.words}
-            for each in savings
-        ]
-
-    preset = model_preset(model["model"], model.get("model_options"), model.get("model_config_json"))
-    found = of("model_options", preset.savings(stages))
-    nested = nesting(strategy)
-    chosen = set_options(nested.options_type(), strategy_options, strategy)
+    model = model_preset(*cell.model_arguments)
+    declared = changes("model_options", model.savings(cell.sizes.pp * training.virtual_stages))
+    nested = nesting(cell.strategy)
+    chosen = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
     for kind in dict.fromkeys(cls.options_type for cls in nested.classes):
         own: Options = kind(**{each.name: getattr(chosen, each.name) for each in fields(kind)})
-        found += of("strategy_options", own.savings())
-    known = backends()
-    here = known[backend]
-    found += of("training", set_options(here.options_type(), backend_options, backend).savings())
-    if here.shares_out is not None:
-        for name, other in sorted(known.items(), key=lambda item: len(item[1].shares_out or ())):
-            if other.shares_out is not None and here.shares_out < other.shares_out and not backend_options:
-                shared = ", ".join(sorted(other.shares_out)).replace("_", " ")
-                words = f"shares out among replicas: {shared}"
-                found.append({"settings": {"training.backend": name}, "words": words})
-    return found
+        declared += changes("strategy_options", own.savings())
+    here = backend_class(training.backend)
+    options = set_options(here.options_type(), training.backend_options, training.backend)
+    return [*declared, *changes("training", options.savings()), *_of_backends(here, training)]
+
+
+def _of_backends(here: type[Backend], training: TrainingOptions) -> Iterator[Change]:
+    """The backends that share out more than this one, where it has no options, those that share out least
+    first."""
+    if here.shares_out is None or training.backend_options:
+        return
+    for name, other in sorted(backends().items(), key=lambda item: len(item[1].shares_out or ())):
+        if other.shares_out is not None and here.shares_out < other.shares_out:
+            shared = ", ".join(sorted(other.shares_out)).replace("_", " ")
+            yield Change({"training.backend": name}, f"shares out among replicas: {shared}")
 
 
 def _of_step(cell: Cell) -> Iterator[Change]:
@@ -110,28 +98,22 @@ def _of_step(cell: Cell) -> Iterator[Change]:
 
 
 def _of_strategies(cell: Cell) -> Iterator[Change]:
-    """Of a cell that divides no sample: the usual strategies, each over two ranks and over a node, that are
+    """The usual strategies, where none divides samples yet, each over two ranks and over a node, which are
     replicas now."""
     if strategy_axes(cell.strategy):
         return
     dp = cell.sizes.dp
     node = min(dp, load_cluster(cell.cluster).devices_per_node)
     for n in sorted({ranks for ranks in (2, node) if ranks > 1 and dp % ranks == 0}, reverse=True):
-        for each in usual_strategies():
-            new = {each["axis"]: n, "dp": dp // n}
-            words = f"{each['summary']}, over {n} ranks"
-            yield Change({"strategy": each["name"], **_divided(cell, new)}, words)
+        for name, strategy in usual_strategies().items():
+            new = {strategy.axes[0]: n, "dp": dp // n}
+            words = f"{strategy.summary}, over {n} ranks"
+            yield Change({"strategy": name, **_divided(cell, new)}, words)
 
 
-def usual_strategies() -> list[dict[str, str]]:
-    """``name``, ``axis`` and ``summary`` of the usual strategies of one axis."""
-    from spbench.impls.registries import strategies
-
-    return [
-        {"name": name, "axis": cls.axes[0], "summary": cls.summary}
-        for name, cls in sorted(strategies().items())
-        if cls.usual and len(cls.axes) == 1
-    ]
+def usual_strategies() -> dict[str, type[Strategy]]:
+    """The usual strategies of one axis, by name."""
+    return {name: cls for name, cls in sorted(strategies().items()) if cls.usual and len(cls.axes) == 1}
 
 
 def _of_sizes(cell: Cell) -> Iterator[Change]:

@@ -77,7 +77,7 @@ class Account:
     remarks: list[str] = field(default_factory=list)
 
     @property
-    def known(self) -> Mapping[str, ProgramArgument]:
+    def program_arguments(self) -> Mapping[str, ProgramArgument]:
         return self.table.arguments
 
     def has(self, name: str) -> bool:
@@ -87,7 +87,7 @@ class Account:
     def value(self, name: str) -> Any:
         """The value of an argument, or its default; the default too where the value is wrong."""
         given = self.given.get(name)
-        return self.known[name].default if given is None or given.wrong else given.value
+        return self.program_arguments[name].default if given is None or given.wrong else given.value
 
     def chosen(self, *names: str) -> tuple[Any, str]:
         """The first value that is there and not "auto", and its key; else the last key's default."""
@@ -179,33 +179,33 @@ class Account:
             yield Argument(given.name, given.text, *self._outcome(name, given))
 
     def _outcome(self, name: str, given: Given) -> tuple[Outcome, str]:
-        known = self.known.get(name)
-        if known is None:
+        argument = self.program_arguments.get(name)
+        if argument is None:
             return "unknown", self._close_to(name)
         if name in self.missing:
             return "refused", self.missing[name]
-        if known.outcome == "no effect":
-            return "no effect", known.detail
+        if argument.outcome == "no effect":
+            return "no effect", argument.detail
         if name in self.made_of:
             return "mapped", "; ".join(dict.fromkeys(self.made_of[name]))
         if name in self.idle:
             return "no effect", self.idle[name]
-        if known.is_default(given.value):
+        if argument.is_default(given.value):
             return "no effect", "is so by default"
-        if name in self.unmodelled or known.outcome == "not modelled":
-            return "not modelled", self.unmodelled.get(name, known.detail)
-        if known.beside and not any(map(self.has, known.beside)):
-            return "no effect", f"of {known.detail}, which the job has not"
-        if known.outcome == "refused":
-            return "refused", f"{known.detail}: not modelled"
+        if name in self.unmodelled or argument.outcome == "not modelled":
+            return "not modelled", self.unmodelled.get(name, argument.detail)
+        if argument.beside and not any(map(self.has, argument.beside)):
+            return "no effect", f"of {argument.detail}, which the job has not"
+        if argument.outcome == "refused":
+            return "refused", f"{argument.detail}: not modelled"
         if self.problems and not self.unasked:
             return "mapped", "not before the job is right"
         return "refused", self.unasked or "nothing here has it"
 
     def _close_to(self, name: str) -> str:
         """The end of an error about an unknown argument: `` (did you mean ...?)``, or nothing."""
-        close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.8)
-        close = close or [known for known in self.known if known.startswith(name)][:1]
+        close = difflib.get_close_matches(name, self.program_arguments, n=1, cutoff=0.8)
+        close = close or [each for each in self.program_arguments if each.startswith(name)][:1]
         return f" (did you mean {close[0]}?)" if close else ""
 
     def job(
@@ -242,10 +242,10 @@ def key_account(
     table: ArgumentTable, values: Iterable[tuple[str, Any]], counts: Callable[[str], bool] = bool
 ) -> Account:
     """The account of the keys of configuration files, of those that count, of which nothing was made yet."""
-    known, given = table.arguments, {}
+    given = {}
     for name, value in values:
         if counts(name):
-            wrong = known[name].wrong(value) if name in known else ""
+            wrong = table.arguments[name].wrong(value) if name in table.arguments else ""
             given[name] = Given(name, value, f"= {shown(value)}", wrong)
     problems = [f"{name}: {each.wrong}" for name, each in given.items() if each.wrong]
     return Account(table=table, given=given, problems=problems)

@@ -211,14 +211,14 @@ def may_move(what: str, because: str) -> str:
 
 
 def flat(
-    content: Mapping[str, Any], known: Mapping[str, ProgramArgument], above: str = ""
+    content: Mapping[str, Any], arguments: Mapping[str, ProgramArgument], above: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """The values of nested mappings by the names of their keys, with dots between."""
     for key, value in content.items():
         name = f"{above}{key}"
-        as_one = name in known and {"map", "any"} & {*known[name].takes.split("/")}
+        as_one = name in arguments and {"map", "any"} & {*arguments[name].takes.split("/")}
         if isinstance(value, Mapping) and not as_one:
-            yield from flat(value, known, f"{name}.")
+            yield from flat(value, arguments, f"{name}.")
         else:
             yield name, value
 

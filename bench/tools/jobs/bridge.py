@@ -71,10 +71,12 @@ def bridge_table() -> ArgumentTable:
 
 def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
     """Keys that have the outcome of Megatron-LM's argument of their name."""
-    known = argument_table("megatron").arguments
+    of_megatron = argument_table("megatron").arguments
     for key in arguments_of(words, "", "mapped"):
         word = key.name.rpartition(".")[2].replace("_", "-")
-        argument = next(a for prefix in ("", "no-", "disable-") if (a := known.get(f"--{prefix}{word}")))
+        argument = next(
+            a for prefix in ("", "no-", "disable-") if (a := of_megatron.get(f"--{prefix}{word}"))
+        )
         outcome, detail = argument.outcome, argument.detail
         if argument.beside:  # without effect where none of the others is given, which are refused
             outcome, detail = "no effect", f"of {detail}, whose own key is refused"
@@ -96,24 +98,24 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: a file is damaged.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    contents: dict[str, Mapping[str, Any]] = {}
     for file in files.files:
         content = mapping_in(file) or {}
         if "model_type" in content:
-            found["config"] = content
+            contents["config"] = content
         elif isinstance(content.get("model", {}), dict) and len(_SECTIONS & {*content}) >= 2:
-            found["bridge"] = content
+            contents["bridge"] = content
         else:
             return None
-    if "bridge" not in found or len(found) != len(files.files):
+    if "bridge" not in contents or len(contents) != len(files.files):
         return None
-    return _job(found["bridge"], found.get("config"), files)
+    return _job(contents["bridge"], contents.get("config"), files)
 
 
 def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: JobFiles) -> Job:
-    known = bridge_table().arguments
-    k = key_account(bridge_table(), flat(content, known), lambda name: not name.endswith("_target_"))
-    values = {name: key.default for name, key in known.items() if key.outcome == "mapped"}
+    table = bridge_table()
+    k = key_account(table, flat(content, table.arguments), lambda name: not name.endswith("_target_"))
+    values = {name: key.default for name, key in table.arguments.items() if key.outcome == "mapped"}
     from_config = _from_config(k, config)
     values |= from_config | {name: k.value(name) for name in k.given if name in values}
     given = _as_arguments(k, values, from_config)
@@ -140,20 +142,20 @@ def _from_config(k: Account, config: Mapping[str, Any] | None) -> dict[str, Any]
 
 def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]) -> dict[str, Given]:
     """The keys as arguments of Megatron-LM."""
-    content, known = bridge_table().content, argument_table("megatron").arguments
+    content, of_megatron = bridge_table().content, argument_table("megatron").arguments
     given: dict[str, Given] = {}
 
     def add(argument: str, key: str, *value: object) -> None:
         words = [str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in value]
         default = f"config.json ({key})" if key in from_config else f"default of {key}"
-        each, problems = given_argument(argument, known[argument], words)
+        each, problems = given_argument(argument, of_megatron[argument], words)
         given[argument] = replace(each, source=k.spelled(key) if key in k.given else default)
         k.problems += problems
 
     values = _with_overlaps(k, values)
     for key, argument in content["arguments"].items():
         value = values[key]
-        if key in k.given and value == k.known[key].default and value in (None, False):
+        if key in k.given and value == k.program_arguments[key].default and value in (None, False):
             k.ignore("is so by default", key)
         if key == "model.vocab_size" and values["model.should_pad_vocab"]:
             argument = "--vocab-size"
@@ -206,11 +208,11 @@ def _with_overlaps(k: Account, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _environment(k: Account) -> dict[str, str]:
     """The variables that Megatron-Bridge sets before it starts."""
-    found: dict[str, str] = {}
+    environment: dict[str, str] = {}
     for key in ("env_vars", "model.env_vars"):
-        found |= {str(name): str(value) for name, value in (k.value(key) or {}).items()}
+        environment |= {str(name): str(value) for name, value in (k.value(key) or {}).items()}
         k.took("variables of the environment", key)
-    return found
+    return environment
 
 
 def _add_activation(k: Account, values: Mapping[str, Any], add: Callable[..., None]) -> None:
@@ -252,5 +254,5 @@ def _arguments(k: Account, a: Account) -> Iterator[Argument]:
 
 def _idle(k: Account, own: Argument) -> Argument:
     """A key that stands for no argument, as it says what is so without one."""
-    outcome: Outcome = "refused" if k.known[own.name].outcome == "refused" else "no effect"
+    outcome: Outcome = "refused" if k.program_arguments[own.name].outcome == "refused" else "no effect"
     return Argument(own.name, own.value, outcome, own.detail if outcome == "refused" else "is so without it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from spbench.bench.tools.jobs.account import key_account
@@ -11,10 +10,13 @@ from spbench.bench.tools.jobs.argument_tables import argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
-from spbench.bench.tools.jobs.torchtitan import ROTATIONS
+from spbench.bench.tools.jobs.torchtitan import COMPILED, ROTATIONS
 
-_TRAINER, _ACCELERATE = "TrainingArguments", "accelerate"
-_CONTEXT = "accelerate.parallelism_config.parallelism_config_cp"
+#: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
+_TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
+_FSDP, _PARALLEL = "accelerate.fsdp_config.fsdp_", "accelerate.parallelism_config.parallelism_config_"
+#: of a config.json, beside its fields
+_PATH = "path of the file"
 #: families of config.json whose models have a layer for each projection
 _SEPARATE = {"llama", "mistral", "qwen2", "qwen3"}
 #: the arguments of scripts that say how long a sequence is
@@ -60,45 +62,26 @@ _WORDS = {
 }
 
 
-@dataclass
-class DeepSpeedFiles:
-    """What each file holds; a Trainer's arguments may have DeepSpeed's configuration in them.
-
-    Attributes:
-        model: the path of the config.json.
-        model_type: in it.
-    """
-
-    model: str | None = None
-    model_type: str = ""
-    given: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-def sorted_files(files: JobFiles) -> DeepSpeedFiles | None:
-    """The files by what they are; None where none is a configuration of DeepSpeed or accelerate.
+def sorted_files(files: JobFiles) -> dict[str, Mapping[str, Any]] | None:
+    """The content of each file by what it is, a key of :data:`_SIGNS`; None where none is a configuration of
+    DeepSpeed or accelerate.
 
     Raises:
         UserError: a file is damaged, two are of one kind, or one is of none beside others that are.
     """
-    contents = [(file, mapping_in(file)) for file in files.files]
-    kinds = [_kind(content) for _, content in contents]
+    contents = [(file, mapping_in(file) or {}) for file in files.files]
+    kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
     if not {"accelerate", "deepspeed"} & {*kinds}:
         return None
-    found = DeepSpeedFiles()
+    by_kind: dict[str, Mapping[str, Any]] = {}
     for (file, content), kind in zip(contents, kinds, strict=True):
-        if content is None or not kind:
-            known = ", ".join(_WORDS.values())
-            raise file.wrong(f"not one of the files of a DeepSpeed job ({known})")
-        if kind in found.given:
+        if not kind:
+            kinds_read = ", ".join(_WORDS.values())
+            raise file.wrong(f"not one of the files of a DeepSpeed job ({kinds_read})")
+        if kind in by_kind:
             raise file.wrong(f"a second {_WORDS[kind]}; one is read")
-        found.given[kind] = content
-        if kind == "model":
-            found.model, found.model_type = str(file.path), str(content["model_type"])
-    return found
-
-
-def _kind(content: Mapping[str, Any] | None) -> str:
-    return next((kind for kind, signs in _SIGNS.items() if signs & {*(content or {})}), "")
+        by_kind[kind] = {**content, _PATH: str(file.path)} if kind == "model" else content
+    return by_kind
 
 
 def read(files: JobFiles) -> Job | None:
@@ -107,25 +90,29 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: a file is damaged, or there are two of a kind.
     """
-    found = sorted_files(files)
-    return None if found is None else DeepSpeedJob(found, files).job()
+    by_kind = sorted_files(files)
+    return None if by_kind is None else DeepSpeedJob(by_kind, files).job()
 
 
-def _named(found: DeepSpeedFiles) -> Iterator[tuple[str, Any]]:
+def _named(by_kind: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The values of all files but the model's, by the names of their keys."""
-    known = argument_table("deepspeed").arguments
-    for name, value in flat(found.given.get("deepspeed", {}), known):
+    arguments = argument_table("deepspeed").arguments
+    for name, value in flat(by_kind.get("deepspeed", {}), arguments):
         yield _ALIASES.get(name, name), value
     for kind, name in (("trainer", _TRAINER), ("accelerate", _ACCELERATE)):
-        yield from flat(found.given.get(kind, {}), known, f"{name}.")
+        yield from flat(by_kind.get(kind, {}), arguments, name)
 
 
 class DeepSpeedJob:
-    """The translation of one job."""
+    """The translation of one job.
 
-    def __init__(self, found: DeepSpeedFiles, files: JobFiles):
-        self.found, self.files = found, files
-        self.keys = key_account(argument_table("deepspeed"), _named(found))
+    Args:
+        contents: of the files, by what they are.
+    """
+
+    def __init__(self, contents: Mapping[str, Mapping[str, Any]], files: JobFiles):
+        self.contents, self.files = contents, files
+        self.keys = key_account(argument_table("deepspeed"), _named(contents))
 
     def job(self) -> Job:
         k = self.keys
@@ -134,28 +121,29 @@ class DeepSpeedJob:
         if replicas is not None:
             self._batch(replicas)
         self._precision()
-        set_sharding(k, self.found.given)
+        set_sharding(k, self.contents)
         self._optimizer()
         self._beside()
         return k.job("deepspeed", self.files, k.arguments())
 
     def _model(self) -> None:
         k = self.keys
-        if self.found.model is None:
+        model = self.contents.get("model")
+        if model is None:
             k.problems.append("which model it is is not said; give its config.json beside")
         else:
-            k.set("model", self.found.model, note="the config.json")
-        if self.found.model_type in _SEPARATE:
-            note = f"projections of {self.found.model_type} are layers of their own in transformers"
+            k.set("model", model[_PATH], note="the config.json")
+        if model is not None and str(model["model_type"]) in _SEPARATE:
+            note = f"projections of {model['model_type']} are layers of their own in transformers"
             k.set("model_options.separate_projections", True, note=note)
             k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
-        sp = "accelerate.parallelism_config.parallelism_config_sp_attn_implementation"
-        attention, name = k.chosen(sp, f"{_TRAINER}.attn_implementation")
+        sp = f"{_PARALLEL}sp_attn_implementation"
+        attention, name = k.chosen(sp, f"{_TRAINER}attn_implementation")
         if attention not in _ATTENTION:
             k.refuse("this implementation of attention", name)
         k.set("model_options.attention", _ATTENTION.get(attention, "flash_attention_2"), name)
-        again, kwargs = f"{_TRAINER}.gradient_checkpointing", f"{_TRAINER}.gradient_checkpointing_kwargs"
-        by_fsdp = "accelerate.fsdp_config.fsdp_activation_checkpointing"
+        again, kwargs = f"{_TRAINER}gradient_checkpointing", f"{_TRAINER}gradient_checkpointing_kwargs"
+        by_fsdp = f"{_FSDP}activation_checkpointing"
         if k.value(again) or k.value(by_fsdp):
             k.set("model_options.recompute", "full", again, by_fsdp)
             reentrant = (k.value(kwargs) or {}).get("use_reentrant", not k.value(by_fsdp))
@@ -165,11 +153,8 @@ class DeepSpeedJob:
             else:
                 k.set("model_options.recompute_reentrant", True, kwargs, note="the default is reentrant")
         k.ignore("nothing runs again", again, by_fsdp, kwargs)
-        if k.value(f"{_TRAINER}.torch_compile"):
-            remark = (
-                "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
-            )
-            k.approximate(remark, f"{_TRAINER}.torch_compile")
+        if k.value(f"{_TRAINER}torch_compile"):
+            k.approximate(COMPILED, f"{_TRAINER}torch_compile")
 
     def _parallelism(self) -> int | None:
         """Set strategy and sizes; returns how many replicas there are."""
@@ -180,14 +165,14 @@ class DeepSpeedJob:
         k.problems += self.files.machine_problems(said)
         if said is not None and gpus != said:
             k.problems.append(f"{processes} is {said}, but --gpus {gpus}; leave one")
-        own, beside = "sequence_parallel_size", "accelerate.parallelism_config.parallelism_config_sp_size"
+        own, beside = "sequence_parallel_size", f"{_PARALLEL}sp_size"
         sp = max(k.count(own), k.count(beside))
         if own in k.given and beside in k.given and k.value(own) != k.value(beside):
             k.problems.append(f"{own} {k.value(own)} and {beside} {k.value(beside)} differ")
-        k.ignore("it is DeepSpeed's", "accelerate.parallelism_config.parallelism_config_sp_backend")
+        k.ignore("it is DeepSpeed's", f"{_PARALLEL}sp_backend")
         names = [name for name in (own, beside) if name in k.given]
         if (cp := self._context_parallel()) > 1 and sp > 1:
-            k.problems.append(f"{_CONTEXT}_size is {cp} and {' and '.join(names)} {sp}; leave one")
+            k.problems.append(f"{_PARALLEL}cp_size is {cp} and {' and '.join(names)} {sp}; leave one")
         elif cp > 1:
             sp = cp
         elif sp > 1:
@@ -200,7 +185,7 @@ class DeepSpeedJob:
         if gpus % sp:
             k.problems.append(f"{gpus} GPUs are no multiple of {sp} ranks of a sequence")
             return None
-        shards = "accelerate.parallelism_config.parallelism_config_dp_shard_size"
+        shards = f"{_PARALLEL}dp_shard_size"
         if k.value(shards) not in (None, gpus // sp):
             k.problems.append(f"{shards} is {k.value(shards)}, but {gpus} GPUs / {sp} are {gpus // sp}")
         given = [name for name in (processes, shards) if name in k.given]
@@ -209,9 +194,9 @@ class DeepSpeedJob:
 
     def _context_parallel(self) -> int:
         """Set torch's context parallelism of accelerate, if there is any; returns the ranks of a sequence."""
-        k, size, how = self.keys, f"{_CONTEXT}_size", f"{_CONTEXT}_comm_strategy"
+        k, size, how = self.keys, f"{_PARALLEL}cp_size", f"{_PARALLEL}cp_comm_strategy"
         ranks = k.count(size)
-        k.ignore("it is torch's", f"{_CONTEXT}_backend")
+        k.ignore("it is torch's", f"{_PARALLEL}cp_backend")
         if ranks == 1:
             k.ignore("sequences are whole", how)
             return 1
@@ -221,9 +206,9 @@ class DeepSpeedJob:
             k.set(f"strategy_options.{option}", value, how)
         k.set("strategy_options.placement", "zigzag", note="torch's load balancing, which is on")
         k.set("sizes.sp", ranks, size)
-        if k.value("accelerate.fsdp_config.fsdp_version") != 2:
+        if k.value(f"{_FSDP}version") != 2:
             k.problems.append(f"{k.spelled(size)} needs accelerate.fsdp_config.fsdp_version 2")
-        if k.value(name := f"{_TRAINER}.attn_implementation") != "sdpa":
+        if k.value(name := f"{_TRAINER}attn_implementation") != "sdpa":
             k.problems.append(f"{k.spelled(size)} needs {name} sdpa")
         return ranks
 
@@ -232,57 +217,52 @@ class DeepSpeedJob:
         k = self.keys
         micro, micro_name = self._given("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
         parts, parts_name = self._given("gradient_accumulation_steps", "gradient_accumulation_steps")
-        whole, name = k.value("train_batch_size"), "train_batch_size"
-        if whole in (None, "auto"):
+        total, name = k.value("train_batch_size"), "train_batch_size"
+        if total in (None, "auto"):
             if micro is None:
                 k.problems.append("neither train_batch_size nor train_micro_batch_size_per_gpu is given")
                 return
             parts = 1 if parts is None else parts
-            whole, name = micro * parts * replicas, micro_name
-            k.took(f"batch: {whole}", "train_batch_size")
-        elif micro is None and parts is None:
-            micro, parts = whole // replicas, 1
+            total, name = micro * parts * replicas, micro_name
+            k.took(f"batch: {total}", "train_batch_size")
         elif micro is None:
-            assert parts is not None
-            micro = whole // (parts * replicas) if parts > 0 else 0
+            parts = 1 if parts is None else parts
+            micro = total // (parts * replicas) if parts > 0 else 0
         elif parts is None:
-            parts = whole // (micro * replicas) if micro > 0 else 0
-        if min(whole, micro, parts or 0) < 1 or whole != micro * (parts or 0) * replicas:
-            k.problems.append(
-                f"train_batch_size {whole} is not micro-batch {micro} x accumulation {parts} x "
-                f"{replicas} replicas"
-            )
+            parts = total // (micro * replicas) if micro > 0 else 0
+        product = f"micro-batch {micro} x accumulation {parts} x {replicas} replicas"
+        assert parts is not None
+        if min(total, micro, parts) < 1 or total != micro * parts * replicas:
+            k.problems.append(f"train_batch_size {total} is not {product}")
             return
-        names = [each for each in (micro_name, parts_name) if each in k.given]
-        note = f"micro-batch {micro} x accumulation {parts} x {replicas} replicas"
-        k.set("batch", whole, name, *(each for each in names if each != name), note=note)
+        others = [each for each in (micro_name, parts_name) if each in k.given and each != name]
+        k.set("batch", total, name, *others, note=product)
         if parts != 1:
             k.set("training.micro_batches", parts, parts_name)
         k.took(f"training.micro_batches: {parts}", parts_name)
-        lengths = [f"{_TRAINER}.{each}" for each in _LENGTHS if f"{_TRAINER}.{each}" in k.given]
+        lengths = [name for each in _LENGTHS if k.has(name := f"{_TRAINER}{each}")]
         values = {k.value(each) for each in lengths}
-        if len(values) != 1 or None in values:
-            k.problems.append(
-                "how long sequences are is not said; give max_length among the Trainer's arguments"
-                if values <= {None}
-                else f"{' and '.join(lengths)} differ"
-            )
+        if values <= {None}:
+            advice = "give max_length among the Trainer's arguments"
+            k.problems.append(f"how long sequences are is not said; {advice}")
+        elif len(values) != 1:
+            k.problems.append(f"{' and '.join(lengths)} differ")
         else:
             k.set("seq_len", k.count(lengths[0]), *lengths)
 
     def _given(self, own: str, trainers: str) -> tuple[int | None, str]:
         """A count that DeepSpeed has, or where it says "auto" or nothing the Trainer; None where neither."""
-        k, beside = self.keys, f"{_TRAINER}.{trainers}"
+        k, beside = self.keys, f"{_TRAINER}{trainers}"
         accelerates = f"accelerate.deepspeed_config.{own}"
-        names = [own, *([accelerates] if accelerates in k.known else [])]
+        names = [own, *([accelerates] if accelerates in k.program_arguments else [])]
         value, name = k.chosen(*names, beside)
         if name != beside:
-            if "trainer" in self.found.given and beside in k.given and k.value(beside) != value:
+            if "trainer" in self.contents and beside in k.given and k.value(beside) != value:
                 k.problems.append(f"{k.spelled(name)} and {k.spelled(beside)} differ; leave one, or say auto")
             k.took(f"as {name}", beside)
             return value, name
         automatic = any(each in k.given and k.given[each].value == "auto" for each in names)
-        if "trainer" not in self.found.given:
+        if "trainer" not in self.contents:
             if automatic:
                 k.problems.append(f"{own} is auto, but no Trainer's arguments are given beside")
             return None, own
@@ -292,7 +272,7 @@ class DeepSpeedJob:
         k = self.keys
         chosen = {}
         for kind in ("bf16", "fp16"):
-            own, trainers = f"{kind}.enabled", f"{_TRAINER}.{kind}"
+            own, trainers = f"{kind}.enabled", f"{_TRAINER}{kind}"
             value, name = k.chosen(own, trainers)
             if name == own and trainers in k.given and k.value(trainers) != value:
                 k.problems.append(f"{k.spelled(own)} and {k.spelled(trainers)} differ")
@@ -316,24 +296,23 @@ class DeepSpeedJob:
         for name in ("flops_profiler", "comms_logger"):
             if not (k.value(name) or {}).get("enabled"):
                 k.ignore("it is off", name)
-        whole, names = f"{_TRAINER}.per_device_eval_batch_size", ["per_device_eval_batch_size"]
-        names = [f"{_TRAINER}.{name}" for name in (*names, "eval_accumulation_steps")]
-        evaluates = {k.value(f"{_TRAINER}.{name}") for name in ("eval_strategy", "evaluation_strategy")}
+        evaluated = f"{_TRAINER}per_device_eval_batch_size"
+        evaluates = {k.value(f"{_TRAINER}{name}") for name in ("eval_strategy", "evaluation_strategy")}
         if evaluates <= {None, "no"}:
-            k.ignore("nothing is evaluated", *names)
+            k.ignore("nothing is evaluated", evaluated, f"{_TRAINER}eval_accumulation_steps")
         micro, _ = self._given("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
-        if (k.value(whole) or 0) <= (micro or 1):
-            k.ignore("evaluation holds no more than a step of training", whole)
+        if (k.value(evaluated) or 0) <= (micro or 1):
+            k.ignore("evaluation holds no more than a step of training", evaluated)
         if k.value("accelerate.distributed_type") != "FSDP" or k.value("accelerate.mixed_precision") != "no":
             k.ignore(
                 "weights are loaded in it; those that are trained are float32 and half precision as the rest "
                 "of the job says",
-                *(f"{_TRAINER}.{name}" for name in ("torch_dtype", "dtype")),
+                *(f"{_TRAINER}{name}" for name in ("torch_dtype", "dtype")),
             )
 
     def _optimizer(self) -> None:
         k = self.keys
-        for name in ("optimizer.type", f"{_TRAINER}.optim"):
+        for name in ("optimizer.type", f"{_TRAINER}optim"):
             if k.value(name) is not None and k.value(name).lower() not in _ADAM:
                 k.refuse("another optimizer than Adam", name)
             k.took("Adam, the optimizer that there is", name)

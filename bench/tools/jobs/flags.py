@@ -136,10 +136,10 @@ def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
 def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
     """What of a cell's strategy is there: its parts that have several ranks, or "single"; and the ranks along
     the axes of more than one, in the order of the mesh, under the names that these parts give to them."""
-    whole, sizes = nesting(cell.strategy), cell.sizes.by_axis
+    nested, sizes = nesting(cell.strategy), cell.sizes.by_axis
     parts = [
         (each.name, axes)
-        for each, axes in zip(whole.classes, whole.axes_of, strict=True)
+        for each, axes in zip(nested.classes, nested.axes_of, strict=True)
         if ranks_along(axes, sizes) > 1
     ]
     strategy = nesting(PLUS.join(name for name, _ in parts) or "single")
@@ -154,24 +154,28 @@ def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
 def _settings(cell: Cell) -> dict[str, Any]:
     strategy, mesh = several_ranks(cell)
     model = model_preset(*cell.model_arguments)
-    found: dict[str, Any] = {"model": type(model).__name__, "strategy": strategy.name}
-    found |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in MESH_AXES}
-    found["mesh"] = list(mesh)
-    found |= {name: getattr(cell, name) for name in ("batch", "seq_len", "precision", "learning")}
+    settings: dict[str, Any] = {"model": type(model).__name__, "strategy": strategy.name}
+    settings |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in MESH_AXES}
+    settings["mesh"] = list(mesh)
+    settings |= {name: getattr(cell, name) for name in ("batch", "seq_len", "precision", "learning")}
     options = strategy.options_type()
     of_parts = {field.name for field in fields(options)}
     given = {name: value for name, value in cell.strategy_options.items() if name in of_parts}
-    found |= _of("strategy_options", asdict(set_options(options, given, strategy.name)))
+    settings |= _of("strategy_options", asdict(set_options(options, given, strategy.name)))
     of_model = asdict(cast(Any, model))
     if of_model.pop("checkpointing", False):
         of_model["recompute"] = "full"
     if isinstance(model, DecoderModel):
         of_model["max_positions"] = model.learned_positions
-    found |= _of("model_options", of_model)
+    settings |= _of("model_options", of_model)
     training = cell.training
-    found |= _of("training", training.model_dump(include={*TrainingOptions.model_fields} - _OF_MEASUREMENT))
+    settings |= _of(
+        "training", training.model_dump(include={*TrainingOptions.model_fields} - _OF_MEASUREMENT)
+    )
     backend = backends()[training.backend].options_type()
-    return found | _of("training", asdict(set_options(backend, training.backend_options, training.backend)))
+    return settings | _of(
+        "training", asdict(set_options(backend, training.backend_options, training.backend))
+    )
 
 
 def _of(section: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -42,12 +42,12 @@ def command(
     cell = the_cell("a command", load_scenario(scenario), narrowing, shape)
     if reason := refusal(cell):
         raise UserError(f"{cell.key} cannot be run: {reason}")
-    found = program_flags(kind, cell)
-    text = found.text()
-    content = {"text": text, **dataclasses.asdict(found)}
+    proposed = program_flags(kind, cell)
+    text = proposed.text()
+    content = {"text": text, **dataclasses.asdict(proposed)}
     if output is not None:
         write_whole(output, text)
-    records = [dataclasses.asdict(line) for line in found.lines]
+    records = [dataclasses.asdict(line) for line in proposed.lines]
     if output is None:
         return Output([Verbatim(text.removesuffix("\n"))], content, records)
-    return Output((), content, records, notes=found.notes, files=[output])
+    return Output((), content, records, notes=proposed.notes, files=[output])

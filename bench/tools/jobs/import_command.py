@@ -9,6 +9,9 @@ import click
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output, Table, Verbatim
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import resolved, write_whole
+from spbench.bench.tools.jobs import JOBS
 
 
 @click.command("import")
@@ -35,8 +38,6 @@ def command(
     Every argument is mapped to a setting, known to change nothing that is counted, not modelled, or refused.
     Nothing in the files is run. The comment beside each line is the argument that it came from.
     """
-    from spbench.bench.errors import UserError
-    from spbench.bench.files import write_whole
     from spbench.bench.tools.jobs.job_files import path_and_part, read_job
 
     kind, files = _kind_and_files(words)
@@ -54,8 +55,6 @@ def command(
     text = job.scenario_text()
     if output is None:
         return Output([Verbatim(text.removesuffix("\n"))], {"scenario": text}, [{"scenario": text}])
-    from spbench.bench.files import resolved
-
     if resolved(output) in [resolved(path_and_part(file)[0]) for file in files]:
         raise UserError(f"--output {output} is one of the files")
     if output.suffix not in (".yaml", ".yml"):
@@ -67,8 +66,6 @@ def command(
 
 def _kind_and_files(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """The kind of job, None where the first word is a file, and the files. UserError where there is none."""
-    from spbench.bench.errors import UserError, suggestion
-    from spbench.bench.tools.jobs import JOBS
     from spbench.bench.tools.jobs.job_files import path_and_part
 
     first, *others = words

@@ -131,9 +131,9 @@ def read_job(
         if other := started_program(file, unread=True):
             raise file.wrong(other)
     if len(jobs) != 1:
-        known = f"known kinds: {', '.join(JOBS.names())}"
+        kinds = f"known kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
-        raise UserError(f"{given.title}: {what} ({known})")
+        raise UserError(f"{given.title}: {what} ({kinds})")
     return dataclasses.replace(next(iter(jobs.values())), allow_unknown=allow_unknown)
 
 

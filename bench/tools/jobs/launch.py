@@ -66,13 +66,13 @@ def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str,
         raise UserError(f"{file.path}:{error.line}: {error}") from error
     except RecursionError as error:
         raise UserError(f"{file.path}: brackets are nested too deeply") from error
-    found = [(c, at) for c in shell.commands if (at := _program(c.words, programs)) is not None]
-    if not found:
+    training = [(c, at) for c in shell.commands if (at := _program(c.words, programs)) is not None]
+    if not training:
         return None
-    if len(found) > 1:
-        lines = " and ".join(str(command.line) for command, _ in found)
+    if len(training) > 1:
+        lines = " and ".join(str(command.line) for command, _ in training)
         raise UserError(f"{file.path}: several commands train, in lines {lines}; leave one")
-    command, at = found[0]
+    command, at = training[0]
     if command.branch:
         raise UserError(
             f"{file.path}:{command.line}: the command that trains is under a condition, in a loop or in a "

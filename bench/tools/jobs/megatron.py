@@ -106,47 +106,47 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
             continue
         name, equals, value = word.partition("=")
         values = [value] if equals else []
-        known = table().arguments.get(name)
-        while not equals and rest and not rest[0].startswith("--") and _takes_more(known, len(values)):
+        argument = table().arguments.get(name)
+        while not equals and rest and not rest[0].startswith("--") and _takes_more(argument, len(values)):
             values.append(rest.pop(0))
-        given, wrong = given_argument(shown_word(name), known, values, equals)
+        given, wrong = given_argument(shown_word(name), argument, values, equals)
         problems += wrong
-        key = known.name if known else given.name
+        key = argument.name if argument else given.name
         before = arguments.pop(key, None)
-        if before and known and known.outcome not in _WITHOUT_SETTING and str(before) != str(given):
+        if before and argument and argument.outcome not in _WITHOUT_SETTING and str(before) != str(given):
             problems.append(f"{before} and {given} are both given; leave one")
         arguments[key] = given
     return arguments, problems
 
 
-def _takes_more(known: ProgramArgument | None, have: int) -> bool:
-    if known is None or known.count in ("+", "*"):
+def _takes_more(argument: ProgramArgument | None, have: int) -> bool:
+    if argument is None or argument.count in ("+", "*"):
         return True
-    return have < (int(known.count[1:]) if known.count else 1 if known.takes else 0)
+    return have < (int(argument.count[1:]) if argument.count else 1 if argument.takes else 0)
 
 
 def given_argument(
-    name: str, known: ProgramArgument | None, words: Sequence[str], equals: str = ""
+    name: str, argument: ProgramArgument | None, words: Sequence[str], equals: str = ""
 ) -> tuple[Given, list[str]]:
     """An argument with its words, and what is wrong with these."""
     text = " ".join(map(shown_word, words))
-    if known is None:
+    if argument is None:
         return Given(name, text, text), []
-    if not known.takes:
+    if not argument.takes:
         return Given(name, True, text), [f"{name} takes no value, but has {text!r}"] if equals else []
     problems = []
-    if not words and known.count != "*":
+    if not words and argument.count != "*":
         problems.append(f"{name} has no value")
-    if (count := known.count[1:]) and len(words) != int(count):
+    if (count := argument.count[1:]) and len(words) != int(count):
         problems.append(f"{name} takes {count} values, but has {len(words)}")
     unknown = [(word, what[0]) for word in words if (what := unknown_in(word))]
-    if known.outcome not in _WITHOUT_SETTING:
+    if argument.outcome not in _WITHOUT_SETTING:
         not_set = "is not set in the script; set it there"
         problems += [f"{name} {shown_word(word)}: {what} {not_set}" for word, what in unknown]
-    plain = [known.wrong(known.parsed(word)) for word in words if not unknown_in(word)]
+    plain = [argument.wrong(argument.parsed(word)) for word in words if not unknown_in(word)]
     wrong = [*filter(None, plain), *(what for _, what in unknown), *([] if words else ["no value"])]
     problems += [f"{name}: {each}" for each in plain if each]
-    return Given(name, known.parsed(text) if len(words) == 1 else text, text, "".join(wrong[:1])), problems
+    return Given(name, argument.parsed(text) if len(words) == 1 else text, text, "".join(wrong[:1])), problems
 
 
 def _is_yaml(file: JobFile) -> bool:
@@ -160,8 +160,8 @@ def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
     arguments, variables = content.get(_ARGUMENTS), content.get(_VARIABLES) or {}
     if arguments is None:
         return None
-    for section, found in ((_ARGUMENTS, arguments), (_VARIABLES, variables)):
-        if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    for section, names in ((_ARGUMENTS, arguments), (_VARIABLES, variables)):
+        if not isinstance(names, dict) or not all(isinstance(key, str) for key in names):
             raise file.wrong(f"{section}: a mapping of names to values is needed")
     shell = Shell(dict(environment))
     try:

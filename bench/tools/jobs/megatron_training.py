@@ -117,20 +117,20 @@ def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list
         return None
     text = layout.replace(",", "")
     for pattern in _REPEATED if _LAYOUT_TEXT.fullmatch(text) else ():
-        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
-    found = text.split("|")
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    parts = text.split("|")
     if not re.fullmatch(r"E[t|]*L", text.replace("m", "")):
         a.problems.append(f"{_LAYOUT} {layout!r} is no E, then t and | for layers and stages, then L")
     elif "m" in text:
         a.refuse_given("layers that predict several tokens (m)", _LAYOUT)
-    elif len(found) % stages or (stages == 1 and len(found) > 1) or len(found) > LARGEST_OF["layers"]:
+    elif len(parts) % stages or (stages == 1 and len(parts) > 1) or len(parts) > LARGEST_OF["layers"]:
         a.problems.append(
-            f"{_LAYOUT} has {len(found)} stages, which --pipeline-model-parallel-size {stages} cannot have"
+            f"{_LAYOUT} has {len(parts)} stages, which --pipeline-model-parallel-size {stages} cannot have"
         )
     elif text.count("t") != layers:
         a.problems.append(f"{_LAYOUT} has {text.count('t')} layers, not --num-layers {layers}")
     else:
-        return [part.count("t") for part in found]
+        return [part.count("t") for part in parts]
     a.ignore("it is not right", _LAYOUT)
     return None
 
@@ -216,16 +216,16 @@ def _set_offloading(a: Account) -> None:
 
 
 def _set_main_gradients(a: Account) -> None:
-    whole, half = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
+    single, half = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
     if a.has("--bf16"):
-        a.ignore("is so with --bf16", whole)
+        a.ignore("is so with --bf16", single)
         if a.has(half):
             a.set("training.accumulate_allreduce_grads_in_fp32", False, half)
     elif a.has("--fp16"):
         a.ignore("--bf16 is not given", half)
-        a.set("training.accumulate_allreduce_grads_in_fp32", a.has(whole), whole)
+        a.set("training.accumulate_allreduce_grads_in_fp32", a.has(single), single)
     else:
-        a.ignore("all is in float32", whole, half)
+        a.ignore("all is in float32", single, half)
 
 
 def _set_moments(a: Account, cluster: str | None) -> None:

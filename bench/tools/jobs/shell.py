@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
-from spbench.bench.tools.jobs.shell_arithmetic import NotKnown, holds, number
 from spbench.bench.tools.jobs.shell_syntax import (
     EXPANDED,
+    NotKnown,
     ShellError,
     below,
+    holds,
     mark,
+    number,
     source_of,
     syntax_tree,
     unescaped,

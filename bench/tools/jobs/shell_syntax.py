@@ -1,9 +1,12 @@
-"""The syntax tree of a shell script, by tree-sitter-bash, and marks for what only a run could tell."""
+"""The syntax tree of a shell script, by tree-sitter-bash; marks for what only a run could tell, and the value
+of arithmetic and conditions where it is known.
+"""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -23,6 +26,30 @@ EXPANDED = {
         "process_substitution",
     ),
     *("string", "raw_string", "ansi_c_string", "translated_string"),
+}
+#: what a word of a script becomes
+Word = Callable[[Node], str]
+#: digits of a number
+_MOST_DIGITS = 30
+_ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+    "%": operator.mod,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+#: of numbers in a condition, as in arithmetic
+_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+#: nodes that are a word
+_WORDS = {*EXPANDED, "word", "number", "concatenation", "extglob_pattern", "variable_name"} - {
+    "ansi_c_string",
+    "translated_string",
 }
 
 
@@ -57,7 +84,7 @@ def syntax_tree(text: str, above: int = 0) -> Node:
             raise ShellError(above + node.start_point[0] + 1, f"a {node.type} is missing")
         if node.is_error:
             words = " ".join(source_of(node).split())
-            raise ShellError(above + node.start_point[0] + 1, f"no shell script from here on: {words[:40]}")
+            raise ShellError(above + node.start_point[0] + 1, f"no shell script from here on: {words[:40]!r}")
     return root
 
 
@@ -80,3 +107,60 @@ def source_of(node: Node) -> str:
 def unescaped(text: bytes) -> str:
     """Text within double quotes, without the backslashes that have a meaning there."""
     return re.sub(r'\\(["\\$`\n])', lambda match: match[1].strip("\n"), text.decode(errors="replace"))
+
+
+class NotKnown(Exception):
+    """Only a run could tell a value: what of it."""
+
+
+def holds(node: Node, word: Word) -> bool:
+    """Whether a condition of ``[ ]`` or ``[[ ]]`` holds. ValueError or NotKnown: that is not known."""
+    children = node.children
+    match node.type, [source_of(child) for child in children]:
+        case "parenthesized_expression", _:
+            return holds(node.named_children[0], word)
+        case "unary_expression", ["!", _]:
+            return not holds(children[1], word)
+        case "unary_expression", ["-z" | "-n" as sign, _]:
+            return (_certain(children[1], word) == "") == (sign == "-z")
+        case "binary_expression", [_, "&&", _]:
+            return holds(children[0], word) and holds(children[2], word)
+        case "binary_expression", [_, "||", _]:
+            return holds(children[0], word) or holds(children[2], word)
+        case "binary_expression", [_, "=" | "==" | "!=" as sign, _]:
+            return (_certain(children[0], word) == _certain(children[2], word)) == (sign != "!=")
+        case "binary_expression", [_, sign, _] if sign in _COMPARED:
+            compared = _ARITHMETIC[_COMPARED[sign]]
+            return bool(compared(number(children[0], word), number(children[2], word)))
+    raise ValueError("another condition")
+
+
+def number(node: Node, word: Word) -> int:
+    """The value of arithmetic on whole numbers. ValueError for anything else, NotKnown where only a run
+    could tell."""
+    children = node.children
+    match node.type, [source_of(child) for child in children]:
+        case "parenthesized_expression", _:
+            return number(node.named_children[0], word)
+        case "unary_expression", ["-", _]:
+            return -number(children[1], word)
+        case "binary_expression", [_, sign, _] if sign in _ARITHMETIC:
+            value = int(_ARITHMETIC[sign](number(children[0], word), number(children[2], word)))
+        case _:
+            value = int(_certain(node, word) or "0")
+    if abs(value) >= 10**_MOST_DIGITS:
+        raise ValueError("too many digits")
+    return value
+
+
+def _certain(node: Node, word: Word) -> str:
+    """A word without a pattern. ValueError for anything else, NotKnown where only a run could tell."""
+    if node.type not in _WORDS or ("string" not in node.type and re.search(r"[*?[]", source_of(node))):
+        raise ValueError("no plain word")
+    return _known(word(node))
+
+
+def _known(text: str) -> str:
+    if unknown := unknown_in(text):
+        raise NotKnown(unknown[0])
+    return text

@@ -22,8 +22,8 @@ def flags(cell: Cell) -> Flags:
     table, model = next(iter(versions().values())), model_preset(*cell.model_arguments)
     name, flavor = next((which for which, other in _models() if _alike(model, other)), ("", ""))
     if not isinstance(model, CausalTransformerModel) or not flavor:
-        known = ", ".join(f"{name} {flavor}" for (name, flavor), _ in _models())
-        missing = f"model {cell.model} of these sizes (it has {known})"
+        flavors = ", ".join(f"{name} {flavor}" for (name, flavor), _ in _models())
+        missing = f"model {cell.model} of these sizes (it has {flavors})"
         return Flags(table.program, "train.toml", (), "", (missing,))
     rows = [("model.name", name, "model"), ("model.flavor", flavor, "model")]
     rows += [*table.values_of(_settings(model, cell)), *_derived(model, cell)]

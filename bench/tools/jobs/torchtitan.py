@@ -22,6 +22,7 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
+COMPILED = "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
 #: by model.flavor of llama3
 PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
 #: by model.flavor of qwen3, what its flavors do not share: layers, hidden, heads and inner
@@ -80,11 +81,11 @@ class TorchtitanJob:
 
     def named(self, key: str) -> str:
         """The whole name of a key, whose section has changed."""
-        return next(name for name in self.keys.known if name.rpartition(".")[2] == key)
+        return next(name for name in self.keys.program_arguments if name.rpartition(".")[2] == key)
 
     def value(self, name: str, otherwise: Any) -> Any:
         """The value of a key, or ``otherwise`` where this version has none of that name."""
-        return self.keys.value(name) if name in self.keys.known else otherwise
+        return self.keys.value(name) if name in self.keys.program_arguments else otherwise
 
     def job(self) -> Job:
         """The job, with what became of each key."""
@@ -203,7 +204,10 @@ class TorchtitanJob:
 
     def _backend(self) -> None:
         k, policy = self.keys, "parallelism.fsdp_reshard_after_forward"
-        freed, names = self.value(policy, "default"), [policy] if policy in self.keys.known else []
+        freed, names = (
+            self.value(policy, "default"),
+            [policy] if policy in self.keys.program_arguments else [],
+        )
         k.set("training.backend", "zero2" if freed == "never" else "zero3", *names, note="FSDP2")
         if self.version == "c":
             k.set("training.wrap", "embedding", note="units: embedding, each layer, norm and output")
@@ -258,7 +262,7 @@ class TorchtitanJob:
         else:
             k.problems.append(f"{option}: {every!r} is neither 'op' nor a number of layers")
         if self.value(stops, True):
-            note = "" if stops in k.known else "torch's default"
+            note = "" if stops in k.program_arguments else "torch's default"
             k.set("model_options.recompute_early_stop", True, stops, note=note)
 
     def _optimizer(self) -> None:
@@ -288,10 +292,7 @@ class TorchtitanJob:
         k.ignore("nothing is compiled", parts)
         overlapped = self.named("enable_async_tensor_parallel")
         if compiled:
-            k.approximate(
-                "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors",
-                *filter(k.has, (switch, parts)),
-            )
+            k.approximate(COMPILED, *filter(k.has, (switch, parts)))
         if k.value(overlapped) and compiled:
             k.approximate("messages of tensor parallelism are waited for, not hidden in products", overlapped)
         else:

@@ -48,24 +48,24 @@ def _of_python(file: JobFile) -> Mapping[str, Any] | None:
         module = ast.parse(file.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise file.wrong(f"no Python: {' '.join(str(error).split())[:150]}") from error
-    found = {}
+    calls = {}
     for function in module.body:
         if isinstance(function, ast.FunctionDef) and isinstance(function.body[-1], ast.Return):
             call = function.body[-1].value
             if isinstance(call, ast.Call) and ast.unparse(call.func) == _CONFIGURATION:
-                found[function.name] = call
-    if not found:
+                calls[function.name] = call
+    if not calls:
         return None
-    if file.part and file.part not in found:
-        raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, found)}")
-    if len(found) > 1 and not file.part:
-        names = [*found]
+    if file.part and file.part not in calls:
+        raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, calls)}")
+    if len(calls) > 1 and not file.part:
+        names = [*calls]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise file.wrong(
             f"{len(names)} functions make a configuration ({', '.join(names[:MOST_NAMED])}{more}); name one, "
             f"as {file.path}:{names[0]}"
         )
-    return _sections(file, found[file.part or next(iter(found))])
+    return _sections(file, calls[file.part or next(iter(calls))])
 
 
 def _sections(file: JobFile, call: ast.Call) -> dict[str, Any]:
@@ -91,14 +91,14 @@ def _sections(file: JobFile, call: ast.Call) -> dict[str, Any]:
 
 
 def _keywords(file: JobFile, call: ast.Call) -> dict[str, ast.expr]:
-    found: dict[str, ast.expr] = {}
+    keywords: dict[str, ast.expr] = {}
     for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in found:
+        if keyword.arg is None or keyword.arg in keywords:
             raise file.wrong(f"line {keyword.value.lineno}: keywords that are written out are needed")
-        found[keyword.arg] = keyword.value
+        keywords[keyword.arg] = keyword.value
     if call.args:
         raise file.wrong(f"line {call.lineno}: {ast.unparse(call.func)} has arguments without a keyword")
-    return found
+    return keywords
 
 
 def _plain(file: JobFile, node: ast.expr) -> Any:

@@ -122,11 +122,11 @@ def run_cells(
             again = "the same command without --fresh" if fresh else "the same command"
             text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
             raise click.Abort(text) from interrupt
-        known = {cell.key: cell for cell in [*declared, *cells]}
+        by_key = {cell.key: cell for cell in [*declared, *cells]}
         current = {
             key: row
             for key, row in results.rows.items()
-            if key in known and is_current(known[key], row, digest_of)
+            if key in by_key and is_current(by_key[key], row, digest_of)
         }
         comparisons = compare(scenario, declared, current)
         files = [results.path]

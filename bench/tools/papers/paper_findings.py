@@ -185,7 +185,7 @@ def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
 
 
 def errors_by_role(records: Sequence[Record]) -> str:
-    """Of each role, how many numbers there are, and the median and the worst absolute error."""
+    """The count of numbers of each role, and the median and the worst of their absolute errors, in words."""
     digits = _digits(records)
     parts = [
         f"{of.numbers} {of.role}"

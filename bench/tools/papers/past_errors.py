@@ -159,8 +159,8 @@ def counted_times(paths: Iterable[Path]) -> list[Record]:
 
 
 def _counts(record: Record) -> bool:
-    known = record["rates"] and record["bound"] and record["published"] and record["reproduced"]
-    return bool(known and is_time(record["quantity"]) and record["role"] in COUNTED)
+    is_timed = record["rates"] and record["bound"] and record["published"] and record["reproduced"]
+    return bool(is_timed and is_time(record["quantity"]) and record["role"] in COUNTED)
 
 
 def log_error(record: Record) -> float:

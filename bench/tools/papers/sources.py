@@ -46,9 +46,9 @@ def published_file(file: str, beside: Path | None = None) -> PublishedFile:
     folders = [Path(str(files(package))) for package in PACKAGES]
     path = next((at for folder in (beside or Path(), *folders) if (at := folder / file).is_file()), None)
     if path is None:
-        known = [at.name for folder in folders for at in folder.glob("*.csv")]
+        names = [at.name for folder in folders for at in folder.glob("*.csv")]
         raise UserError(
-            f"cannot read published file {file}: No such file or directory{suggestion(file, known)}"
+            f"cannot read published file {file}: No such file or directory{suggestion(file, names)}"
         )
     return PublishedFile(path, *read_csv(path))
 
@@ -164,11 +164,11 @@ def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     """A paper, or with "all" every paper that has any, with the packaged scenarios that name it by its name
     or its source; UserError if there is no such paper, no scenario names it, or a scenario is wrong."""
-    known = papers()
-    if name not in (*known, ALL):
-        raise UserError(f"unknown paper {name!r}{suggestion(name, [*known, ALL])}")
+    named = papers()
+    if name not in (*named, ALL):
+        raise UserError(f"unknown paper {name!r}{suggestion(name, [*named, ALL])}")
     loaded = [load_scenario(scenario) for scenario in packaged("spbench.scenarios")]
-    wanted = list(known.values()) if name == ALL else [known[name]]
+    wanted = list(named.values()) if name == ALL else [named[name]]
     answering = [(p, [s for s in loaded if s.document.paper in (p.name, p.source)]) for p in wanted]
     if not any(scenarios for _, scenarios in answering):
         raise UserError(f"no scenario answers to {name} yet")

@@ -34,8 +34,8 @@ def _write_rows(rows: Sequence[Row], path: Path) -> Path:
     """Write rows in the order of their scenario, without what depends on the machine that made them."""
     lines = []
     for row in rows:
-        made = {name: (row.get("provenance") or {}).get(name) for name in _PROVENANCE}
-        kept = {name: row[name] for name in _KEPT if name in row} | {"provenance": made}
+        made_by = {name: (row.get("provenance") or {}).get(name) for name in _PROVENANCE}
+        kept = {name: row[name] for name in _KEPT if name in row} | {"provenance": made_by}
         lines.append(json.dumps(finite(kept), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n")
     return write_whole(path, "".join(lines))
 
@@ -72,7 +72,7 @@ def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
     """The trace of a cell's layer; None: there is none of it that can be read."""
     try:
         content = json.loads(gzip.decompress(trace_path(folder, cell).read_bytes()))
-        known = {"otherData", "traceEvents"} <= content.keys() and content["otherData"]["cell"] == cell.key
-        return content if known else None
+        is_its = {"otherData", "traceEvents"} <= content.keys() and content["otherData"]["cell"] == cell.key
+        return content if is_its else None
     except (OSError, EOFError, ValueError, AttributeError, KeyError, TypeError):
         return None

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
-
-from spbench.bench.tools.report.charts import legend_of, method_scale, selected, spec_of
+from spbench.bench.measure.sweep.results import Row
 from spbench.bench.tools.report.gathered import CellResult
-from spbench.bench.tools.report.page import Chart, DataTable, LegendEntry, Selector
-from spbench.bench.tools.report.published_tables import point_of
-from spbench.bench.units import three_digits
+from spbench.bench.tools.report.page import DataTable, Drawing
+from spbench.bench.tools.report.svg import AXIS, Svg
+from spbench.bench.units import GIB, three_digits
 from spbench.plots.axes import length_text
-from spbench.plots.style import contrast, looks, method_color, number, strategy_name
+from spbench.plots.series import gpus, grouped, settings, strategy
+from spbench.plots.style import contrast, looks, method_color, number, strategy_name, tick_texts
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Question:
     """What is asked of cells, and what the answer is.
 
     Attributes:
-        title: as readers choose it.
+        title: as readers see it.
         field: of the measurement.
         unit: of the shown value, which is the measured one divided by ``divisor``.
         searched: only searches for this quantity; empty: only cells that measure a step.
@@ -39,7 +37,7 @@ class Question:
 
 BY_LENGTH = (
     Question("fastest", "tokens_per_s", "tokens/s"),
-    Question("smallest peak memory", "peak_memory_bytes", "GiB", 2**30, bigger=False),
+    Question("smallest peak memory", "peak_memory_bytes", "GiB", GIB, bigger=False),
     Question("largest batch that fits", "answer", "sequences", searched="batch"),
 )
 BY_BATCH = (Question("longest sequence that fits", "answer", "tokens", searched="seq_len"),)
@@ -48,15 +46,18 @@ BY_BATCH = (Question("longest sequence that fits", "answer", "tokens", searched=
 _DARK = 4.58
 #: cells are alike that share these and their sizes, beside their place
 _ALIKE = ("batch", "precision", "variant", "engine", "step")
+#: pixels of a place in a heat map
+_WIDTH, _HEIGHT, _LEFT = 64, 34, 70
 
-#: a cell and its settings
-_Entry = tuple[CellResult, Mapping[str, Any]]
+#: a row and its settings
+_Entry = tuple[Row, Mapping[str, Any]]
 
 
-def best_chart(
+def best_drawing(
     name: str, caption: str, cells: Sequence[CellResult], questions: Sequence[Question], along: str
-) -> Chart | None:
-    """A heat map of the best method over GPUs and ``along``, by question, model and cluster.
+) -> Drawing | None:
+    """Heat maps of the best method over GPUs and ``along``, one for each question, model and cluster where
+    methods were compared; those with the most comparisons come first. The table has all places.
 
     Args:
         along: seq_len or batch.
@@ -66,177 +67,126 @@ def best_chart(
     lines = [line for question in questions for line in _best(cells, question, along)]
     if not lines:
         return None
-    selectors = [_selector(lines, field) for field in ("metric", "model", "cluster")]
-    selectors = [selector for selector in selectors if len(selector.options) > 1]
-    methods = sorted({line["strategy"] for line in lines if line["strategy"]})
-    entries = legend_of(list(looks(methods)), "square")
-    if any(line["out of memory"] for line in lines):
-        entries.append(LegendEntry("a method ran out of memory there", "cross"))
-    axis = "sequence length (tokens)" if along == "seq_len" else "batch (sequences)"
-    drawn = selected(_heat_map(methods, axis), selectors)
+    place = "sequence length" if along == "seq_len" else "batch"
+    maps = grouped(lines, lambda line: f"{line['metric']}: {line['model']} on {line['cluster']}")
+    compared = {title: sum(bool(line["compared with"]) for line in some) for title, some in maps.items()}
+    chosen = sorted(filter(compared.__getitem__, maps), key=lambda title: -compared[title])
+    methods = {line["strategy"] for title in chosen for line in maps[title] if line["strategy"]}
     heads = [head for head in lines[0] if head != "strategy"]
-    return Chart(
-        name,
-        caption,
-        f"{caption}. {len(lines)} places with {len(methods)} best methods; the table has the numbers.",
-        spec_of(drawn, [_value(line, along) for line in lines]),
-        DataTable(name, caption, lines, heads),
-        selectors=selectors,
-        legend=entries,
+    return Drawing(
+        f"{caption}. {len(lines)} places; the table has the numbers.",
+        [(f"{title}, GPUs by {place}", _heat_map(maps[title], place)) for title in chosen],
+        DataTable(name, caption, lines, heads, sortable=True),
+        {strategy_name(method): look.color for method, look in looks(methods).items()},
     )
-
-
-def _selector(lines: Sequence[Mapping[str, Any]], field: str) -> Selector:
-    """The values of a field, metrics in their order, others by how many places they have a comparison of."""
-    values = dict.fromkeys(str(line[field]) for line in lines)
-    compared = Counter(str(line[field]) for line in lines if line["compared with"])
-    ordered = values if field == "metric" else sorted(values, key=lambda value: (-compared[value], value))
-    return Selector(field, field, [(value, value) for value in ordered])
 
 
 def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterator[dict[str, Any]]:
     """A line for each place: the best method, and what it was compared with."""
     places: dict[tuple[Any, ...], list[_Entry]] = {}
     for cell in cells:
-        searched = (cell.row["cell"].get("search") or {}).get("quantity", "")
-        point = point_of(cell.row["cell"])
-        if cell.row["status"] not in ("ok", "oom") or point[along] is None:
-            continue
-        if searched == question.searched or (not question.searched and question.field == "tokens_per_s"):
-            key = (point["model"], point["cluster"], point["gpus"], point[along])
-            places.setdefault(key, []).append((cell, point))
-    for (model, cluster, gpus, place), entries in sorted(places.items()):
+        row, of = cell.row, cell.row["cell"]
+        searched = (of.get("search") or {}).get("quantity", "")
+        is_asked = searched == question.searched or (
+            not question.searched and question.field == "tokens_per_s"
+        )
+        if row["status"] in ("ok", "oom") and of.get(along) is not None and is_asked:
+            place = (of["model"], of["cluster"], gpus(row), of[along])
+            places.setdefault(place, []).append((row, settings(row)))
+    for (model, cluster, ranks, place), entries in sorted(places.items()):
         alike = _most_compared(entries, question)
         values = _by_method(alike, question)
-        ran_out = {point["method"] for cell, point in alike if cell.row["status"] == "oom"}
-        lost = sorted(ran_out - values.keys())
-        if not values and any(cell.row["status"] == "ok" for cell, _ in entries):
+        lost = {strategy(row) for row, _ in alike if row["status"] == "oom"} - values.keys()
+        if not values and any(row["status"] == "ok" for row, _ in entries):
             continue  # nothing was measured of what is asked
         ranked = sorted(values.items(), key=lambda item: item[1], reverse=question.bigger)
-        cell, settings = alike[0]
+        row, common = alike[0]
         yield {
             "metric": question.title,
             "model": model,
             "cluster": cluster,
-            "GPUs": gpus,
+            "GPUs": ranks,
             "sequence length": place if along == "seq_len" else None,
-            "batch": settings["batch"] if settings["batch"] is not None else "largest that fits",
-            "precision": settings["precision"],
-            "sizes": ", ".join(f"{name} {value}" for name, value in _sizes(cell)),
+            "batch": common["batch"] if common["batch"] is not None else "largest that fits",
+            "precision": common["precision"],
+            "sizes": ", ".join(f"{name} {value}" for name, value in _sizes(row)),
             "best method": strategy_name(ranked[0][0]) if ranked else None,
             "value": ranked[0][1] / question.divisor if ranked else None,
             "unit": question.unit,
             "compared with": ", ".join(strategy_name(method) for method, _ in ranked[1:]),
             "second": ranked[1][1] / question.divisor if len(ranked) > 1 else None,
-            "out of memory": ", ".join(map(strategy_name, lost)),
+            "out of memory": ", ".join(map(strategy_name, sorted(lost))),
             "strategy": ranked[0][0] if ranked else "",
         }
 
 
-def _most_compared(entries: Sequence[_Entry], question: Question) -> list[_Entry]:
+def _most_compared(entries: Sequence[_Entry], question: Question) -> Sequence[_Entry]:
     """The entries that are alike: of the whole model if there are any, then with the most methods, then with
     the largest batch."""
-    groups: dict[tuple[Any, ...], list[_Entry]] = {}
-    for cell, point in entries:
-        if cell.row["status"] == "oom" or cell.row["measurement"].get(question.field) is not None:
-            key = (_sizes(cell), *(point.get(name) for name in _ALIKE))
-            groups.setdefault(key, []).append((cell, point))
-    if not groups:
-        return list(entries)
+
+    def key(entry: _Entry) -> tuple[Any, ...]:
+        row, of = entry
+        return _sizes(row), *(of.get(name) for name in _ALIKE)
 
     def rank(item: tuple[tuple[Any, ...], list[_Entry]]) -> tuple[Any, ...]:
         (sizes, batch, *others), some = item
-        methods = len(_by_method(some, question)), len({point["method"] for _, point in some})
+        methods = len(_by_method(some, question)), len({strategy(row) for row, _ in some})
         return -len(sizes), *methods, batch or 0, str((sizes, others))
 
-    return max(groups.items(), key=rank)[1]
+    answering = [
+        (row, of)
+        for row, of in entries
+        if row["status"] == "oom" or row["measurement"].get(question.field) is not None
+    ]
+    return max(grouped(answering, key).items(), key=rank)[1] if answering else entries
 
 
-def _sizes(cell: CellResult) -> tuple[tuple[str, Any], ...]:
+def _sizes(row: Row) -> tuple[tuple[str, Any], ...]:
     """The options that make the model another one, as fewer layers do: numbers and flags. Words choose how
     it is computed, which methods may differ in."""
-    options = cell.row["cell"].get("model_options") or {}
+    options = row["cell"].get("model_options") or {}
     return tuple((name, value) for name, value in sorted(options.items()) if not isinstance(value, str))
 
 
 def _by_method(entries: Sequence[_Entry], question: Question) -> dict[str, float]:
     """The best value of each method that has any."""
-    better = max if question.bigger else min
-    best: dict[str, float] = {}
-    for cell, point in entries:
-        value = cell.row["measurement"].get(question.field) if cell.row["status"] == "ok" else None
+    values: dict[str, list[float]] = {}
+    for row, _ in entries:
+        value = row["measurement"].get(question.field) if row["status"] == "ok" else None
         if value is not None:
-            best[point["method"]] = better(best.get(point["method"], value), value)
-    return best
+            values.setdefault(strategy(row), []).append(value)
+    return {method: (max if question.bigger else min)(of) for method, of in values.items()}
 
 
-def _value(line: Mapping[str, Any], along: str) -> dict[str, Any]:
-    """What the heat map has of a line."""
-    value = line["value"]
-    place = line["sequence length"] if along == "seq_len" else line["batch"]
-    return {
-        **{name: line[name] for name in ("metric", "model", "cluster", "sizes")},
-        "gpus": line["GPUs"],
-        "place": place,
-        "label": length_text(place) if along == "seq_len" else str(place),
-        "method": line["best method"],
-        "text": "" if value is None else _short(value),
-        "ink": "#000" if line["strategy"] and contrast(method_color(line["strategy"])) < _DARK else "#fff",
-        "shown": "none" if value is None else f"{_shown(value, line['unit'])} {line['unit']}",
-        "batch": str(line["batch"]),
-        "second": line["compared with"],
-        "lost": line["out of memory"],
-    }
+def _heat_map(lines: Sequence[Mapping[str, Any]], place: str) -> str:
+    """Places coloured by their best method, each with its value; a cross where a method ran out of memory."""
+    columns = sorted({line[place] for line in lines})
+    rows = sorted({line["GPUs"] for line in lines}, reverse=True)
+    height = len(rows) * _HEIGHT
+    svg = Svg(_LEFT + len(columns) * _WIDTH + 4, height + AXIS)
+    for at, ranks in enumerate(rows):
+        svg.text(_LEFT - 8, at * _HEIGHT + 21, f"{ranks} GPU{'s' * (ranks > 1)}", "end")
+    for at, value in enumerate(columns):
+        text = length_text(value) if place == "sequence length" else str(value)
+        svg.text(_LEFT + (at + 0.5) * _WIDTH, height + 16, text, "middle")
+    for line in lines:
+        left, top = _LEFT + columns.index(line[place]) * _WIDTH, rows.index(line["GPUs"]) * _HEIGHT
+        color = method_color(line["strategy"]) if line["strategy"] else "#888888"
+        dark = line["strategy"] and contrast(color) >= _DARK
+        lost = "\N{MULTIPLICATION SIGN}" if line["out of memory"] else ""
+        box = (left + 1, top + 1, _WIDTH - 2, _HEIGHT - 2)
+        svg.rect(box, color, _title(line), 1 if line["strategy"] else 0.4)
+        text = f"{'' if line['value'] is None else tick_texts([line['value']])[0]} {lost}".strip()
+        svg.text(left + _WIDTH / 2, top + 21, text, "middle", "#ffffff" if dark else "#000000")
+    return str(svg)
 
 
-def _shown(value: float, unit: str) -> str:
-    """A value with three digits where it is a rate, else with all of its whole part."""
-    return three_digits(value) if unit.endswith("/s") else number(value)
-
-
-def _short(value: float) -> str:
-    for divisor, suffix in ((1e6, "M"), (1e3, "k")):
-        if value >= 10 * divisor:
-            return f"{value / divisor:.0f}{suffix}"
-        if value >= divisor:
-            return f"{value / divisor:.1f}{suffix}"
-    return f"{value:.3g}"
-
-
-def _heat_map(methods: Sequence[str], axis: str) -> alt.LayerChart | alt.FacetChart:
-    """Places coloured by their best method, each with its value; crosses where a method ran out of memory."""
-    told = {
-        "method:N": "best method",
-        "shown:N": "value",
-        "gpus:O": "GPUs",
-        "label:N": axis,
-        "batch:N": "batch",
-        "sizes:N": "sizes",
-        "second:N": "compared with",
-        "lost:N": "out of memory",
-    }
-    base = alt.Chart().encode(
-        x=alt.X(
-            "label:O",
-            title=axis,
-            sort=alt.EncodingSortField("place", op="min"),
-            scale=alt.Scale(paddingInner=0.05, paddingOuter=0),
-            axis=alt.Axis(labelAngle=0, labelOverlap="greedy"),
-        ),
-        y=alt.Y("gpus:O", title="GPUs", sort="descending", scale=alt.Scale(paddingInner=0.08)),
-        tooltip=[alt.Tooltip(field, title=title) for field, title in told.items()],
-    )
-    color = alt.Color("method:N", scale=method_scale(methods), legend=None)
-    ink = alt.Color("ink:N", scale=None)
-    best = base.transform_filter("isValid(datum.method)").mark_rect(cornerRadius=3).encode(color=color)
-    none = base.transform_filter("!isValid(datum.method)")
-    none = none.mark_rect(cornerRadius=3, color="#8886", stroke="#888")
-    wide = alt.ExprRef("width > 420 ? 1 : 0")
-    text = base.mark_text(fontSize=12, fontWeight=600, opacity=wide).encode(text="text:N", color=ink)
-    cross: dict[str, Any] = {"shape": "M-1,-1L1,1M1,-1L-1,1", "size": 35, "strokeWidth": 2, "yOffset": -11}
-    lost = base.transform_filter("datum.lost != ''").mark_point(**cross).encode(color=ink)
-    return alt.layer(best, none, text, lost).properties(
-        # how many rows there are depends on what readers choose
-        width="container",
-        usermeta={"rows": {"field": "gpus", "height": 42}},
-    )
+def _title(line: Mapping[str, Any]) -> str:
+    """What a place says when it is pointed at."""
+    value, unit = line["value"], line["unit"]
+    # a rate with three digits, else all of the whole part
+    spelled = three_digits if unit.endswith("/s") else number
+    text = "none" if value is None else f"{spelled(value)} {unit}"
+    further = [name for name in ("batch", "sizes", "compared with", "out of memory") if line[name]]
+    words = [f"{name}: {line[name]}" for name in further]
+    return "; ".join([f"{line['best method'] or 'no method'}: {text}", *words])

@@ -12,13 +12,11 @@ from importlib.metadata import version
 from importlib.resources import files as package_files
 from pathlib import Path
 
-import vl_convert
-
 from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
 from spbench.bench.tools.report.gathered import Gathered
+from spbench.bench.tools.report.page import navigation
 from spbench.bench.tools.report.pages import all_pages
-from spbench.bench.tools.report.rendering import Rendering, environment, navigation
 
 STATIC = Path(__file__).with_name("static")
 #: a file of every site, by which a folder is known to be one
@@ -95,15 +93,17 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def files(gathered: Gathered) -> dict[str, bytes]:
-    """The content of every file of the site, by path."""
+    """The content of every file of the site, by path.
+
+    Raises:
+        ValueError: two pages write one file, with other content.
+    """
     pages = list(all_pages(gathered))
-    templates, places = environment(), navigation(pages)
+    links = navigation(pages)
     contents = dict(vendored())
-    contents |= {f"assets/{path.name}": path.read_bytes() for path in sorted(STATIC.iterdir())}
     for page in pages:
-        rendering = Rendering(templates, page, places)
-        made: dict[str, str | bytes] = {page.path: rendering.html(), **rendering.files, **page.files}
-        of_page = {path: text.encode() if isinstance(text, str) else text for path, text in made.items()}
+        rendered = page.rendered(links)
+        of_page = {path: text.encode() if isinstance(text, str) else text for path, text in rendered.items()}
         # two pages may show one figure
         if twice := [path for path in contents.keys() & of_page if contents[path] != of_page[path]]:
             raise ValueError(f"two pages write {', '.join(sorted(twice))}")
@@ -112,9 +112,9 @@ def files(gathered: Gathered) -> dict[str, bytes]:
 
 
 def vendored() -> Iterator[tuple[str, bytes]]:
-    """The libraries that draw charts and sort tables, as scripts that a page from a file may load."""
-    # the stub of 1.9 lacks that the snippet may be left out
-    yield "assets/vega.js", vl_convert.javascript_bundle().encode()  # type: ignore[call-arg]
+    """Styles and scripts, with the library that sorts tables as one that a page from a file may load."""
+    for path in sorted(STATIC.iterdir()):
+        yield f"assets/{path.name}", path.read_bytes()
     bundle = package_files("itables") / "html"
     script = (bundle / "dt_bundle.js").read_text(encoding="utf-8")
     # pages from files may not import modules, so what the module exports becomes a name of the window

@@ -7,17 +7,13 @@ holds of cells that were measured elsewhere. The last have what was compared wit
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image
-
 import spbench
-from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.sweep.frames import flat
@@ -53,15 +49,24 @@ class PaperResults:
         that stand on its page."""
         return sorted({scenario.document.published_in for scenario in self.scenarios.values()})
 
-    def of_source(self, source: str) -> dict[str, Scenario]:
-        """The scenarios whose numbers were published there, by name."""
-        return {n: each for n, each in self.scenarios.items() if each.document.published_in == source}
+    @property
+    def in_order(self) -> list[Scenario]:
+        """The paper's own scenarios, then those of numbers from others."""
+        return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """All records; none where nothing was reproduced."""
+        return self.findings.records if self.findings else []
 
     def records_of(self, source: str) -> list[Record]:
         """The records of the numbers that were published there."""
-        records = self.findings.records if self.findings else []
-        names = self.of_source(source)
-        return [record for record in records if record["scenario"] in names]
+        names = {each.name for each in self.in_order if each.document.published_in == source}
+        return [record for record in self.records if record["scenario"] in names]
+
+    def records_of_scenario(self, name: str) -> list[Record]:
+        """The records of one scenario."""
+        return [record for record in self.records if record["scenario"] == name]
 
 
 @dataclass(frozen=True)
@@ -101,44 +106,18 @@ class Gathered:
     cells: Sequence[CellResult]
     strategy_rows: Sequence[Row] = ()
 
-    def figure(self, name: str | None) -> Figure | None:
+    def figure(self, name: str | None, title: str) -> Figure | None:
         """A figure of the reproduction, as SVG or else as PNG; None where it was not drawn."""
         for form in ("svg", "png") if name else ():
             path = self.results / "reproduction" / "figures" / f"{name}.{form}"
             if path.is_file():
-                content = path.read_bytes() if form == "svg" else _in_256_colors(path)
-                return Figure(str(name), f"figures/{path.name}", content)
+                return Figure(f"figures/{path.name}", path.read_bytes(), title)
         return None
 
     @property
     def strategies(self) -> Path:
         """The folder of strategies' rows and traces."""
         return self.results / "reproduction" / STRATEGIES
-
-    @cached_property
-    def cell_fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """The fields of every cell that was declared or run, by key."""
-        declared = {key: cell.model_dump() for key, cell in self.declared.items()}
-        return declared | {key: row["cell"] for key, row in self.rows.items()}
-
-    @cached_property
-    def rows(self) -> Mapping[str, Row]:
-        """The rows by the keys of their cells; of a cell in several scenarios the first."""
-        return {cell.row["key"]: cell.row for cell in reversed(self.cells)}
-
-    @cached_property
-    def declared(self) -> Mapping[str, Cell]:
-        """The cells that the scenarios of papers declare, by key."""
-        scenarios = [s for paper in self.papers for s in paper.scenarios.values()]
-        return {cell.key: cell for s in scenarios for cells in s.cells.values() for cell in cells}
-
-
-def _in_256_colors(path: Path) -> bytes:
-    """A PNG file with at most 256 colours, which makes a figure half as large and looks the same."""
-    stream = io.BytesIO()
-    with Image.open(path) as image:
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
-    return stream.getvalue()
 
 
 def default_results() -> Path:
@@ -238,7 +217,7 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
         if not quantity.of_classes
     }
     cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
-    made = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
+    run = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
     rows: dict[str, Row] = {}
     for record in findings.records:
         cell, quantity = cells.get(record["cell"]), columns.get((table_of(record), record["quantity"]))
@@ -252,7 +231,7 @@ def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
                 status=record["status_reproduced"] or "ok",
                 reason="",
                 measurement=Measured(),
-                provenance={"commit": made.get("commit", ""), "torch": made.get("torch", "")},
+                provenance={"commit": run.get("commit", ""), "torch": run.get("torch", "")},
             ),
         )
         if record["reproduced"] is not None:

@@ -1,40 +1,60 @@
-"""What a module of :mod:`tools.report.pages` makes: pages, with charts and tables on them.
+"""A page of the site: a Markdown document, with parts from the results in its places, and its HTML.
 
-Such a module has a function ``pages(gathered) -> Iterable[Page]``; it is found by being there. Its pages name
-a template, which extends layout.html and calls ``show(chart)`` or ``show(table)`` where one is to be.
+A module of :mod:`tools.report.pages` has a function ``pages(gathered) -> Iterable[Page]``; it is found by
+being there. A line ``<!-- NAME -->`` of the document beside it is the place of the part of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from string import Template
 from typing import Any
+
+from spbench.bench.files import csv_text
+from spbench.bench.tools.report.report_markdown import html_of, shown
+from spbench.bench.units import percent
+
+_FOLDER = Path(__file__).parent
+_PLACE = re.compile(r"^<!-- ([\w-]+) -->\n", re.MULTILINE)
+#: lines of a table above which it scrolls in a box of its own
+_TALL = 20
+
+
+class Html(str):
+    """A part of a page that is HTML, in which text from results is escaped."""
+
+
+def folded(summary: str, text: str) -> Html:
+    """A text as it is, such as a file, that readers unfold."""
+    return Html(
+        f'<details><summary>{escape(summary)}</summary><pre tabindex="0">{escape(text)}</pre></details>\n'
+    )
 
 
 @dataclass(frozen=True)
-class Page:
-    """A page of the site.
+class Figure:
+    """A picture of results/reproduction/figures, drawn by plots/.
 
     Attributes:
-        path: its file's name; all pages are in one folder, so that links between them are names.
-        title: of the window, the heading and the navigation.
-        template: a file in templates/, rendered with ``page``, ``show`` and ``values``.
-        group: the heading in the navigation that it stands under; empty: at the top level.
-        order: in the navigation; pages of a group stand where the first of them is.
-        summary: one sentence, shown below the heading.
-        short_title: in the navigation; empty: the title.
-        files: further files of the site, by path, such as data for scripts.
+        path: on the site.
+        content: of the file: an SVG, or a PNG where that is all there is.
+        title: what it shows.
     """
 
     path: str
+    content: bytes
     title: str
-    template: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    group: str = ""
-    order: int = 50
-    summary: str = ""
-    short_title: str = ""
-    files: Mapping[str, str | bytes] = field(default_factory=dict)
+
+    def html(self) -> str:
+        """The picture, with a link to it."""
+        alt = f"Figure: {escape(self.title)}. Its numbers are in the tables of this page."
+        picture = f'<img src="{self.path}" loading="lazy" alt="{alt}">'
+        return f'<figure class="plot"><a href="{self.path}">{picture}</a></figure>\n'
 
 
 @dataclass(frozen=True)
@@ -62,92 +82,162 @@ class DataTable:
         """The columns in order."""
         return list(self.columns or (self.rows[0] if self.rows else ()))
 
+    def html(self, csv: str) -> str:
+        """The table with its caption and a link to its file, ``csv``."""
+        return self.figure("numbers", self.lines(), csv)
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure of results/reproduction/figures, drawn by plots/, as the page shows it.
+    def lines(self) -> str:
+        """The table in a box that scrolls; cells of numbers carry them whole in data-order, by which they are
+        sorted."""
+        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in self.heads)
+        lines = ("".join(self._cell(row[head], head) for head in self.heads) for row in self.rows)
+        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        return (
+            f'<div class="scroll{" tall" * (len(self.rows) > _TALL)}" tabindex="0" role="region" '
+            f'aria-labelledby="{self.name}-caption"><table{" class=sortable" * self.sortable}>'
+            f"<thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
+        )
 
-    Attributes:
-        name: of its file, without the ending.
-        path: on the site.
-        content: of the file: an SVG, or a PNG where that is all there is.
-    """
-
-    name: str
-    path: str
-    content: bytes
-
-
-@dataclass(frozen=True)
-class Selector:
-    """A choice above a chart: a field of its data and of its table's rows.
-
-    The chart has a parameter of the field's name, whose value its data are filtered by
-    (:func:`tools.report.charts.selected`). Choices for which there are no data with the earlier choices are
-    disabled.
-
-    Attributes:
-        options: (value, text) in order; the first is chosen at first.
-    """
-
-    field: str
-    label: str
-    options: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One of several drawings of a chart.
-
-    Attributes:
-        title: what is alike for all that it shows.
-        spec: as of a :class:`Chart`.
-    """
-
-    title: str
-    spec: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class LegendEntry:
-    """What a mark stands for.
-
-    Attributes:
-        shape: filled, hollow, square, line, dashed, or cross.
-        color: as in CSS.
-    """
-
-    text: str
-    shape: str
-    color: str = "currentColor"
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart, with what stands in its place for those who cannot see it.
-
-    Attributes:
-        name: unique on its page; letters, digits and hyphens.
-        caption: what it shows, with units.
-        alt: what can be seen in it, in a sentence or two.
-        spec: a Vega-Lite specification (``altair.Chart.to_dict()``) without colours of axes, text and
-            background, which follow the reader's light or dark scheme; empty for a chart of several panels.
-        table: the numbers behind it.
-        selectors: choices above it, which also choose among the rows of the table.
-        panels: drawings beside each other, in place of ``spec``.
-        legend: above the drawings; empty: they have legends of their own, or need none.
-    """
-
-    name: str
-    caption: str
-    alt: str
-    spec: Mapping[str, Any]
-    table: DataTable
-    selectors: Sequence[Selector] = ()
-    panels: Sequence[Panel] = ()
-    legend: Sequence[LegendEntry] = ()
+    def _cell(self, value: Any, head: str) -> str:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return f"<td>{escape(shown(value))}</td>"
+        text = percent(value) if head in self.percent else shown(value)
+        return f'<td class="number" data-order="{value}">{text}</td>'
 
     @property
-    def drawings(self) -> Sequence[Panel]:
-        """The panels, or the one drawing that there is."""
-        return self.panels or [Panel("", self.spec)]
+    def hidden(self) -> str:
+        """What a link says to those who do not see which table it belongs to."""
+        return f'<span class="hidden"> of {escape(self.caption)}</span>'
+
+    def figure(self, kind: str, content: str, csv: str) -> str:
+        """Content below the caption and above a link to the numbers."""
+        return (
+            f'<figure class="{kind}" id="{self.name}">'
+            f'<figcaption id="{self.name}-caption">{escape(self.caption)}</figcaption>\n{content}\n'
+            f'<p class="actions"><a href="{csv}" download>CSV{self.hidden}</a></p></figure>\n'
+        )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Drawings beside each other, with what stands in their place for those who cannot see them.
+
+    Attributes:
+        alt: what can be seen, in a sentence or two.
+        panels: the title (empty of a single one) and the SVG of each.
+        table: the numbers behind it; its name and caption are the drawing's.
+        legend: the colour of each kind of mark.
+        lists: whether the numbers stand below, folded, or are in their CSV file alone.
+    """
+
+    alt: str
+    panels: Sequence[tuple[str, str]]
+    table: DataTable
+    legend: Mapping[str, str] = field(default_factory=dict)
+    lists: bool = True
+
+    def html(self, csv: str) -> str:
+        """The drawing with its legend and its numbers; a single one scrolls where it is wide."""
+        square = '<svg viewBox="0 0 10 10" aria-hidden="true"><rect width="10" height="10" fill="{}"/></svg>'
+        entries = (f"<li>{square.format(color)}{escape(text)}</li>" for text, color in self.legend.items())
+        legend = f'<ul class="legend">{"".join(entries)}</ul>' * bool(self.legend)
+        panels = (
+            f"<div>{f'<p class=note>{escape(title)}</p>' * bool(title)}{svg}</div>"
+            for title, svg in self.panels
+        )
+        drawn = f'<div class="panels" role="img" aria-label="{escape(self.alt)}">{"".join(panels)}</div>'
+        if len(self.panels) == 1:
+            drawn = f'<div class="scroll" tabindex="0">{drawn}</div>'
+        numbers = f"<details><summary>Numbers{self.table.hidden}</summary>{self.table.lines()}</details>"
+        return self.table.figure("drawing", f"{legend}{drawn}{numbers * self.lists}", csv)
+
+
+#: text is Markdown
+Part = str | Html | DataTable | Drawing | Figure | None
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the site.
+
+    Attributes:
+        path: its file's name; all pages are in one folder, so that links between them are names.
+        title: of the window, the heading and the navigation.
+        document: a file in the folder pages, or Markdown that has a line break.
+        parts: what stands in the places of the document; None is left out.
+        group: the heading in the navigation that it stands under; empty: at the top level.
+        order: in the navigation; pages of a group stand where the first of them is.
+        summary: one sentence, shown below the heading.
+        short_title: in the navigation; empty: the title.
+        files: further files of the site, by path, such as data for scripts.
+        scripts: of these and of assets/, what the page runs.
+    """
+
+    path: str
+    title: str
+    document: str
+    parts: Mapping[str, Part | Iterable[Part]] = field(default_factory=dict)
+    group: str = ""
+    order: int = 50
+    summary: str = ""
+    short_title: str = ""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    scripts: Sequence[str] = ()
+
+    def _content(self) -> Iterator[Part]:
+        """The paragraphs of the document, with its parts in their places."""
+        is_file = "\n" not in self.document
+        text = (_FOLDER / "pages" / self.document).read_text("utf-8") if is_file else self.document
+        paragraphs, *places = _PLACE.split(text)
+        yield paragraphs
+        for name, below in zip(places[::2], places[1::2], strict=True):
+            part = self.parts[name]
+            if part is None or isinstance(part, (str, DataTable, Drawing, Figure)):
+                yield part
+            else:
+                yield from part
+            yield below
+
+    def rendered(self, links: str = "") -> dict[str, str | bytes]:
+        """The page, with links to all pages, and the files that come with it, by path.
+
+        Raises:
+            ValueError: two tables have one name.
+            KeyError: the document has a place without a part.
+        """
+        files, blocks = dict(self.files), []
+        for part in self._content():
+            if isinstance(part, (DataTable, Drawing)):
+                table = part if isinstance(part, DataTable) else part.table
+                csv = f"data/{Path(self.path).stem}-{table.name}.csv"
+                if csv in files:
+                    raise ValueError(f"{self.path}: two tables are called {table.name!r}")
+                files[csv] = csv_text(table.heads, table.rows)
+                blocks.append(part.html(csv))
+            elif isinstance(part, Figure):
+                files[part.path] = part.content
+                blocks.append(part.html())
+            elif part is not None:
+                blocks.append(part if isinstance(part, Html) else html_of(part))
+        here = f'<a href="{self.path}"'
+        text = Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
+            title=escape(self.title),
+            summary=escape(self.summary),
+            navigation=links.replace(here, f'{here} aria-current="page"'),
+            content="".join(blocks),
+            scripts="".join(f'<script src="{path}"></script>\n' for path in self.scripts),
+        )
+        return {self.path: text, **files}
+
+
+def navigation(pages: Sequence[Page]) -> str:
+    """Links to all pages in order, under the headings of their groups."""
+    first: dict[str, int] = {}
+    for page in pages:
+        first[page.group] = min(first.get(page.group, page.order), page.order)
+    ordered = sorted(pages, key=lambda p: (first[p.group] if p.group else p.order, p.group, p.order, p.path))
+    text = ""
+    for heading, some in groupby(ordered, lambda page: page.group):
+        links = (f'<li><a href="{p.path}">{escape(p.short_title or p.title)}</a></li>' for p in some)
+        text += f"{f'<p>{escape(heading)}</p>' * bool(heading)}<ul>{''.join(links)}</ul>\n"
+    return text

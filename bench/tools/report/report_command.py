@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from spbench.bench.tools.report.build import Site
 
 #: modules of the extra `report`
-NEEDED = ("altair", "itables", "jinja2", "vl_convert")
+NEEDED = ("itables", "markdown_it")
 _LISTED = 5
 
 

@@ -7,10 +7,10 @@ judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from spbench.bench.tools.papers.paper_findings import Record, distinct
 
@@ -21,6 +21,14 @@ _EXACT = 1e-9
 JUDGED = ("predicted", "inferred", "formula")
 
 Word = Literal["yes", "in part", "no", "not run"]
+
+#: by word, how a sentence in Markdown says it
+_BADGES = {
+    "yes": "**{good}reproduces**",
+    "in part": "**{partly}reproduces in part**",
+    "no": "**{bad}does not reproduce**",
+    "not run": "**{unjudged}was not run**",
+}
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,17 @@ def _is_within(record: Record, tolerance: float) -> bool:
 
 
 def _statuses(records: Sequence[Record]) -> Iterable[bool]:
-    """Of each cell that is published as out of memory and was run, whether ours is too."""
+    """Whether ours ran out of memory too, for each cell that is published as that and was run."""
     cells: dict[str, bool] = {}
     for record in records:
         if record["status_published"] == "oom" and record["status_reproduced"]:
             cells.setdefault(record["cell"], record["status_reproduced"] == "oom")
     return cells.values()
+
+
+def badge(word: Word) -> str:
+    """The word as Markdown, in its colour: grey where nothing was judged."""
+    return _BADGES[word]
 
 
 def counts(verdict: Verdict) -> str:
@@ -109,12 +122,11 @@ def counts(verdict: Verdict) -> str:
     return text
 
 
-def why(records: Sequence[Record], titles: Mapping[str, str]) -> dict[str, Any] | None:
-    """The scenario with the most misses: ``scenario``, ``title`` and ``text``; None if all are met."""
+def most_misses(records: Sequence[Record]) -> tuple[str, str] | None:
+    """The scenario with the most misses and their number, as "2 of 8"; None if all are met."""
     scenarios = dict.fromkeys(record["scenario"] for record in records)
     verdicts = {name: verdict_on([r for r in records if r["scenario"] == name]) for name in scenarios}
     name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
     if name is None or verdicts[name].met == verdicts[name].judged:
         return None
-    of = verdicts[name]
-    return {"scenario": name, "title": titles.get(name, name), "text": f"{of.judged - of.met} of {of.judged}"}
+    return name, f"{verdicts[name].judged - verdicts[name].met} of {verdicts[name].judged}"

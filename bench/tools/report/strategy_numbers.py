@@ -3,7 +3,7 @@ peak, time of a layer, verdicts of verification, and the cells of results that u
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -11,12 +11,13 @@ from urllib.parse import urlencode
 from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.verify.verdicts import Verdict
 from spbench.bench.tools.report.gathered import CellResult
+from spbench.bench.units import GIB, MS
 from spbench.plots.series import grouped
 from spbench.plots.style import strategy_name
 
 Line = dict[str, Any]
-_GIB = 2**30
-_MS = 1e3
+
+_FORMULA, _METERED = "closed form (bytes)", "metered (bytes)"
 
 
 def formula_lines(row: Row) -> list[Line]:
@@ -24,44 +25,34 @@ def formula_lines(row: Row) -> list[Line]:
     metered, and the difference, which is 0 where both are right. Where the row says that another rank
     differs, it has a line of its own."""
     measured = row["measurement"]
-    closed: dict[tuple[str, str, str], float] = defaultdict(float)
-    purposes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for entry in measured.get("formula") or []:
-        key = entry["phase"], entry["collective"], entry.get("axis", "")
-        closed[key] += entry["sent_bytes"]
-        purposes[key].append(entry["purpose"])
-    metered: dict[tuple[str, str, str], float] = defaultdict(float)
-    for entry in measured.get("communication") or []:
-        metered[entry["phase"], entry["collective"], entry["axis"]] += entry["sent_bytes"]
-    keys = [key for key in dict.fromkeys([*closed, *metered]) if closed.get(key) or metered.get(key)]
-    lines = [
-        _line(*key, ", ".join(dict.fromkeys(purposes[key])), closed.get(key, 0), metered.get(key, 0))
-        for key in keys
+    lines: dict[tuple[str, ...], Line] = {}
+    purposes: dict[tuple[str, ...], dict[str, None]] = {}
+    for column, entries in ((_FORMULA, "formula"), (_METERED, "communication")):
+        for entry in measured.get(entries) or []:
+            line = lines.setdefault(_place(entry), _line(entry, ""))
+            line[column] += entry["sent_bytes"]
+            if column == _FORMULA:
+                purposes.setdefault(_place(entry), {})[entry["purpose"]] = None
+    for place, line in lines.items():
+        line["what is sent"] = ", ".join(purposes.get(place, ()))
+        line["difference"] = line[_METERED] - line[_FORMULA]
+    differing = {place for place, line in lines.items() if line["difference"]}
+    others = [
+        _line(entry, f"on rank {entry['rank']}", entry["formula_bytes"], entry["metered_bytes"])
+        for entry in measured.get("formula_difference") or []
+        if _place(entry) not in differing
     ]
-    seen = {(line["phase"], line["collective"], line["axis"]) for line in lines if line["difference"]}
-    for entry in measured.get("formula_difference") or []:
-        key = entry["phase"], entry["collective"], entry["axis"]
-        if key not in seen:
-            what = f"on rank {entry['rank']}"
-            lines.append(_line(*key, what, entry["formula_bytes"], entry["metered_bytes"]))
-    return lines
+    return [line for line in lines.values() if line[_FORMULA] or line[_METERED]] + others
 
 
-def _line(phase: str, collective: str, axis: str, purpose: str, formula: float, metered: float) -> Line:
-    return {
-        "phase": phase,
-        "collective": collective,
-        "axis": axis,
-        "what is sent": purpose,
-        "closed form (bytes)": formula,
-        "metered (bytes)": metered,
-        "difference": metered - formula,
-    }
+def _place(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return entry["phase"], entry["collective"], entry.get("axis", "")
 
 
-def differing(cells: Iterable[CellResult]) -> list[CellResult]:
-    """The cells of results whose meters saw other bytes than the closed form says."""
-    return [cell for cell in cells if cell.row["measurement"].get("formula_difference")]
+def _line(entry: Mapping[str, Any], purpose: str, formula: float = 0, metered: float = 0) -> Line:
+    place = dict(zip(("phase", "collective", "axis"), _place(entry), strict=True))
+    numbers = {_FORMULA: formula, _METERED: metered, "difference": metered - formula}
+    return {**place, "what is sent": purpose, **numbers}
 
 
 def memory_lines(rows: Iterable[Row]) -> list[Line]:
@@ -73,8 +64,8 @@ def memory_lines(rows: Iterable[Row]) -> list[Line]:
     return [
         {
             "strategy": strategy_name(name),
-            "in all": sum(of.values()) / _GIB,
-            **{category.replace("_", " "): of.get(category, 0) / _GIB for category in categories},
+            "in all": sum(of.values()) / GIB,
+            **{category.replace("_", " "): of.get(category, 0) / GIB for category in categories},
         }
         for name, of in ordered
     ]
@@ -86,7 +77,7 @@ def time_lines(trace: Mapping[str, Any]) -> list[Line]:
         {
             "rank": rank,
             **{
-                f"{part.removesuffix('_s').replace('_', ' ')} (ms)": seconds * _MS
+                f"{part.removesuffix('_s').replace('_', ' ')} (ms)": seconds / MS
                 for part, seconds in of.items()
             },
         }

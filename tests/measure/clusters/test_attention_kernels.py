@@ -9,7 +9,7 @@ from spbench.bench.measure.clusters.attention_kernels import cannot_run, usual_k
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.setting_changes import changed
-from spbench.bench.tools.fit.usual_attention import ATTENTION, with_usual_attention
+from spbench.bench.tools.fit.subject import ATTENTION, with_usual_attention
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.garbage import no_cyclic_collection
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.communication import Operation
 from spbench.bench.measure.trace.recorder import Recorder

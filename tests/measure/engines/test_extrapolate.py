@@ -59,6 +59,7 @@ def test_length(strategy: str, n: int, changes: dict[str, Any]) -> None:
     assert predict(1536) == pytest.approx(trace(1536, 5).peak().nbytes, rel=1e-3)
 
 
+@pytest.mark.slow
 @cases(0)
 def test_batch(strategy: str, n: int, changes: dict[str, Any]) -> None:
     trace = tracer("batch", strategy, n, **changes)

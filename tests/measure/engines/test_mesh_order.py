@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from spbench.bench.cell import Cell, Timing
-from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.simulator.trace_export import trace_events
-from tests.slow import slow
 
 #: replicas across two nodes of eight, sequences inside; and the reverse
 ORDERS = REPLICAS_OUTSIDE, SEQUENCES_OUTSIDE = ["dp", "sp"], ["sp", "dp"]
@@ -54,23 +51,6 @@ def test_on_one_node_the_order_makes_no_difference() -> None:
     on_one = {"sizes": {"dp": 2, "sp": 4}}
     first, second = (VirtualEngine().measure(cell(mesh, **on_one)) for mesh in ORDERS)
     assert first.step_time_s == pytest.approx(second.step_time_s, rel=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ORDERS, ids=["dp outside", "sp outside"])
-@pytest.mark.parametrize("strategy", [slow("ring_attention"), slow("ulysses"), "lasp"])
-def test_folding_and_plain_traces_give_the_same_times(
-    strategy: str, mesh: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = cell(mesh, strategy, seq_len=128)
-    traces = virtual.trace_classes(asked, events=True)
-    folded, whole = traces.simulator()(), dataclasses.replace(traces, fold=False).simulator()()
-    assert folded.step_time_s == whole.step_time_s
-    assert list(trace_events(folded, range(16))) == list(trace_events(whole, range(16)))
-    quick = VirtualEngine().measure(asked)
-    monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
-    assert VirtualEngine().measure(asked) == quick
-    assert quick.step_time_s == whole.step_time_s
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.shallow_needs import ShallowNeeds
+from spbench.bench.measure.engines.extrapolate import ShallowNeeds
 from tests.measure.engines.cells import cell_of
 
 

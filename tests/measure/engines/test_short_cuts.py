@@ -101,7 +101,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     with monkeypatch.context() as patched:
         for module in (rings, all_gather_kv, fpdt, tiles, upipe):
             patched.setattr(module, "keyed_steps", choosing("steps"))
-        patched.setattr(pipeline, "keyed_steps", choosing("micro-batches"))
+        patched.setattr(pipeline, "keyed_steps", choosing("micro_batches"))
         patched.setattr(virtual, "stage_traces", stages)
         notes(tracing, "_put_together", "layers")
         notes(uncut_pieces._Uncut, "side_by_side", "pieces")

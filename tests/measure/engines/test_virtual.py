@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.garbage import no_cyclic_collection
 from spbench.bench.measure.engines.setup import record_step, set_up
+from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.recorder import Recorder

@@ -11,10 +11,10 @@ import pytest
 from spbench.bench.measure.clusters.cluster import Calibration
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
-from spbench.bench.measure.simulator.folding import smallest_shift
 from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program import Group, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.simulate import smallest_shift
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import trace_events
 from tests.measure.simulator.step_programs import cluster, one_f_one_b, ring

@@ -15,7 +15,8 @@ from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.timeline import Timeline, stream_names
+from spbench.bench.measure.simulator.rank_events import stream_names
+from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import trace_events
 from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.bench.measure.trace.recorder import Recorder

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.measure.engines import rank_memory, tracing, virtual
 from spbench.bench.measure.memory import replay as replaying
 from spbench.bench.measure.memory.allocator import Block, CachingAllocator, without_retries
 from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
 from spbench.bench.measure.memory.oversize_blocks import unsplit_from
-from spbench.bench.measure.memory.repeated_events import Stretch, stretches
+from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay
-from tests.measure.engines.cells import cell_of
 from tests.measure.trace.naive_allocator import MIB
 
 ALLOCATORS: dict[str, type[CachingAllocator]] = {
@@ -139,19 +137,3 @@ def test_a_step_that_is_another_one_ends_a_stretch() -> None:
         first, second = stretches(changed[0], events, changed[1])
         number = events[first.end]
         assert (number, events[second.first - 1]) == (701, 701)
-
-
-def test_a_plain_trace_has_every_event_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = cell_of("ring_self_attention", 8)
-    traced = virtual.trace_classes(cell)
-    with tracing.only_plain_traces():
-        plain = virtual.trace_classes(cell)
-    asked = Counter[str]()
-
-    def counted(*log: Any) -> list[Stretch]:
-        asked["times"] += 1
-        return stretches(*log)
-
-    monkeypatch.setattr(rank_memory, "stretches", counted)
-    assert traced.by_class == plain.by_class
-    assert asked["times"] == 1

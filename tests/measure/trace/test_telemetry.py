@@ -24,7 +24,7 @@ for named in sys.argv[1:]:
     with telemetry.Telemetry(uuid or "{UUIDS[0]}", interval_s=0.001) as watched:
         while watched.is_watching and watched.samples < {SAMPLES}:
             time.sleep(0.001)
-    rows[named] = watched.found(steps={STEPS})
+    rows[named] = watched.summary(steps={STEPS})
 print(json.dumps(rows))
 """
 ONE = f"@{UUIDS[1]}"
@@ -150,4 +150,4 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path) -> None:
 def test_without_a_gpu_nothing_is_watched() -> None:
     with telemetry_of(None) as telemetry:
         pass
-    assert telemetry.found(steps=1) == {}
+    assert telemetry.summary(steps=1) == {}

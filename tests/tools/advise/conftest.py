@@ -13,7 +13,7 @@ import pytest
 from spbench.bench.tools.advise import layout_search as search
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import savings_of
-from spbench.bench.tools.fit import answers
+from spbench.bench.tools.fit import asking
 from tests.bench.crew import CrewHere
 from tests.tools.commands.conftest import Run, command_line
 
@@ -26,7 +26,7 @@ def advise(
 ) -> Callable[..., tuple[int, str, str]]:
     """Run `spbench advise` in an empty folder; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(answers, "Crew", CrewHere)
+    monkeypatch.setattr(asking, "Crew", CrewHere)
     monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
     return partial(command_line, "advise", "--model")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.tools.advise.question import Question, question
-from spbench.bench.tools.fit.subject import Asked
+from spbench.bench.tools.fit.asked import Asked
 
 MODEL = "causal-transformer-tiny"
 

@@ -12,8 +12,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice, settings_beside
-from spbench.bench.tools.advise.ranking import NAMED, complexity
-from spbench.bench.tools.advise.search_findings import Found, Seen
+from spbench.bench.tools.advise.ranking import NAMED, Found, Seen, complexity
 from tests.tools.advise.questions import asked
 
 TIE = packaged_model().tie("sourced")
@@ -40,11 +39,11 @@ def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) ->
     return Seen(cell, Outcome("ok", measurement=measurement), "all_layers")
 
 
-def advice(*best: Seen) -> Advice:
+def advice(*best: Seen, **more: Any) -> Advice:
     ordered = sorted(best, key=lambda each: each.step_s)
     strategies = {each.cell.strategy: each for each in reversed(ordered)}
     of_strategies = sorted(strategies.values(), key=lambda each: each.step_s)
-    return Advice(asked(8), Found(best=ordered, of_strategies=of_strategies), 1.0)
+    return Advice(asked(8), Found(best=ordered, of_strategies=of_strategies), **more)
 
 
 FAST = seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0)
@@ -93,7 +92,7 @@ def test_a_reason_is_in_the_measurements() -> None:
     text = advice(FAST, FAR).why()
     assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.1%} more time; ")
     assert "waiting for links within a node 0.4 s against 0.05" in text
-    known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.outcome.measurement["parts"].values()}
+    known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.measured["parts"].values()}
     assert set(re.findall(r"([\d.]+) s against", text)) | set(re.findall(r"against ([\d.]+)", text)) <= known
 
 

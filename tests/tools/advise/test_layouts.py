@@ -24,7 +24,7 @@ from spbench.bench.tools.advise.layouts import (
 )
 from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.advise.references import savings_of
-from spbench.bench.tools.fit.subject import Asked
+from spbench.bench.tools.fit.asked import Asked
 from spbench.impls import registries
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.ddp import DistributedDataParallel
@@ -190,21 +190,6 @@ def test_a_job_is_read_for_the_number_of_gpus() -> None:
     assert made.cell.batch == 16
     with pytest.raises(UserError, match="--gpus"):
         question((str(INPUTS / "llama3_8b.toml"),), Asked("dgx-h100"))
-
-
-@pytest.mark.parametrize(
-    ("more", "problem"),
-    [
-        ({"fixed": [("tp", "three")]}, "--fixed tp=three: give dp, pp, cp, tp, sp, micro_batch as a whole"),
-        ({"fixed": [("ep", "2")]}, "--fixed ep=2"),
-        ({"only": ["ulises"]}, "unknown strategy 'ulises'; did you mean 'ulysses'"),
-        ({"only": ["zero4"]}, "'zero4'"),
-        ({"batch_tokens": 100}, "--batch-tokens 100: less than one sequence of 256 tokens"),
-    ],
-)
-def test_what_cannot_be_asked(more: Mapping[str, Any], problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        asked(8, **more)
 
 
 def test_an_option_that_is_fixed_holds_in_every_backend() -> None:

@@ -13,10 +13,9 @@ import pytest
 from spbench.bench.tools.advise.candidates import Candidate, candidates, promising
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.tools.advise.layouts import Refused, backend_settings
-from spbench.bench.tools.advise.learned import Learned
+from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import as_text
-from spbench.bench.tools.advise.waiting import Waiting
 from tests.tools.advise.questions import asked
 
 SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
@@ -105,12 +104,12 @@ def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
         learned.add(by_size[way, size], by_size[way, size].estimated_s, 0.0)
     learned.fit()
     known, unknown = Waiting([by_size[other, 1]]), Waiting([by_size[other, 2]])
-    assert learned.least_s(known) > 0.95 * known.estimated_s
-    assert learned.least_s(unknown) < 0.9 * unknown.estimated_s
+    assert learned.bounds(known).least_s > 0.95 * known.estimated_s
+    assert learned.bounds(unknown).least_s < 0.9 * unknown.estimated_s
     # the first way with both sizes tells them apart
     learned.add(by_size[first, 1], by_size[first, 1].estimated_s, 0.0)
     learned.fit()
-    assert learned.least_s(unknown) > 0.93 * unknown.estimated_s
+    assert learned.bounds(unknown).least_s > 0.93 * unknown.estimated_s
 
 
 def test_what_each_micro_batch_takes_may_shrink_with_their_number() -> None:
@@ -121,8 +120,8 @@ def test_what_each_micro_batch_takes_may_shrink_with_their_number() -> None:
     learned.add(ways[1], 4 * ways[1].estimated_s, 0.0)
     learned.fit()
     same, larger = Waiting([ways[1]]), Waiting([ways[4]])
-    assert learned.least_s(same) > 3.5 * ways[1].estimated_s
-    assert learned.least_s(larger) < (1 + 3 / 4) * ways[4].estimated_s
+    assert learned.bounds(same).least_s > 3.5 * ways[1].estimated_s
+    assert learned.bounds(larger).least_s < (1 + 3 / 4) * ways[4].estimated_s
 
 
 def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.advise.absent import absence, untraced
 from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.layouts import Layout, Refused, Way
-from spbench.bench.tools.advise.possible import possible, why_impossible
+from spbench.bench.tools.advise.possible import absence, possible, why_impossible
 from spbench.bench.tools.advise.question import Question, question
-from spbench.bench.tools.advise.search_findings import Found, Untraced
-from spbench.bench.tools.fit.subject import Asked
+from spbench.bench.tools.advise.ranking import Found
+from spbench.bench.tools.fit.asked import Asked
 from tests.tools.advise.questions import MODEL
 
 #: options of `spbench advise` that have no answer
@@ -60,7 +59,7 @@ def with_change(options: dict[str, Any], change: str) -> dict[str, Any]:
     return {**options, name: [each for each in options[name] if each not in gone]}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 def test_what_a_refusal_names_is_the_cause(options: dict[str, Any]) -> None:
     reason = why_impossible(asked(**options))
@@ -100,26 +99,30 @@ def test_layouts_that_cannot_be_are_not_said_to_be_slow(
     assert reason in found.sentence
 
 
-def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate() -> None:
-    made = asked(gpus=8)
-    for left, words in (
-        (Untraced(3, 0, None, 2**37), "3, by the estimate too large, the smallest with 128 GiB"),
-        (Untraced(3, 3, 4.5, 2**30), "3, by the estimate not faster than 4.5 s"),
-        (Untraced(3, 1, 4.5, 2**30), "3, by the estimate 2 too large, the others not faster than 4.5 s"),
-    ):
-        found = absence(made, Found(untraced=left), {"tp": 2})
-        assert found.sentence == f"not traced, of those with tp2: {words}"
-
-
-def test_estimates_are_kept_of_what_was_asked_about() -> None:
-    layouts = [
-        Candidate(Layout(Way("tensor_parallel", {"tp": tp}), 8 // tp, 1, 1), {}, {}, {}, seconds, nbytes, 0.0)
-        for tp, seconds, nbytes in ((2, 3.0, 10.0), (4, 4.0, 10.0), (2, 1.0, 50.0), (2, 2.0, 11.0))
+@pytest.mark.parametrize(
+    ("tp", "too_large", "words"),
+    [
+        (2, 5.0, "1, by the estimate too large, the smallest with 9.31e-09 GiB"),
+        (2, 40.0, "1, by the estimate not faster than 2 s"),
+        (4, 40.0, "2, by the estimate 1 too large, the others not faster than 4 s"),
+        (1, 40.0, ""),
+    ],
+)
+def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate(
+    tp: int, too_large: float, words: str
+) -> None:
+    candidates = [
+        Candidate(Layout(Way("tensor_parallel", {"tp": n}), dp, pp, 1), {}, {}, {}, seconds, nbytes, 0.0)
+        for n, dp, pp, seconds, nbytes in (
+            (2, 4, 1, 3.0, 10.0),
+            (2, 4, 1, 1.0, 50.0),
+            (2, 4, 1, 2.0, 11.0),
+            (4, 2, 1, 4.0, 10.0),
+            (4, 1, 2, 1.0, 50.0),
+        )
     ]
-    found = untraced({"tp": 2}, layouts, [], 40.0)
-    assert found == Untraced(layouts=1, slow=1, least_s=2.0, least_bytes=10.0)
-    assert untraced({"tp": 8}, layouts, [], 40.0) is None
-    assert untraced({}, layouts, [], 40.0) is None
+    found = absence(asked(gpus=8), Found(), {"tp": tp}, candidates, too_large)
+    assert found.sentence == (words and f"not traced, of those with tp{tp}: {words}")
 
 
 def test_what_is_missing_is_asked_for_at_once() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.looks import Look, look
-from spbench.bench.tools.advise.switch_prices import Price, prices
+from spbench.bench.tools.advise.look import look
+from spbench.bench.tools.advise.switch_prices import SwitchPrice, prices
+from spbench.bench.tools.fit.asking import Task
 from tests.tools.advise.questions import asked
 
 GIB = 2**30
@@ -29,23 +30,24 @@ MADE_UP = {
 
 
 class MadeUp:
-    """In place of :class:`Answers`."""
+    """In place of :class:`Asking`."""
 
     def __init__(self, refused: Any = ()):
         self.refused = refused
-        self.looks: list[Look] = []
+        self.depths: set[str] = set()
 
-    def __call__(self, cells: Sequence[Any], enough: Any = None) -> Iterator[tuple[Any, Outcome]]:
-        for cell in cells:
-            self.looks.append(cell)
+    def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
+            cell, run = task.cell, cast(Any, task.run)
+            self.depths.add(run.keywords["depth"])
             on = {**cell.model_options, **cell.training.backend_options}
             known = [MADE_UP[name] for name in on if name in MADE_UP]
             if any(name in on for name in self.refused):
-                yield cell, Outcome("unsupported", "no rate")
+                yield task, Outcome("unsupported", "no rate")
             else:
                 peak = (64 - sum(gib for _, gib in known)) * GIB
                 times = math.prod(factor for factor, _ in known)
-                yield cell, Outcome("oom", measurement={"step_time_s": times, "peak_memory_bytes": peak})
+                yield task, Outcome("oom", measurement={"step_time_s": times, "peak_memory_bytes": peak})
 
 
 def layout(options: dict[str, Any], **training: Any) -> Cell:
@@ -54,7 +56,7 @@ def layout(options: dict[str, Any], **training: Any) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, **options}, "training": backend})
 
 
-def of(found: list[Price], used: bool) -> dict[str, tuple[float, float]]:
+def of(found: list[SwitchPrice], used: bool) -> dict[str, tuple[float, float]]:
     return {
         each.settings: (pytest.approx(each.ratio), each.saved_bytes / GIB)
         for each in found
@@ -72,7 +74,7 @@ def test_each_switch_of_a_layout_beside_those_before_it() -> None:
         "model_options.recompute=full": (1.3, 20),
         "model_options.checkpoints=host": (1.01, 3),
     }
-    assert {each.depth for each in answers.looks} == {"few_layers"}
+    assert answers.depths == {"few_layers"}
 
 
 def test_what_others_would_cost_as_far_as_they_save_memory() -> None:
@@ -104,10 +106,10 @@ def test_what_a_backend_searches_with_a_switch_comes_and_goes_with_it() -> None:
 
 def test_prices_are_those_of_traces() -> None:
     plain, cell = layout({}), layout({"recompute": "full"})
-    taken = {each.key: look(Look.of(each, "few_layers")) for each in (plain, cell)}
+    taken = {each.key: look(each, "few_layers") for each in (plain, cell)}
 
-    def answers(cells: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
-        for each in cells:
+    def answers(tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
+        for each in tasks:
             found = taken.get(each.cell.key)
             yield each, Outcome("ok", measurement=vars(found)) if found else Outcome("unsupported", "other")
 

@@ -11,11 +11,11 @@ from spbench.bench.tools.advise.candidates import Candidate, candidates
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layout_search import BEST, Search
 from spbench.bench.tools.advise.layouts import Refused
-from spbench.bench.tools.advise.looks import Look, look
+from spbench.bench.tools.advise.look import looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import references
-from spbench.bench.tools.fit import answers
-from spbench.bench.tools.fit.answers import Answers
+from spbench.bench.tools.fit import asking
+from spbench.bench.tools.fit.asking import Asking
 from spbench.impls.backends.sharding_options import ShardingOptions
 from tests.bench.crew import CrewHere
 from tests.tools.advise.questions import asked
@@ -30,22 +30,17 @@ AT_MOST = 1.002
 SETTINGS = {f"model_options.{name}": value for name, value in SIZES.items()}
 
 
-def every(question: Question, answers: Answers) -> Sequence[Candidate]:
+def every(question: Question, ask: Asking) -> Sequence[Candidate]:
     savings = module.savings_of(question)
-    estimates = Estimates(question.cell, question.gpus, *references(question, answers, savings))
+    estimates = Estimates(question.cell, question.gpus, *references(question, ask, savings))
     return [*candidates(question, estimates, savings, Refused())]
 
 
-def traced(question: Question, answers: Answers) -> tuple[int, dict[tuple[str, str], float]]:
+def traced(question: Question, ask: Asking) -> tuple[int, dict[tuple[str, str], float]]:
     """How many layouts fit, and of each strategy and mesh the shortest step, by whole traces of all."""
-    cells = {
-        made.key: made
-        for each in every(question, answers)
-        if (made := Look.of(each.cell(question.cell), "all_layers"))
-    }
+    cells = [each.cell(question.cell) for each in every(question, ask)]
     n, best = 0, dict[tuple[str, str], float]()
-    for cell, outcome in answers([*cells.values()]):
-        assert outcome.status in ("ok", "oom", "unsupported"), outcome
+    for cell, outcome in looks(ask, cells, "all_layers"):
         if outcome.status == "ok":
             n += 1
             kind = cell.strategy, cell.mesh_text
@@ -63,12 +58,12 @@ def traced(question: Question, answers: Answers) -> tuple[int, dict[tuple[str, s
 def test_traces_of_all_layouts_have_the_same_first_five(
     least: int, question: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "Crew", CrewHere)
+    monkeypatch.setattr(asking, "Crew", CrewHere)
     monkeypatch.setattr(module, "TOSS", 1.0)  # the fastest, not the simplest that is nearly as fast
     # of ZeRO-3 the states on cards alone, or all layouts would be twice as many
     monkeypatch.setattr(ShardingOptions, "searched", classmethod(lambda cls: iter([{}])))
     made = asked(seq_len=4096, batch=8, settings=SETTINGS, **question)  # type: ignore[arg-type]
-    with Answers(look) as here:
+    with Asking() as here:
         found = Search(made, here).run()
         n, true = traced(made, here)
     best = sorted(true.values())

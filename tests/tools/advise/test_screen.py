@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from spbench.bench.command_line.output import View
+from spbench.bench.command_line.output import Table, View
 from spbench.bench.tools.advise.advise_report import report
-from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.advise.possible import Absence
+from spbench.bench.tools.advise.switch_prices import SwitchPrice
 from tests.terminal import faults_of, screen_of
 from tests.tools.advise.test_advice import advice, seen
 
@@ -25,9 +26,9 @@ def test_an_answer_fits_a_screen() -> None:
             ]
         )
     ]
-    answer = advice(*best, seen("single", {"dp": 8}, 60.0))
-    for at in range(6):
-        answer.found.prices.append(Price(f"model_options.loss_tile={2048 + at}", True, 1.3, 50 * GIB))
+    prices = [SwitchPrice(f"model_options.loss_tile={2048 + n}", True, 1.3, 50 * GIB) for n in range(6)]
+    absence = Absence((), "no layout with tp2 can be: made up")
+    answer = advice(*best, seen("single", {"dp": 8}, 60.0), prices=prices, absence=absence)
     answer.found.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
     output = report([answer], {"tp": 2})
     assert faults_of(output, most_lines=40) == []
@@ -38,3 +39,17 @@ def test_an_answer_fits_a_screen() -> None:
     assert "the fastest of all megatron_sp+ulysses+ring_attention cp2xtp2xsp2" in " ".join(screen.split())
     assert "324000 cannot be" not in screen
     assert "324000 cannot be" in screen_of(output, 80, View(details=True))
+
+
+def test_several_answers_are_a_map() -> None:
+    best = [seen("ulysses", {"sp": 8}, 2.0), seen("single", {"dp": 8}, 60.0)]
+    fits, none = advice(*best, seconds=3.0), advice()
+    none.found.impossible = "no layout of 8 GPUs is possible: made up"
+    output = report([fits, none])
+    assert faults_of(output) == []
+    table = output.sections[0]
+    assert isinstance(table, Table)
+    assert table.title == "Which layout where"
+    shown = [(line["length"], line["best"], line["tokens/s a GPU"], line["took"]) for line in table.lines]
+    assert shown == [(256, "ulysses sp8", "256", "3 s"), (256, "no layout is possible", None, "0 s")]
+    assert [record["strategy"] for record in output.records] == ["ulysses", "single"]

@@ -4,10 +4,10 @@ ranks along its axes and a little noise."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,18 +20,17 @@ from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.tools.advise.layout_search import BEST, Search
 from spbench.bench.tools.advise.layouts import Refused
-from spbench.bench.tools.advise.learned import Learned
-from spbench.bench.tools.advise.looks import Look, Looks, outcomes
+from spbench.bench.tools.advise.learned import Bounds, Learned, Waiting
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import TOSS, complexity, ranked, tie_limit
+from spbench.bench.tools.advise.ranking import TOSS, Found, Seen, complexity, ranked, tie_limit
 from spbench.bench.tools.advise.references import as_text
-from spbench.bench.tools.advise.search_findings import Found, Seen
+from spbench.bench.tools.fit.asking import Task
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow
 from tests.tools.advise.questions import asked
 
 GIB = 2**30
-SEEDS = range(3)
+SEEDS = range(2)
 #: each layout that was looked at became one of these
 BECAME = (
     "cannot be",
@@ -72,7 +71,7 @@ def by_key() -> Mapping[str, Candidate]:
 
 
 class MadeUp:
-    """In place of :class:`Answers`: what each look would find, by a seed. Cells that are no candidates cannot
+    """In place of :class:`Asking`: what each look would find, by a seed. Cells that are no candidates cannot
     be run.
 
     Attributes:
@@ -102,19 +101,18 @@ class MadeUp:
         off *= self.factor(0.01, "bytes", str(candidate.layout.way), as_text(candidate.training))
         return candidate.estimated_bytes * off
 
-    def __call__(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Outcome]]:
-        for cell in cells:
-            assert isinstance(cell, Look)
-            self.looks.add(cell.cell.key)
-            candidate = by_key().get(cell.cell.key)
+    def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
+            self.looks.add(task.cell.key)
+            candidate = by_key().get(task.cell.key)
             if candidate is None:
-                yield cell, Outcome("unsupported", "no candidate")
+                yield task, Outcome("unsupported", "no candidate")
                 continue
             seconds, nbytes = self.seconds(candidate), int(self.nbytes(candidate))
             status = "ok" if nbytes <= self.usable else "oom"
             found = {"step_time_s": seconds, "peak_memory_bytes": nbytes, "rates": "sourced"}
             found |= {"breakdown": {}, "parts": {}}
-            yield cell, Outcome(status, measurement=found)
+            yield task, Outcome(status, measurement=found)
 
 
 def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0) -> Found:
@@ -171,7 +169,12 @@ def test_a_naive_bound_would_lose_the_winner(monkeypatch: pytest.MonkeyPatch) ->
         return [searched(each, monkeypatch).best[0].step_s / brute_force(each)[0] - 1 for each in made]
 
     assert max(lost()) < 0.002
-    monkeypatch.setattr(Learned, "least_s", lambda self, waiting: waiting.estimated_s * 1.3)
+    plain = Learned.bounds
+
+    def naive(self: Learned, waiting: Waiting) -> Bounds:
+        return plain(self, waiting)._replace(least_s=waiting.estimated_s * 1.3)
+
+    monkeypatch.setattr(Learned, "bounds", naive)
     assert max(lost()) > 0.005
 
 
@@ -185,7 +188,7 @@ class SimpleSlower(MadeUp):
 
 def test_no_tie_is_simpler_than_the_layout_that_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all layouts, also those that were not traced."""
-    for seed in range(5):
+    for seed in range(3):
         answers = SimpleSlower(seed, 80 * GIB)
         best = searched(answers, monkeypatch, TOSS).best
         named = ranked(best)[0]
@@ -215,49 +218,37 @@ def test_no_layout_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         Search(asked(8, fixed=[("tp", "7")]), MadeUp(0, GIB)).run()  # type: ignore[arg-type]
 
 
-def test_a_fault_of_a_worker_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = MadeUp(0, 80 * GIB)
-    monkeypatch.setattr(
-        MadeUp, "__call__", lambda self, cells: iter([(cells[0], Outcome("failed", "planted"))])
-    )
-    with pytest.raises(RuntimeError, match="planted"):
-        searched(answers, monkeypatch)
-
-
-def test_a_mismatch_is_no_answer_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        MadeUp, "__call__", lambda self, cells: iter([(cells[0], Outcome("mismatch", "other bytes"))])
-    )
-    with pytest.raises(RuntimeError, match="mismatch: other bytes"):
+@pytest.mark.parametrize("status", ["failed", "mismatch"])
+def test_a_fault_of_a_worker_is_no_answer(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [Outcome(status, "planted")]
+    monkeypatch.setattr(MadeUp, "__call__", lambda self, tasks: zip(tasks, outcomes, strict=False))
+    with pytest.raises(RuntimeError, match=f"{status}: planted"):
         searched(MadeUp(0, 80 * GIB), monkeypatch)
 
 
+class Refusing(MadeUp):
+    """As :class:`MadeUp`, where looks that a function chooses cannot be run."""
+
+    def __init__(self, refused: Callable[[Cell, str], bool]):
+        super().__init__(0, 80 * GIB)
+        self.refused = refused
+
+    def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
+        for task, outcome in super().__call__(tasks):
+            depth = cast(Any, task.run).keywords["depth"]
+            yield task, Outcome("unsupported", "planted") if self.refused(task.cell, depth) else outcome
+
+
 def test_what_cannot_be_run_with_all_layers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = MadeUp.__call__
     best = searched(MadeUp(0, 80 * GIB), monkeypatch).best[0].cell.key
-
-    def refusing(self: MadeUp, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Outcome]]:
-        for cell, outcome in plain(self, cells):
-            assert isinstance(cell, Look)
-            refused = cell.depth == "all_layers" and cell.cell.key == best
-            yield cell, Outcome("unsupported", "planted") if refused else outcome
-
-    monkeypatch.setattr(MadeUp, "__call__", refusing)
-    found = searched(MadeUp(0, 80 * GIB), monkeypatch)
+    refusing = Refusing(lambda cell, depth: depth == "all_layers" and cell.key == best)
+    found = searched(refusing, monkeypatch)
     assert best not in {seen.cell.key for seen in found.traced}
     assert len(found.best) >= BEST
 
 
 def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = MadeUp.__call__
-
-    def refusing(self: MadeUp, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Outcome]]:
-        for cell, outcome in plain(self, cells):
-            refused = cell.strategy == "ring_attention"
-            yield cell, Outcome("unsupported", "planted") if refused else outcome
-
-    monkeypatch.setattr(MadeUp, "__call__", refusing)
-    found = searched(MadeUp(0, 80 * GIB), monkeypatch)
+    found = searched(Refusing(lambda cell, _: cell.strategy == "ring_attention"), monkeypatch)
     assert found.counts["cannot be run"] > 0
     assert "planted" in found.refused.reasons.values()
     assert "ring_attention" not in {seen.cell.strategy for seen in found.traced}
@@ -266,27 +257,6 @@ def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.Monke
 def test_a_layout_that_fits_is_one_whose_outcome_is_ok() -> None:
     cell = next(iter(every())).cell(question().cell)
     assert not Seen(cell, Outcome("oom", measurement={"peak_memory_bytes": 1}), "few_layers").fits
-
-
-def test_an_executor_takes_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many at once as it has room for; none is taken here."""
-    given: list[str] = []
-
-    class Elsewhere:
-        at_once = 8
-
-        def outcomes(self, cells: Sequence[Cell], run: Any, on_start: Any) -> Iterator[tuple[Cell, Outcome]]:
-            given.extend(cell.key for cell in cells)
-            yield from MadeUp(0, 80 * GIB)(cells)
-
-    made = Looks(executor=Elsewhere())  # type: ignore[arg-type]
-    monkeypatch.setattr(made, "_cache", None)
-    assert made.jobs == 8
-    cell = every()[0].cell(question().cell)
-    ((found, outcome),) = outcomes(made, [Look.of(cell, "few_layers")])
-    assert (found.cell.key, outcome.status) == (cell.key, "ok")
-    assert given == [found.key]
-    assert not made.crew.workers
 
 
 def test_an_update_on_the_host_has_its_price() -> None:

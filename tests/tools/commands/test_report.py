@@ -15,7 +15,7 @@ from tests.tools.commands.conftest import Run
 def test_a_missing_library_is_one_line(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "NEEDED", ("altair", "no_such_module"))
+    monkeypatch.setattr(report, "NEEDED", ("itables", "no_such_module"))
     code, out, err = command_line("report", "--output", str(tmp_path / "site"))
     assert (code, out) == (2, "")
     command = "pip install -c constraints.txt -e '.[report]'"  # as docs/report.md has it

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from spbench.bench.tools.doctor.check import Observation
+from spbench.bench.tools.doctor.diagnosis import Observation
 
 #: of the environment: the file into which :func:`hangs` writes the number of a process that it starts
 CHILD_FILE = "SPBENCH_TEST_CHILD_FILE"

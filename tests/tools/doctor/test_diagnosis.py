@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.doctor import libraries, nvidia, ranks, system
-from spbench.bench.tools.doctor.check import Check, Observation, checks, diagnose
+from spbench.bench.tools.doctor import installation_checks as installation
+from spbench.bench.tools.doctor import rank_checks as ranks
+from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
+from spbench.bench.tools.doctor.doctor_command import CHECKS
 from tests.tools.doctor import planted
 
 
@@ -54,13 +56,13 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for free, status in ((10 * 2**20, "missing"), (2**30, "warning"), (2**40, "ok")):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        assert by_subject(system.disks())["disk of results"].status == status
-    assert by_subject(system.disks())["disk of results"].found == f"1024.0 GiB free in {tmp_path}"
+        assert by_subject(installation.disks())["disk of results"].status == status
+    assert by_subject(installation.disks())["disk of results"].found == f"1024.0 GiB free in {tmp_path}"
 
 
 def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPBENCH_CACHE", "/dev/null/cache")
-    cache = by_subject(system.disks())["disk of the cache"]
+    cache = by_subject(installation.disks())["disk of the cache"]
     assert (cache.status, cache.found, cache.is_needed) == ("missing", "/dev/null: Not a directory", False)
     assert "SPBENCH_CACHE" in cache.remedy
 
@@ -72,7 +74,7 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         ((resource.RLIM_INFINITY,) * 2, "ok"),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda which, limits=limits: limits)
-        (found,) = system.open_files()
+        (found,) = installation.open_files()
         assert found.status == status
         assert ("ulimit" in found.remedy) is (status == "warning")
 
@@ -80,29 +82,29 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     docker = SimpleNamespace(free=64 * 2**20, total=64 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: docker)
-    (found,) = system.shared_memory()
+    (found,) = installation.shared_memory()
     assert (found.status, found.found) == ("warning", "0.1 of 0.1 GiB free in /dev/shm")
 
 
 @pytest.mark.parametrize(("cores", "status"), [(1, "warning"), (2, "ok")])
 def test_ranks_that_share_a_core(cores: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "usable_cores", lambda: cores)
-    (found,) = system.machine()
+    monkeypatch.setattr(installation, "usable_cores", lambda: cores)
+    (found,) = installation.machine()
     assert found.status == status
     assert found.found.startswith(f"{cores} of ")
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    (found,) = libraries.triton()
+    (found,) = installation.triton()
     assert (found.status, found.is_needed) == ("missing", False)
     assert "pip install triton" in found.remedy
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = ["torch>=2", "absent-one>1; platform_system == 'Linux'", 'absent-two==3; extra == "peers"']
-    monkeypatch.setattr(libraries, "requires", lambda name: declared)
-    found = by_subject(libraries.packages())
+    monkeypatch.setattr(installation, "requires", lambda name: declared)
+    found = by_subject(installation.packages())
     assert (found["packages"].status, found["packages"].is_needed) == ("missing", True)
     assert found["packages"].found.startswith("not installed: absent-one; installed: torch 2.")
     extra = found["packages of the extra peers"]
@@ -118,8 +120,7 @@ def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.gloo_interface() == ("lo", "127.0.0.1")
 
 
-def test_every_check_is_one_of_a_module() -> None:
-    for name, check in checks().items():
+def test_every_check_is_found_by_the_child() -> None:
+    for name, check in CHECKS.items():
         module = sys.modules[check.look.__module__]
-        assert getattr(module, check.look.__qualname__) is check.look, name  # as the child finds it
-    assert {nvidia.driver, system.disks} <= {check.look for check in checks().values()}
+        assert getattr(module, check.look.__qualname__) is check.look, name

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.fit import answers, proofs
+from spbench.bench.tools.fit import asking, proofs
 from spbench.bench.tools.fit.suggestions import Change, single_changes
 from tests.bench.crew import CrewHere
 from tests.measure.engines.cells import write_cluster
@@ -25,7 +25,7 @@ def fit(
 ) -> CommandLine:
     """Run `spbench fit` in an empty folder; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(answers, "Crew", CrewHere)
+    monkeypatch.setattr(asking, "Crew", CrewHere)
     monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
     return partial(command_line, "fit")
 

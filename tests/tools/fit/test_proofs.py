@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Outcome
+from spbench.bench.tools.fit.asking import Task
 from spbench.bench.tools.fit.proofs import ENOUGH_PAIRS, MOST_PAIRS, Proofs, prove
 from spbench.bench.tools.fit.suggestions import both, pairs, single_changes
 from tests.tools.fit.test_suggestions import cell
@@ -17,27 +18,31 @@ USABLE, NOW = 40 * GIB, 100 * GIB
 
 
 class Made:
-    """Answers whose cells need what a function says."""
+    """In place of :class:`Asking`: cells need what a function says."""
 
     def __init__(self, needs: Callable[[Cell], float]):
         self.needs, self.asked = needs, 0
 
     def __call__(
-        self, cells: Sequence[Cell], enough: Callable[[], bool] = lambda: False
-    ) -> Iterator[tuple[Cell, Outcome]]:
-        for each in cells:
+        self, tasks: Sequence[Task], enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
             if enough():
                 return
             self.asked += 1
-            needed = round(self.needs(each))
+            needed = round(self.needs(task.cell))
             measured = {"peak_memory_bytes": needed, "usable_memory_bytes": USABLE, "step_time_s": 1.0}
-            yield each, Outcome("ok" if needed <= USABLE else "oom", measurement=measured)
+            yield task, Outcome("ok" if needed <= USABLE else "oom", measurement=measured)
 
 
 def proved(needs: Callable[[Cell], float]) -> tuple[Proofs, Made]:
     asked = cell(sizes={"dp": 8, "sp": 1}, strategy="single", training={"backend": "ddp"}, cluster="l40s")
-    answers: Any = Made(needs)
-    return prove(asked, NOW, answers), answers
+    asking: Any = Made(needs)
+    return prove(asked, NOW, asking), asking
+
+
+def settings_of(found: Proofs) -> list[Mapping[str, Any]]:
+    return [each.change.settings for each in found.fitting if each.change]
 
 
 def shares(recompute: float, zero3: float) -> Callable[[Cell], float]:
@@ -49,14 +54,14 @@ def shares(recompute: float, zero3: float) -> Callable[[Cell], float]:
 
 
 def test_where_no_single_change_is_enough_pairs_are_tried() -> None:
-    found, answers = proved(shares(0.6, 0.5))
-    settings = found.found[0].change.settings
+    found, asking = proved(shares(0.6, 0.5))
+    settings = settings_of(found)[0]
     assert settings["model_options.recompute"] == "full"
     assert settings["training.backend"] == "zero3"
-    for each in found.found:
+    for each in found.fitting:
         assert each.memory.spare_bytes >= 0
     assert 0 < found.pairs_tried <= MOST_PAIRS
-    assert answers.asked == found.tried + found.pairs_tried
+    assert asking.asked == found.tried + found.pairs_tried
 
 
 def test_where_a_single_change_is_enough_no_pair_is() -> None:
@@ -65,7 +70,7 @@ def test_where_a_single_change_is_enough_no_pair_is() -> None:
 
     found, _ = proved(needs)
     assert found.pairs_tried == 0
-    assert {each.change.settings["strategy"] for each in found.found} == {"ulysses"}
+    assert {each["strategy"] for each in settings_of(found)} == {"ulysses"}
 
 
 def test_where_no_strategy_is_enough_alone_pairs_with_one_are_tried() -> None:
@@ -76,15 +81,14 @@ def test_where_no_strategy_is_enough_alone_pairs_with_one_are_tried() -> None:
 
     found, _ = proved(needs)
     assert found.pairs_tried
-    pairs_found = [each.change for each in found.found if each.change.divides]
-    assert pairs_found
-    assert all(each.settings["model_options.recompute"] == "full" for each in pairs_found)
-    assert any(not each.change.divides for each in found.found)
+    divided = [each for each in settings_of(found) if "strategy" in each]
+    assert 0 < len(divided) < len(found.fitting)
+    assert all(each["model_options.recompute"] == "full" for each in divided)
 
 
 def test_where_no_pair_can_be_enough_the_few_nearest_are_tried() -> None:
     found, _ = proved(shares(0.9, 0.8))
-    assert not found.found
+    assert not found.fitting
     assert found.pairs_tried <= ENOUGH_PAIRS
     assert found.closest is not None
     assert found.closest.memory.total_bytes == round(NOW * 0.9 * 0.8)

@@ -4,8 +4,9 @@ traced twice."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.measure.engines import trace_cache, tracing
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.tools.fit import runs, stages
-from spbench.bench.tools.fit.stages import OneStage, stages_beside
+from spbench.bench.tools.fit import fitting
+from spbench.bench.tools.fit.asking import Task
+from spbench.bench.tools.fit.examine import examine, trace_stage
+from spbench.bench.tools.fit.fitting import stages_beside
 from tests.measure.engines.cells import write_cluster
 
 #: of four layers, a stage each
@@ -46,21 +49,29 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
         yield ranks
 
 
+def stages(tasks: Sequence[Task]) -> list[int]:
+    """The stages that tasks trace, each of a cell that is an object of its own."""
+    assert len({id(task.cell) for task in tasks}) == len(tasks)
+    partials: list[Any] = [task.run for task in tasks]
+    assert {each.func for each in partials} == {trace_stage}
+    return [each.keywords["stage"] for each in partials]
+
+
 def test_a_stage_that_another_worker_has_traced_is_not_traced_again(
     tmp_path: Path, traced: list[int]
 ) -> None:
     cell = CELL.model_copy(update={"cluster": write_cluster(tmp_path, 20)})
     beside = stages_beside([cell], 2)
-    assert [each.stage for each in beside] == [3, 1]
-    for each in beside:
-        assert runs.examine(each).status == "ok"
+    assert stages(beside) == [3, 1]
+    for one, run in beside:
+        assert run(one).status == "ok"
     assert len(traced) == 2
-    found = runs.examine(cell)
+    found = examine(cell)
     assert max(Counter(traced).values()) == 1
     assert len(traced) == 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace_cache, "_cache", None)
-        assert runs.examine(cell) == found
+        assert examine(cell) == found
 
 
 def test_where_there_is_nothing_to_gain_none_is_traced_beside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +79,6 @@ def test_where_there_is_nothing_to_gain_none_is_traced_beside(monkeypatch: pytes
     assert stages_beside([alone], 2) == []
     assert stages_beside([CELL], 1) == stages_beside([CELL, alone], 2) == []
     deep = CELL.model_copy(update={"sizes": CELL.sizes.model_copy(update={"pp": 8})})
-    assert [each.stage for each in stages_beside([deep], 2)] == [7, 5]
-    assert OneStage.of(CELL, 1).key != CELL.key
-    monkeypatch.setattr(stages, "cache_folder", lambda: None)
+    assert stages(stages_beside([deep], 2)) == [7, 5]
+    monkeypatch.setattr(fitting, "cache_folder", lambda: None)
     assert stages_beside([CELL], 2) == []

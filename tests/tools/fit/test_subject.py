@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.tools.fit.subject import Asked, subject
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.subject import subject
 
 OPTION = "strategy_options.placement"
 

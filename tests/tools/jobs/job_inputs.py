@@ -1,4 +1,4 @@
-"""Jobs of torchtitan, DeepSpeed and Megatron-Bridge, and reading them with a text changed."""
+"""Jobs of all programs, and reading them with a text changed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs import bridge, deepspeed, torchtitan
+from spbench.bench.tools.jobs import bridge, deepspeed, megatron, torchtitan
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 
 INPUTS = Path(__file__).parent / "inputs"
 #: called without the search for kinds of jobs, which takes longer than they
-READERS = {"torchtitan": torchtitan.read, "deepspeed": deepspeed.read, "bridge": bridge.read}
+READERS = {each.__name__.rpartition(".")[2]: each.read for each in (bridge, deepspeed, megatron, torchtitan)}
 JOBS = {
     "8B": ("torchtitan", ["llama3_8b.toml"]),
     "70B": ("torchtitan", ["llama3_70b.toml"]),

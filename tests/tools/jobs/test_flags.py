@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.setting_changes import changed
 from spbench.bench.tools.jobs import to_megatron
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from spbench.bench.tools.papers.megatron_cases import cases
 from spbench.impls.models.model import model_preset
+from tests.tools.jobs.job_inputs import read
 
 #: a step of Llama-3-8B as Megatron-LM and torchtitan run it
 BOTH: dict[str, Any] = {
@@ -310,3 +313,37 @@ def test_flags_that_a_change_takes_away() -> None:
     keys = flag_changes(again, cell(MEGATRON), "bridge")
     assert keys is not None
     assert {"model.recompute_granularity=null", "ddp.use_distributed_optimizer=false"} <= {*keys.given}
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"), [("megatron_b200", 12), ("megatron_b200_more", 15), ("usp", 80), ("upipe", 12)]
+)
+def test_cells_of_megatron(name: str, cells: int) -> None:
+    found = [cell for variant in load_scenario(name).cells.values() for cell in variant]
+    assert len(found) == cells
+    assert [program_flags("megatron", cell).missing for cell in found] == [()] * cells
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("llama3_8b.toml", 8), ("llama3_70b.toml", 64)])
+def test_presets_of_torchtitan(name: str, gpus: int) -> None:
+    found = program_flags("torchtitan", read("torchtitan", [name], gpus=gpus).cell())
+    assert (found.missing, found.beside) == ((), ())
+
+
+@pytest.mark.slow
+def test_megatrons_functional_tests_and_back() -> None:
+    """All that are imported are the same cells again, but for BERT's."""
+    back = 0
+    for case in cases():
+        try:
+            cell = case.job.cell()
+        except UserError:
+            continue
+        found = program_flags("megatron", cell)
+        if cell.model.startswith("bert"):
+            assert found.missing
+            continue
+        assert found.missing == ()
+        assert [*differences(cell, read_back("megatron", cell, found).cell())] == []
+        back += 1
+    assert back >= 300

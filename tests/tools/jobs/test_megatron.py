@@ -69,55 +69,93 @@ def test_what_is_imported_is_a_cell() -> None:
         assert isinstance(case.cell, str) == bool(case.job.refusal()), case.cell
 
 
-@pytest.mark.parametrize(
-    ("arguments", "path", "value"),
-    [
-        ("", "model_options.inner", 1024),
-        ("--swiglu --disable-bias-linear", "model_options.inner", 640),  # 8/3 x 256 = 682, in 64s
-        ("--swiglu --ffn-hidden-size 768", "model_options.inner", 768),
-        ("", "model_options.vocabulary", 50257),
-        ("--tokenizer-type NullTokenizer --vocab-size 1000", "model_options.vocabulary", 1000),
-        ("", "batch", 16),
-        ("--global-batch-size 64", "training.micro_batches", 4),
-        ("", "precision", "bf16"),
-        ("", "strategy", "tensor_parallel"),
-        ("--sequence-parallel", "strategy", "tensor_parallel"),
-        ("--sequence-parallel --tensor-model-parallel-size 2", "strategy", "megatron_sp"),
-        ("--context-parallel-size 2", "strategy", "tensor_parallel+ring_attention"),
-        ("--context-parallel-size 2 --cp-comm-type a2a", "strategy", "tensor_parallel+ulysses"),
-        ("--pipeline-model-parallel-size 2", "sizes.dp", 4),
-        ("--use-tp-pp-dp-mapping", "mesh", ["dp", "pp", "sp", "tp"]),
-        ("", "model_options.attention", "flash"),
-        ("--attention-backend fused", "model_options.attention", "cudnn"),
-        ("--transformer-impl local", "model_options.attention", "unfused"),
-        ("", "model_options.cross_entropy", "fused"),
-        ("--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
-        ("--squared-relu", "model_options.mlp", "squared_relu"),
-        ("--qk-layernorm", "model_options.qk_norm", True),
-        ("--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
-        ("--deterministic-mode", "training.cublas_workspace", ":4096:8"),
-        ("", "training.gradient_accumulation_fusion", True),
-        ("--grad-reduce-in-bf16", "training.accumulate_allreduce_grads_in_fp32", False),
-        ("--train-iters 1", "training.steps", 1),
-    ],
-)
-def test_a_setting_and_the_defaults_that_are_derived(arguments: str, path: str, value: object) -> None:
-    assert settings(arguments)[path] == value
+_A, _H, _B = "dgx-a100", "dgx-h100", "dgx-b200"
+_FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entropy-loss-fusion"
 
 
 @pytest.mark.parametrize(
-    ("cluster", "arguments", "kernel"),
+    ("cluster", "container", "arguments", "path", "value"),
     [
-        ("dgx-a100", "", "flash"),
-        ("dgx-h100", "", "cudnn"),
-        ("dgx-b200", "", "cudnn"),
-        ("dgx-b200", "--deterministic-mode", "flash"),
-        ("dgx-b200", "--deterministic-mode --attention-dropout 0", "cudnn"),
-        ("v100-sxm-32gb", "", "unfused"),
+        (_A, "", "", "model_options.inner", 1024),
+        (_A, "", "--swiglu --disable-bias-linear", "model_options.inner", 640),  # 8/3 x 256 = 682, in 64s
+        (_A, "", "--swiglu --ffn-hidden-size 768", "model_options.inner", 768),
+        (_A, "", "", "model_options.vocabulary", 50257),
+        (_A, "", "--tokenizer-type NullTokenizer --vocab-size 1000", "model_options.vocabulary", 1000),
+        (_A, "", "", "batch", 16),
+        (_A, "", "--global-batch-size 64", "training.micro_batches", 4),
+        (_A, "", "", "precision", "bf16"),
+        (_A, "", "", "strategy", "tensor_parallel"),
+        (_A, "", "--sequence-parallel", "strategy", "tensor_parallel"),
+        (_A, "", "--sequence-parallel --tensor-model-parallel-size 2", "strategy", "megatron_sp"),
+        (_A, "", "--context-parallel-size 2", "strategy", "tensor_parallel+ring_attention"),
+        (_A, "", "--context-parallel-size 2 --cp-comm-type a2a", "strategy", "tensor_parallel+ulysses"),
+        (_A, "", "--pipeline-model-parallel-size 2", "sizes.dp", 4),
+        (_A, "", "--use-tp-pp-dp-mapping", "mesh", ["dp", "pp", "sp", "tp"]),
+        (_A, "", "", "model_options.attention", "flash"),
+        (_A, "", "--attention-backend fused", "model_options.attention", "cudnn"),
+        (_A, "", "--transformer-impl local", "model_options.attention", "unfused"),
+        (_A, "", "", "model_options.cross_entropy", "fused"),
+        (_A, "", "--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
+        (_A, "", "--squared-relu", "model_options.mlp", "squared_relu"),
+        (_A, "", "--qk-layernorm", "model_options.qk_norm", True),
+        (_A, "", "--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
+        (_A, "", "--deterministic-mode", "training.cublas_workspace", ":4096:8"),
+        (_A, "", "", "training.gradient_accumulation_fusion", True),
+        (_A, "", "--grad-reduce-in-bf16", "training.accumulate_allreduce_grads_in_fp32", False),
+        (_A, "", "--train-iters 1", "training.steps", 1),
+        # TransformerEngine chooses attention by the card
+        (_H, "", "", "model_options.attention", "cudnn"),
+        (_B, "", "", "model_options.attention", "cudnn"),
+        (_B, "", "--deterministic-mode", "model_options.attention", "flash"),
+        (_B, "", "--deterministic-mode --attention-dropout 0", "model_options.attention", "cudnn"),
+        ("v100-sxm-32gb", "", "", "model_options.attention", "unfused"),
+        # old containers have no FlashAttention that is deterministic
+        (_A, "24.01", "--deterministic-mode", "model_options.attention", "unfused"),
+        (_A, "24.01", "", "model_options.attention", "flash"),
+        (_A, "24.01", "--deterministic-mode --attention-backend flash", "model_options.attention", "flash"),
+        (_A, "25.09", "--deterministic-mode", "model_options.attention", "flash"),
+        # the workspace of cuBLAS
+        (_B, "26.02", "", "training.cublas_workspace", None),
+        (_B, "26.04", "", "training.cublas_workspace", ":4096:8"),
+        (_H, "26.04", "", "training.cublas_workspace", None),  # as its cluster says
+        # what the compiler takes in the first step
+        (_A, "24.01", _LOSS, f"model_options.{_FLUSH}", 250_000),
+        (_A, "24.01", _LOSS, f"model_options.{_COPIES}", 2),
+        (_H, "24.10", _LOSS, f"model_options.{_FLUSH}", 250_000),
+        (_H, "24.10", _LOSS, f"model_options.{_COPIES}", 1),
+        (_H, "24.12", _LOSS, f"model_options.{_FLUSH}", 250_000),
+        (_H, "24.12", _LOSS, f"model_options.{_COPIES}", None),
+        (_H, "25.09", _LOSS, f"model_options.{_FLUSH}", 50 * 2**10),
+        (_B, "25.09", _LOSS, f"model_options.{_FLUSH}", 126 * 2**10),
+        (_A, "24.01", f"{_LOSS} --deterministic-mode", f"model_options.{_FLUSH}", None),  # nothing is timed
+        ("piz-daint-p100", "25.09", _LOSS, f"model_options.{_FLUSH}", None),  # whose cache no file has
     ],
 )
-def test_transformer_engine_chooses_attention_by_the_card(cluster: str, arguments: str, kernel: str) -> None:
-    assert settings(arguments, cluster=cluster)["model_options.attention"] == kernel
+def test_a_setting_and_the_defaults_that_are_derived(
+    cluster: str, container: str, arguments: str, path: str, value: object
+) -> None:
+    before = f"export NVIDIA_PYTORCH_VERSION={container}" if container else ""
+    assert settings(arguments, before=before, cluster=cluster).get(path) == value
+
+
+def test_a_container_that_is_no_release() -> None:
+    with pytest.raises(UserError, match="NVIDIA_PYTORCH_VERSION=new is no release of NVIDIA's container"):
+        job("", before="export NVIDIA_PYTORCH_VERSION=new").scenario_text()
+
+
+@pytest.mark.parametrize(
+    ("container", "arguments", "shape"),
+    [
+        ("24.01", "--attention-backend unfused", "square"),
+        ("25.03", "--attention-backend unfused", "by_layer"),
+        ("25.03", "--spec local", "square"),
+    ],
+)
+def test_the_mask_of_a_bert(container: str, arguments: str, shape: str) -> None:
+    script = f"NVIDIA_PYTORCH_VERSION={container} python pretrain_bert.py {SIZES} {arguments}"
+    bert = read_job("megatron", [JobFile(Path("train.sh"), script.encode())], gpus=8, cluster="dgx-a100")
+    assert bert.refusal() == ""
+    assert {s.path: s.value for s in bert.settings}["model_options.mask_shape"] == shape
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.fit.subject import kind_of
+from spbench.bench.tools.fit.asked import kind_of
 from spbench.bench.tools.jobs.job_files import (
     JobFile,
     keyed_program,

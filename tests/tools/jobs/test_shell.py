@@ -110,7 +110,7 @@ def test_the_gpus_of_a_launcher(script: str, gpus: int | None) -> None:
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        ("python pretrain_gpt.py 'a", "job.sh:1: no shell script from here on: 'a"),
+        ("python pretrain_gpt.py 'a", 'job.sh:1: no shell script from here on: "\'a"'),
         ("\npython pretrain_gpt.py $(a", "job.sh:2: a ) is missing"),
         ("A=(a\npython pretrain_gpt.py", "job.sh:2: a ) is missing"),
         (

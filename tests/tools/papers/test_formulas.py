@@ -9,7 +9,7 @@ import yaml
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.answers.formulas import evaluate
+from spbench.bench.tools.papers.answers.expressions import evaluate
 
 SIZES = {"B": 3, "L": 4096, "H": 1024, "N": 4}
 

@@ -15,7 +15,7 @@ from playwright.sync_api import Page as Tab
 
 DESKTOP = {"width": 1280, "height": 900}
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-#: milliseconds until a page must have drawn its charts, on a machine that does other work too
+#: milliseconds until a page must have drawn its tables, on a machine that does other work too
 DRAWN_MS = 120_000
 
 
@@ -47,16 +47,14 @@ class Visit:
     requests: list[str] = field(default_factory=list)
 
     def open(self, path: Path, state: str = "") -> None:
-        """Go to a page of the site, and wait until its charts and tables are drawn."""
+        """Go to a page of the site, and wait until its tables are drawn."""
         self.tab.goto(path.resolve().as_uri() + (f"#{state}" if state else ""))
         self.ready()
 
     def ready(self) -> None:
-        """Wait until charts and tables are drawn."""
+        """Wait until the table of cells is drawn, if there is one."""
         self.tab.wait_for_function(
-            """() => (!document.querySelector("figure.chart") || document.documentElement.dataset.drawn)
-                && (!document.querySelector("#cells") || document.documentElement.dataset.cells)""",
-            timeout=DRAWN_MS,
+            "!document.querySelector('#cells') || document.documentElement.dataset.cells", timeout=DRAWN_MS
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,12 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from spbench.bench.tools.report.build import Site
+from tests.plugins.additions import with_additions
 from tests.tools.report.chromium import DESKTOP, Visit, visit
 
 pytestmark = pytest.mark.slow
 
-#: what stands for data in a drawing
-MARKS = ".role-mark:is(.mark-symbol, .mark-rect, .mark-line, .mark-rule) :is(path, line)"
-PHONE = {"width": 375, "height": 800}
+PHONE = {"width": 390, "height": 844}
 
 
 def pages_of(site: Site) -> list[str]:
@@ -57,28 +58,12 @@ def test_every_page_opens_quietly_and_fits_a_phone(browser: Browser, site: Site)
     with visit(browser, viewport=PHONE, color_scheme="light") as found:
         for path in pages_of(site):
             found.open(site.folder / path)
-            tab = found.tab
-            wide = tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            assert wide <= 0, f"{path} is {wide} px too wide"
+            wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert found.tab.evaluate(wide) <= 0, path
             ids = "[...document.querySelectorAll('[id]')].map((one) => one.id)"
-            assert tab.evaluate(f"(({ids}).filter((id, at, all) => all.indexOf(id) !== at))") == [], path
-        assert found.complaints == []
-        assert found.requests == []
-
-
-def test_every_chart_is_drawn(tab: Visit, site: Site) -> None:
-    for path in kinds_of(site):
-        tab.open(site.folder / path)
-        panels = tab.tab.locator("figure.chart .panel").count()
-        assert tab.tab.locator("figure.chart .panel .drawing svg").count() == panels, path
-        drawings = tab.tab.locator("figure.chart .drawing svg")
-        for at in range(drawings.count()):
-            one = drawings.nth(at)
-            where = one.locator("xpath=ancestor::figure").get_attribute("id")
-            assert one.locator(MARKS).count() > 0, f"{path}#{where} shows no mark"
-            text = one.text_content() or ""
-            assert "undefined" not in text, f"{path}#{where}"
-            assert "NaN" not in text, f"{path}#{where}"
+            twice = f"({ids}).filter((id, at, all) => all.indexOf(id) !== at)"
+            assert found.tab.evaluate(twice) == [], path
+        assert (found.complaints, found.requests) == ([], [])
 
 
 def rows_of(tab: Visit) -> list[str]:
@@ -106,11 +91,7 @@ def test_filters_stand_in_the_address_and_stay(tab: Visit, site: Site, browser: 
     assert all("oom" in row and "lasp" in row for row in rows)
     with visit(browser, viewport=DESKTOP) as other:
         other.open(site.folder / "cells.html", tab.tab.evaluate("location.hash").removeprefix("#"))
-        assert other.tab.locator("#matching").inner_text() == count
-        assert rows_of(other) == rows
-    tab.tab.reload()
-    tab.ready()
-    assert rows_of(tab) == rows
+        assert (other.tab.locator("#matching").inner_text(), rows_of(other)) == (count, rows)
     tab.tab.get_by_role("button", name="Clear all").click()
     tab.tab.wait_for_function(f"document.getElementById('matching').textContent === {everything!r}")
     assert tab.tab.evaluate("location.hash") == ""
@@ -120,16 +101,15 @@ def test_what_is_downloaded_is_what_is_shown(tab: Visit, site: Site) -> None:
     tab.open(site.folder / "cells.html", "strategy=lasp&sort=seq_len:desc")
     with tab.tab.expect_download() as filtered:
         tab.tab.get_by_role("button", name="CSV of the cells below").click()
-    found = list(csv.DictReader(io.StringIO(Path(filtered.value.path()).read_text())))
-    known = {(row["scenario"], row["key"]): row for row in site_rows(site)}
-    assert f"{len(found)} of {len(known)} cells" == tab.tab.locator("#matching").inner_text()
-    assert {row["strategy"] for row in found} == {"lasp"}
-    assert len(found) == sum(row["strategy"] == "lasp" for row in known.values())
-    for row in found:
-        theirs = known[row["scenario"], row["key"]]
+    downloaded = list(csv.DictReader(io.StringIO(Path(filtered.value.path()).read_text())))
+    every = {(row["scenario"], row["key"]): row for row in site_rows(site)}
+    assert f"{len(downloaded)} of {len(every)} cells" == tab.tab.locator("#matching").inner_text()
+    assert len(downloaded) == sum(row["strategy"] == "lasp" for row in every.values())
+    for row in downloaded:
+        theirs = every[row["scenario"], row["key"]]
         assert {k: as_number(v) for k, v in row.items()} == {k: as_number(v) for k, v in theirs.items()}
     lengths = column_of(tab, "seq len")
-    assert lengths == [row["seq_len"] for row in found][: len(lengths)]
+    assert lengths == [row["seq_len"] for row in downloaded][: len(lengths)]
     assert sorted(map(int, filter(None, lengths)), reverse=True) == [int(n) for n in lengths if n]
 
 
@@ -147,14 +127,7 @@ def as_number(text: str) -> float | str:
         return text
 
 
-def test_all_cells_can_be_downloaded_by_a_link(tab: Visit, site: Site) -> None:
-    tab.open(site.folder / "cells.html")
-    with tab.tab.expect_download() as everything:
-        tab.tab.get_by_role("link", name="CSV of all").click()
-    assert Path(everything.value.path()).read_bytes() == (site.folder / "cells.csv").read_bytes()
-
-
-def test_a_row_opens_its_details_by_keyboard(tab: Visit, site: Site) -> None:
+def test_a_row_opens_its_details_and_columns_sort_by_keyboard(tab: Visit, site: Site) -> None:
     tab.open(site.folder / "cells.html", "scenario=rsa_table4&status=ok")
     button = tab.tab.locator("#cells td.opener button").first
     button.focus()
@@ -162,20 +135,10 @@ def test_a_row_opens_its_details_by_keyboard(tab: Visit, site: Site) -> None:
     detail = tab.tab.locator(".detail").first
     detail.wait_for()
     text = detail.inner_text()
-    for words in ("all_reduce", "backward", "activations", "training.backend"):
+    for words in ("all_reduce", "backward", "activations", "training.backend", "Provenance", "commit"):
         assert words in text
     assert button.get_attribute("aria-expanded") == "true"
-    tab.tab.select_option("select[data-column=scenario]", "lasp2_scalability")
-    tab.tab.locator("#cells td.opener button").first.click()
-    (row, *_) = [row for row in site_rows(site) if row["scenario"] == "lasp2_scalability"]
-    assert row["model"] in rows_of(tab)[0]
-    text = tab.tab.locator(".detail").first.inner_text()
-    assert "Provenance" in text
-    assert "commit" in text
-
-
-def test_columns_sort_by_keyboard(tab: Visit, site: Site) -> None:
-    tab.open(site.folder / "cells.html", "scenario=rsa_table4&status=ok")
+    tab.tab.keyboard.press("Enter")
     header = tab.tab.get_by_role("columnheader", name="peak memory bytes")
     header.locator("[tabindex='0'], button").first.focus()
     tab.tab.keyboard.press("Enter")
@@ -185,26 +148,15 @@ def test_columns_sort_by_keyboard(tab: Visit, site: Site) -> None:
     assert peaks == sorted(peaks)
 
 
-def test_choices_above_a_heat_map_choose_its_numbers(tab: Visit, site: Site) -> None:
+def test_a_table_of_errors_sorts_by_the_numbers_behind_its_texts(tab: Visit, site: Site) -> None:
     tab.open(site.folder / "index.html")
-    figure = tab.tab.locator("#best")
-    figure.locator("summary").click()
-    metric = figure.locator("select[data-field=metric]")
-    before = figure.locator(".drawing svg").inner_html()
-    metric.select_option("smallest peak memory")
-    tab.tab.wait_for_function("location.hash.includes('best.metric')")
-    tab.tab.wait_for_function(
-        "(old) => document.querySelector('#best .drawing svg')?.innerHTML !== old", arg=before
-    )
-    shown = figure.locator("tbody tr:visible")
-    assert shown.count() > 0
-    assert all("smallest peak memory" in text for text in shown.all_inner_texts())
-    model = figure.locator("select[data-field=model]").input_value()
-    kept = tab.tab.evaluate("location.hash").removeprefix("#")
-    tab.tab.goto("about:blank")
-    tab.open(site.folder / "index.html", kept)
-    assert metric.input_value() == "smallest peak memory"
-    assert figure.locator("select[data-field=model]").input_value() == model
+    table = tab.tab.locator("#errors table.sortable")
+    for _ in range(2):  # the second time the largest first
+        table.get_by_role("columnheader", name="error").click()
+    texts = table.locator("tbody tr td:nth-child(2)").all_inner_texts()
+    errors = [float(text.removesuffix("%")) for text in texts]
+    assert len(errors) == 25
+    assert errors == sorted(errors, reverse=True)
 
 
 def test_links_of_the_navigation_lead_through_the_site(tab: Visit, site: Site) -> None:
@@ -214,18 +166,19 @@ def test_links_of_the_navigation_lead_through_the_site(tab: Visit, site: Site) -
         tab.ready()
         assert tab.tab.url.endswith(path)
         assert tab.tab.locator("#navigation a[aria-current=page]").get_attribute("href") == path
-        assert tab.tab.locator("h1").count() == 1
 
 
-def test_the_menu_of_a_phone_opens_and_the_first_key_skips_it(browser: Browser, site: Site) -> None:
+def test_a_phone_has_the_navigation_below_and_the_first_key_skips_to_the_content(
+    browser: Browser, site: Site
+) -> None:
     with visit(browser, viewport=PHONE) as found:
         found.open(site.folder / "index.html")
-        assert not found.tab.locator("#navigation").is_visible()
-        found.tab.get_by_role("button", name="Pages").click()
+        found.tab.get_by_role("link", name="Pages", exact=True).click()
+        found.tab.wait_for_function("window.scrollY > 1000")
         assert found.tab.locator("#navigation a[href='cells.html']").is_visible()
         found.tab.reload()
-        found.ready()
-        found.tab.keyboard.press("Tab")
+        found.tab.evaluate("window.scrollTo(0, 0)")
+        found.tab.locator("body").press("Tab")
         assert found.tab.evaluate("document.activeElement.className") == "skip"
         found.tab.keyboard.press("Enter")
         assert found.tab.evaluate("document.activeElement.id") == "content"
@@ -238,18 +191,17 @@ def test_two_questions_are_answered_without_scrolling(
     """Does LASP reproduce? What changed?"""
     with visit(browser, viewport=dict(zip(("width", "height"), size, strict=True))) as found:
         found.open(site.folder / "index.html")
-        for where, words in (("#verdict-lasp", "LASP reproduces in part"), (".changes li", "Not run")):
-            element = found.tab.locator(where).first
-            assert words in element.inner_text()
+        for words in ("LASP reproduces in part", "Not run: what changed"):
+            element = found.tab.locator("main li", has_text=words).first
             box = element.bounding_box()
             assert box is not None
             assert box["y"] + box["height"] <= size[1]
 
 
 def test_on_a_phone_the_error_is_the_second_column(browser: Browser, site: Site) -> None:
-    with visit(browser, viewport={"width": 390, "height": 844}) as found:
+    with visit(browser, viewport=PHONE) as found:
         found.open(site.folder / "paper-lasp.html")
-        for name in ("verdict", "lasp-speed-lasp-speed-throughput-tokens-per-s"):
+        for name in ("verdict", "lasp-speed-1"):
             head = found.tab.locator(f"figure#{name} thead th").nth(1)
             assert "error" in head.inner_text()
             box = head.bounding_box()
@@ -261,5 +213,38 @@ def test_print_shows_no_controls(tab: Visit, site: Site) -> None:
     tab.tab.emulate_media(media="print")
     tab.open(site.folder / "index.html")
     assert not tab.tab.locator("#navigation").is_visible()
-    assert not tab.tab.locator(".selectors").first.is_visible()
+    assert not tab.tab.locator(".actions").first.is_visible()
     assert tab.tab.locator("h1").is_visible()
+
+
+def test_bars_of_a_layer_say_what_they_are(tab: Visit, site: Site) -> None:
+    tab.open(site.folder / "strategy-ring_attention.html")
+    bars = tab.tab.locator("#layer-forward svg rect:has(title)")
+    assert bars.count() > 100
+    assert " on rank 0 compute, start " in (bars.first.locator("title").text_content() or "")
+    box = bars.first.bounding_box()
+    assert box is not None
+    assert box["height"] > 10
+
+
+def test_cells_of_a_strategy_are_behind_its_link(tab: Visit, site: Site) -> None:
+    tab.open(site.folder / "strategy-lasp.html")
+    item = tab.tab.locator("main li", has=tab.tab.locator("a[href*='scenario=gate&strategy=lasp']")).first
+    count = item.inner_text().split(": ")[1].split()[0]
+    item.locator("a").click()
+    tab.ready()
+    assert tab.tab.locator("#matching").inner_text().startswith(f"{count} of ")
+
+
+def test_a_strategy_that_comes_by_plug_in_has_a_page(tab: Visit, small_results: Path, tmp_path: Path) -> None:
+    installation = with_additions(tmp_path)
+    shutil.copytree(small_results, installation.folder / "results")
+    done = installation.spbench("report", "--output", "site", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert "strategy-gathered_attention.html" in json.loads(done.stdout)["files"]
+    tab.open(installation.folder / "site" / "strategy-gathered_attention.html")
+    text = tab.tab.locator("main").inner_text()
+    assert "Sequence chunks of which every rank gathers the keys and values" in text
+    assert "There is no trace of a layer of it" in text
+    assert "It was not measured beside the others" in text
+    assert tab.complaints == []

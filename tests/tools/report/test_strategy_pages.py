@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
@@ -24,11 +23,10 @@ from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
 from spbench.bench.tools.papers.strategy_traces import read_trace, write_kept
 from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.layer_chart import drawn, layer_chart, messages
-from spbench.bench.tools.report.page import Page
+from spbench.bench.tools.report.layer_drawing import bars_of, layer_drawing, messages
 from spbench.bench.tools.report.pages import strategies_page as pages_of_strategies
-from spbench.bench.tools.report.pages.strategies_page import as_html
-from spbench.bench.tools.report.rendering import Rendering, environment
+from spbench.bench.tools.report.pages.strategies_page import docstring
+from spbench.bench.tools.report.report_markdown import html_of
 from spbench.bench.tools.report.strategy_numbers import (
     formula_lines,
     memory_lines,
@@ -58,11 +56,7 @@ def site_of(results: Path, *cells: CellResult, rows: list[dict[str, Any]] | None
     """The pages of strategies as HTML, by path."""
     shown = kept_rows(results) if rows is None else rows
     gathered = Gathered(results, results / "baseline", None, [], cells, shown)
-    return {page.path: html_of(page) for page in pages_of_strategies.pages(gathered)}
-
-
-def html_of(page: Page) -> str:
-    return Rendering(environment(), page, []).html()
+    return {page.path: str(page.rendered()[page.path]) for page in pages_of_strategies.pages(gathered)}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +86,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
 
 
 def test_bars_of_a_rank_add_up_to_what_the_simulator_says_of_it(layer: Mapping[str, Any]) -> None:
-    bars = drawn(layer)
+    bars = bars_of(layer)
     for rank in range(4):
         spent: Counter[str] = Counter()
         for bar in bars:
@@ -123,7 +117,7 @@ def test_the_page_of_a_ring_shows_a_staircase_and_level_bars(tmp_path: Path) -> 
     for cell, busy in zip((ring, zigzag), attention, strict=True):
         trace = read_trace(folder, cell)
         assert trace is not None
-        for bar in drawn(trace):
+        for bar in bars_of(trace):
             if bar["kind"] == "attention":
                 busy[bar["rank"]] += 1
     stairs, level = ([busy[rank] for rank in range(4)] for busy in attention)
@@ -136,7 +130,7 @@ def test_the_page_of_a_ring_shows_a_staircase_and_level_bars(tmp_path: Path) -> 
 
 
 def test_messages_go_from_the_sender_to_where_they_are_received(layer: Mapping[str, Any]) -> None:
-    bars = drawn(layer)
+    bars = bars_of(layer)
     lines = list(messages(bars))
     assert Counter((line["from"], line["to"]) for line in lines) == Counter(
         {
@@ -155,7 +149,7 @@ def test_messages_go_from_the_sender_to_where_they_are_received(layer: Mapping[s
 
 def test_bars_of_a_row_do_not_overlap(layer: Mapping[str, Any]) -> None:
     by_row: dict[str, list[tuple[float, float]]] = {}
-    for bar in drawn(layer):
+    for bar in bars_of(layer):
         by_row.setdefault(bar["row"], []).append((bar["start"], bar["end"]))
     for spans in by_row.values():
         spans.sort()
@@ -163,18 +157,15 @@ def test_bars_of_a_row_do_not_overlap(layer: Mapping[str, Any]) -> None:
             assert end <= start + 1e-6
 
 
-def test_a_specification_is_vega_lite(layer: Mapping[str, Any]) -> None:
-    """It is not checked when the site is built, which would take as long as all else."""
-    alt.Chart.from_dict(dict(layer_chart(layer, "forward", "layer-forward", "a model").spec))
-
-
-def test_a_chart_and_its_table_show_the_same_events(layer: Mapping[str, Any]) -> None:
-    chart = layer_chart(layer, "forward", "layer-forward", "a model")
-    boxes, lines = chart.spec["layer"]
-    assert len(boxes["data"]["values"]) == len(chart.table.rows) > 50
-    assert len(lines["data"]["values"]) == 3
-    assert {entry.text for entry in chart.legend} == {row["kind"] for row in chart.table.rows}
-    assert "rank 0: " in chart.alt
+def test_a_drawing_and_its_table_show_the_same_events(layer: Mapping[str, Any]) -> None:
+    drawing = layer_drawing(layer, "forward", "layer-forward", "a model")
+    ((_, svg),) = drawing.panels
+    assert svg.count("<rect") == svg.count("<title>") == len(drawing.table.rows) > 50
+    ticks = sum(text.endswith(" ms</text>") for text in svg.splitlines())
+    assert svg.count("<polyline") == ticks + 3  # messages
+    assert {*drawing.legend} == {row["kind"] for row in drawing.table.rows}
+    assert "rank 0: " in drawing.alt
+    assert re.search(r"<title>send on rank 0 network, start [\d.]+ ms, .* bytes, to rank 1</title>", svg)
 
 
 # -- bytes -----------------------------------------------------------------------------------------------
@@ -194,7 +185,7 @@ def test_closed_form_beside_meter_is_what_the_row_says(kept: Path) -> None:
 
 def test_a_page_shows_rows_and_a_trace_and_when_they_were_made(kept: Path) -> None:
     page = site_of(kept)["strategy-lasp.html"]
-    assert '<p class="good">Every entry is equal, exactly.</p>' in page
+    assert '<strong class="good">Every entry is equal, exactly.</strong>' in page
     assert page.count("Made by commit <code>abc on 2026-01-02</code>.") == 2
     assert 'id="layer-backward"' in page
 
@@ -204,15 +195,14 @@ def test_rows_of_earlier_code_are_not_green(kept: Path) -> None:
     old = row | {"digest": row["digest"] | {"code": "other"}}
     page = site_of(kept, rows=[old])["strategy-lasp.html"]
     assert "since then there have been changes of: code" in page
-    assert '<p class="unjudged">Every entry is equal, exactly.</p>' in page
+    assert '<strong class="unjudged">Every entry is equal, exactly.</strong>' in page
 
 
 def test_a_wrong_closed_form_is_red(kept: Path) -> None:
     row = copy.deepcopy(kept_rows(kept)[0])
     row["measurement"]["formula"][0]["sent_bytes"] += 1
     page = site_of(kept, rows=[row | {"status": "mismatch"}])["strategy-lasp.html"]
-    (told,) = re.findall(r'<p class="missing bad">(.*?)</p>', page, re.S)
-    assert f"1 of {len(formula_lines(row))} entries differ" in told
+    assert f'<strong class="bad">1 of {len(formula_lines(row))} entries differ.</strong>' in page
     assert "Every entry is equal" not in page
 
 
@@ -257,7 +247,7 @@ def test_verdicts_are_shown_with_their_commit_and_red_ones_first(tmp_path: Path)
     page = html["strategy-lasp.html"]
     assert '<strong class="bad">1 red</strong>' in page
     assert "3.0e-14" in page
-    assert "<code>abc</code>; the strategies, models and\nkernels are the same now" in page
+    assert "<code>abc</code>; the strategies, models and kernels are the same now" in page
     assert '<strong class="bad">1 red</strong>' in html["strategies.html"]
 
 
@@ -292,9 +282,8 @@ def test_cells_link_to_their_filter(tmp_path: Path) -> None:
 
 def test_docstrings_become_html() -> None:
     text = "As :class:`Lasp` (arXiv 2404.02882) <b>.\n\n- one\n  line\n- ``two``\n\nSee github.com/a/b."
-    assert str(as_html(text)) == (
+    assert html_of(docstring(text)) == (
         '<p>As <code>Lasp</code> (<a href="https://arxiv.org/abs/2404.02882">arXiv 2404.02882</a>)'
-        " &lt;b&gt;.</p>"
-        "\n<ul><li>one line</li><li><code>two</code></li></ul>"
-        '\n<p>See <a href="https://github.com/a/b">github.com/a/b</a>.</p>'
+        " &lt;b&gt;.</p>\n<ul>\n<li>one\nline</li>\n<li><code>two</code></li>\n</ul>\n"
+        '<p>See <a href="https://github.com/a/b">github.com/a/b</a>.</p>\n'
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.report.report_verdict import counts, verdict_on, why
+from spbench.bench.tools.report.report_verdict import counts, most_misses, verdict_on
 
 
 def record(
@@ -73,8 +73,8 @@ def test_a_number_that_is_compared_twice_is_counted_once() -> None:
 def test_the_sentence_has_the_numbers_and_the_scenario_with_the_most_misses() -> None:
     records = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
     assert counts(verdict_on(records)) == "1 of 3 numbers met, median error 30.0%, worst 50%"
-    assert why(records, {"bad": "Speeds"}) == {"scenario": "bad", "title": "Speeds", "text": "2 of 2"}
-    assert why(records[:1], {}) is None
+    assert most_misses(records) == ("bad", "2 of 2")
+    assert most_misses(records[:1]) is None
     assert counts(verdict_on([])) == "nothing was judged"
 
 

@@ -1,4 +1,5 @@
-"""Values: arithmetic on a quantity of some cells, such as a ratio, beside a published number or alone::
+"""Arithmetic: values of some cells' quantities, such as a ratio, beside a published number or alone; and
+published formulas in shape letters, evaluated at the sizes of a cell, beside metered bytes::
 
 values:
   - claim: rsa-max-batch-base
@@ -16,26 +17,37 @@ values:
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal, Self
 
 from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
+from spbench.bench.measure.sweep.results import Row
 from spbench.bench.published_number import PublishedNumber
-from spbench.bench.tools.papers.answer import (
-    Answer,
-    Mistake,
-    ScenarioResults,
-    unknown_quantity,
-)
-from spbench.bench.tools.papers.answers.formulas import evaluate
+from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults, unknown_quantity
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.selector import Selector
 from spbench.bench.tools.papers.sources import PublishedPlace
+from spbench.impls.models.model import model_preset
+from spbench.impls.training.step import PRECISIONS
 
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+
+_MEASURED = ("ok", "oom")
+LETTERS = ("B", "L", "H", "Z", "A", "N")
 #: the name of the cell, of several, whose value an expression is
 EACH = "each"
 
@@ -132,16 +144,146 @@ class Value(Answer):
         cells = [our.cell for our in ours.values()]
         search = cells[0].search if cells[0] else None
         quantity = f"max_{search.quantity}" if search and self.quantity == "answer" else self.quantity
-        numbers = self.numbers(results.folder)
-        known = [cell for cell in cells if cell]
+        number = next(iter(self.numbers(results.folder)), None)
+        compared = [cell for cell in cells if cell]
+        role = results.role(self.claim, number, self.quantity, compared) if number else "predicted"
         return Comparison.of(
             label,
             cells if self.is_ratio else cells[:1],
-            numbers[0].value if numbers else None,
+            number.value if number else None,
             value,
-            role=results.role(self.claim, numbers[0], self.quantity, known) if numbers else "predicted",
+            role=role,
             notes=[self.note, *missing],
             variant=results.variant,
             quantity="ratio" if self.is_ratio else quantity,
-            source=numbers[0].source if numbers else "",
+            source=number.source if number else "",
         )
+
+
+# -- formulas ------------------------------------------------------------------------------------------------
+
+
+class FormulaClaim(Answer):
+    """A published formula of what a GPU sends for one layer, set beside the metered elements of every cell
+    that it speaks of.
+
+    Attributes:
+        published: where the formula stands; see :func:`evaluate`.
+        cells: any number of cells, none of which searches.
+        less: model options of the cell, otherwise the same, whose elements are subtracted, so that what
+            is left is one layer's.
+        phases: of the step.
+    """
+
+    name = "formulas"
+
+    claim: str
+    published: PublishedPlace
+    cells: Selector
+    less: dict[str, Any]
+    phases: list[Literal["forward", "backward", "gradient_sync", "optimizer"]]
+
+    def selected(self, declared: Sequence[Cell]) -> list[Cell]:
+        return self.cells.select(declared)
+
+    def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
+        try:
+            formula = self.published.text(self.claim, folder)
+            evaluate(formula, dict.fromkeys(LETTERS, 1.0))
+        except UserError as error:
+            yield ["published"], str(error)
+            return
+        for cell in self.selected(declared):
+            if cell.search is not None:
+                yield ["cells"], f"{cell.key} searches, so that the formula has no sizes; leave it out"
+                return
+            try:
+                evaluate(formula, letters(cell))
+            except UserError as error:
+                yield ["published"], f"at {cell.key}: {error}"
+
+    def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
+        formula = self.published.text(self.claim, results.folder)
+        for cell in self.selected(results.cells):
+            other = cell.model_copy(update={"model_options": {**cell.model_options, **self.less}})
+            by_key = ((c.key, results.rows.get(c.key)) for c in (cell, other))
+            rows = {key: row for key, row in by_key if row and row["status"] in _MEASURED}
+            missing = [c.key for c in (cell, other) if c.key not in rows]
+            metered = None
+            if not missing:
+                whole, rest = (sent_elements(c, rows[c.key], self.phases) for c in (cell, other))
+                metered = whole - rest
+            note = f"no measurement of {' and '.join(missing)}" if missing else ""
+            more = {"notes": [note], "source": self.published.source(self.claim)}
+            expected = evaluate(formula, letters(cell))
+            yield _of_cell(cell, self.claim, "sent_elements", expected, metered, **more)
+
+    @classmethod
+    def compare_all(cls, entries: Sequence[Self], results: ScenarioResults) -> Iterator[Comparison]:
+        """Each formula beside each cell that it speaks of; then, if there is any formula, each cell's own
+        closed form beside its metered bytes."""
+        for entry in entries:
+            yield from entry.compare(results)
+        for cell in results.cells if entries else ():
+            row = results.rows.get(cell.key)
+            if row is not None and row["status"] in _MEASURED:
+                expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
+                yield _of_cell(
+                    cell, f"closed form of {cell.strategy}, bytes", "sent_bytes", expected, metered
+                )
+
+
+def _of_cell(
+    cell: Cell, claim: str, quantity: str, expected: float, metered: float | None, **more: Any
+) -> Comparison:
+    label = f"{claim}, {cell.sizes.world} GPUs, {cell.engine}"
+    named = {"role": "formula", "variant": cell.variant, "quantity": quantity}
+    return Comparison.of(label, [cell], expected, metered, **named, **more)
+
+
+def letters(cell: Cell) -> dict[str, float]:
+    """What LETTERS stand for at a cell."""
+    preset: Any = model_preset(*cell.model_arguments)
+    hidden, heads = preset.hidden, preset.heads
+    return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
+
+
+def sent_elements(cell: Cell, row: Row, phases: Sequence[str]) -> float:
+    """Elements that one rank sent in these phases, by the meter."""
+    width = PRECISIONS[cell.precision].parameters.itemsize
+    sent = sum(r["sent_bytes"] for r in row["measurement"]["communication"] if r["phase"] in phases)
+    return sent / width
+
+
+def sent_bytes(row: Row, part: str) -> float:
+    """Bytes that one rank sent: by the meter (``communication``) or by the closed form (``formula``)."""
+    return sum(r["sent_bytes"] for r in row["measurement"][part])
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------
+
+
+def evaluate(formula: str, letters: Mapping[str, float]) -> float:
+    """The value of sums, products, quotients and powers of numbers and letters, in floating point; UserError
+    if something else stands in the formula, a letter has no value, or the result is no finite number."""
+
+    def value(node: ast.AST) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return float(number)
+            case ast.Name(id=letter) if letter in letters:
+                return float(letters[letter])
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+        raise UserError(
+            f"cannot evaluate {ast.unparse(node)!r} in the formula {formula!r}; "
+            f"it may hold numbers, + - * / ** and {', '.join(letters)}"
+        )
+
+    try:
+        result = value(ast.parse(formula, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
+        raise UserError(f"cannot evaluate the formula {formula!r}: {error}") from error
+    if isinstance(result, complex) or not math.isfinite(result):
+        raise UserError(f"the formula {formula!r} gives {result}; a finite number is needed")
+    return result

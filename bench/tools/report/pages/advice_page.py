@@ -7,24 +7,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-
-from spbench.bench.tools.report.charts import method_scale, spec_of
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import Chart, DataTable, Page
-from spbench.plots.style import strategy_name
+from spbench.bench.tools.report.page import DataTable, Drawing, Page
+from spbench.bench.tools.report.svg import AXIS, Svg, ticks
+from spbench.bench.units import GIB
+from spbench.plots.style import looks, method_color, strategy_name
 
 #: of results: a folder of CSV files of `spbench advise --format csv`
 FOLDER = "advice"
 #: what makes lines of one question, and what all have that were written by that command
 _QUESTION = ("model", "cluster", "gpus", "seq_len", "batch")
 _NEEDED = (*_QUESTION, "strategy", "mesh", "backend", "step_time_s", "peak_memory_bytes")
-_GIB = 2**30
-#: pixels of a layout, which has two lines of text: the strategy, and below it mesh and backend
-_ROW = 36
-_LABEL = "[split(datum.value, ' ')[0], join(slice(split(datum.value, ' '), 1), ' ')]"
-
-Line = Mapping[str, Any]
+_NUMBERS = {
+    "step s": "step_time_s",
+    "at least": "step_time_low_s",
+    "at most": "step_time_high_s",
+    "compute floor s": "compute_floor_s",
+    "links floor s": "links_floor_s",
+    "tokens/s": "tokens_per_s",
+    "MFU": "mfu",
+}
+#: pixels of a layout, of its bar, of the labels and of the plot
+_ROW, _BAR, _LEFT, _WIDTH = 26, 15, 330, 520
+_INK = "#777777"
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -34,8 +39,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         yield Page(
             "advice.html",
             "Advice",
-            "advice.html",
-            {"charts": [_chart(f"advice-{at}", lines) for at, lines in enumerate(questions)]},
+            "advice.md",
+            {"answers": [_drawing(f"advice-{at}", lines) for at, lines in enumerate(questions)]},
             order=80,
             summary="The fastest layouts that fit, of the questions that spbench advise was asked.",
         )
@@ -43,65 +48,61 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 def kept(folder: Path) -> list[list[dict[str, str]]]:
     """The lines of each question, in the order of the files; a file with other columns is left out."""
-    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    questions: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             if set(_NEEDED) <= set(reader.fieldnames or ()):
                 for line in reader:
-                    found.setdefault(tuple(line[name] for name in _QUESTION), []).append(line)
-    return list(found.values())
+                    questions.setdefault(tuple(line[name] for name in _QUESTION), []).append(line)
+    return list(questions.values())
 
 
-def _chart(name: str, lines: Sequence[Mapping[str, str]]) -> Chart:
+def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> Drawing:
     first = lines[0]
     caption = (
         f"{first['model']}, {first['gpus']} GPUs of {first['cluster']}, {first['batch']} sequences of "
         f"{first['seq_len']}: seconds of a step"
     )
-    shown = [_shown(line) for line in lines]
-    ties = [line["layout"] for line in shown if line["tie"]]
-    best = shown[0]
-    alt_text = f"The best is {best['layout']} with {best['step s']:.3g} s"
-    if len(ties) > 1:
-        alt_text += f", a tie with {', '.join(ties[1:])}"
-    values = [{**line, "method": strategy_name(line["strategy"])} for line in shown]
-    return Chart(
-        name, caption, f"{alt_text}.", _spec(values, shown), DataTable(f"{name}-layouts", caption, shown)
-    )
+    layouts = [_layout(line) for line in lines]
+    ties = [line["layout"] for line in layouts if line["tie"]]
+    tie = f", a tie with {', '.join(ties[1:])}" if len(ties) > 1 else ""
+    alt = f"The best is {layouts[0]['layout']} with {layouts[0]['step s']:.3g} s{tie}."
+    methods = looks(line["strategy"] for line in layouts)
+    legend = {strategy_name(method): look.color for method, look in methods.items()}
+    return Drawing(alt, [("", _bars(layouts))], DataTable(name, caption, layouts), legend)
 
 
-def _spec(values: Sequence[Line], shown: Sequence[Line]) -> dict[str, Any]:
-    order = [line["layout"] for line in shown]
-    y = alt.Y("layout:N", sort=order, title=None, axis=alt.Axis(labelExpr=_LABEL))
-    color = alt.Color("method:N", scale=method_scale([line["strategy"] for line in shown]), legend=None)
-    bars = (
-        alt.Chart()
-        .mark_bar(height={"band": 0.6})
-        .encode(x=alt.X("step s:Q", title="seconds of a step"), y=y, color=color)
-    )
-    bands = alt.Chart().mark_rule(color="#777777").encode(x=alt.X("at least:Q"), x2="at most:Q", y=y)
-    floor = alt.Chart().mark_tick(color="#777777", thickness=3).encode(x="compute floor s:Q", y=y)
-    chart = alt.layer(bars, bands, floor).properties(width="container", height=_ROW * len(order))
-    return spec_of(chart, values)
-
-
-def _shown(line: Mapping[str, str]) -> dict[str, Any]:
-    numbers = {
-        "step s": "step_time_s",
-        "at least": "step_time_low_s",
-        "at most": "step_time_high_s",
-        "compute floor s": "compute_floor_s",
-        "links floor s": "links_floor_s",
-        "tokens/s": "tokens_per_s",
-        "MFU": "mfu",
-    }
+def _layout(line: Mapping[str, str]) -> dict[str, Any]:
     return {
         "layout": f"{line['strategy']} {line['mesh']}, {line['backend']}",
         "strategy": line["strategy"],
         "tie": line.get("tie", "").lower() == "true",
         "settings": line.get("settings", ""),
-        **{shown: float(line[name]) if line.get(name) else None for shown, name in numbers.items()},
-        "peak GiB": float(line["peak_memory_bytes"]) / _GIB,
+        **{head: float(line[name]) if line.get(name) else None for head, name in _NUMBERS.items()},
+        "peak GiB": float(line["peak_memory_bytes"]) / GIB,
         "bound": line.get("bound", ""),
     }
+
+
+def _bars(layouts: Sequence[Mapping[str, Any]]) -> str:
+    """A bar for each layout, with the interval of its errors and its floor."""
+    most = max(line["at most"] or line["step s"] for line in layouts)
+    scale, height = _WIDTH / most, len(layouts) * _ROW
+    svg = Svg(_LEFT + _WIDTH + 20, height + AXIS)
+    for at, line in enumerate(layouts):
+        top, middle = at * _ROW + (_ROW - _BAR) / 2, at * _ROW + _ROW / 2
+        svg.text(_LEFT - 8, middle + 4, line["layout"], "end")
+        title = f"{line['layout']}: {line['step s']:.3g} s, {line['peak GiB']:.3g} GiB; {line['settings']}"
+        svg.rect((_LEFT, top, line["step s"] * scale, _BAR), method_color(line["strategy"]), title)
+        if line["at least"] and line["at most"]:
+            svg.line([(_LEFT + line[end] * scale, middle) for end in ("at least", "at most")], _INK)
+        if line["compute floor s"]:
+            left = _LEFT + line["compute floor s"] * scale
+            svg.line(
+                [(left, top - 3), (left, top + _BAR + 3)], _INK, f"floor {line['compute floor s']:.3g} s"
+            )
+    for seconds in ticks(0, most, 6):
+        left = _LEFT + seconds * scale
+        svg.line([(left, height), (left, height + 5)]).text(left, height + 19, f"{seconds:g} s", "middle")
+    return str(svg)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from spbench.bench.files import csv_text
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.page import Page
-from spbench.bench.tools.report.rendering import script_json
+from spbench.bench.tools.report.page import Html, Page
 
 #: columns that readers choose values of, where there are several values
 _CHOSEN = ("scenario", "model", "strategy", "cluster", "engine", "precision", "variant", "status", "origin")
@@ -33,11 +34,16 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "rows": [[row[name] for name in columns] for row in rows],
     }
     details = [finite(_details(cell)) for cell in gathered.cells]
+    committed = """These are the committed results. `spbench reproduce all` measures every cell (9 minutes on
+two cores), and this page then has all of them with all of their numbers."""
     yield Page(
         "cells.html",
         "Cells",
-        "cells.html",
-        {"count": len(rows), "choices": _choices(rows), "origins": {cell.origin for cell in gathered.cells}},
+        "cells.md",
+        {
+            "origin": None if any(cell.origin == "runs" for cell in gathered.cells) else committed,
+            "form": _form(rows),
+        },
         order=90,
         summary="Every cell that was measured: one model on one machine with one method and one shape.",
         files={
@@ -45,36 +51,60 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "data/cells.js": f"window.spbenchCells={script_json(data)};\n",
             "data/cell-details.js": f"window.spbenchDetails={script_json(details)};\n",
         },
+        scripts=("data/cells.js", "data/cell-details.js", "assets/cells.js"),
     )
 
 
-def _choices(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The values of each column that readers choose by."""
-    choices = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in _CHOSEN}
-    return {name: values for name, values in choices.items() if len(values) > 1}
+def _form(rows: Sequence[Mapping[str, Any]]) -> Html:
+    """A choice for each column that has several values, and the empty table that the script fills."""
+    selects = ""
+    for name in _CHOSEN:
+        values = sorted({str(row[name]) for row in rows if row.get(name)})
+        if len(values) > 1:
+            options = "".join(f"<option>{escape(value)}</option>" for value in values)
+            choice = f'<select data-column="{name}"><option value="">all</option>{options}</select>'
+            selects += f"<label>{name.replace('_', ' ')} {choice}</label>\n"
+    return Html(f"""<form class="filters" role="search" aria-label="Filter the cells">
+{selects}<button type="reset">Clear all</button></form>
+<p class="actions"><a href="cells.csv" download>CSV of all {len(rows)} cells</a>
+<button type="button" id="filtered-csv">CSV of the cells below</button>
+<span id="matching" role="status"></span></p>
+<table id="cells" class="display compact"><caption class="hidden">Cells, a line for each</caption></table>
+<noscript><p>The table needs JavaScript; <a href="cells.csv">cells.csv</a> has its numbers.</p></noscript>
+""")
+
+
+def script_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
+    """JSON that can stand in a script of the site."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _details(cell: CellResult) -> dict[str, Any]:
-    """What is shown of a row that is chosen, a list of lines in each part."""
+    """What is shown of a row that is chosen, by title: a table as columns and lines, or names with values."""
     row, measured = cell.row, cell.row["measurement"]
     provenance = {**(row.get("provenance") or {}), "commit": commit_of(row), "time": row.get("time")}
-    settings = {
-        f"{section}.{name}": value
-        for section in ("model_options", "strategy_options", "training")
-        for name, value in (row["cell"].get(section) or {}).items()
-    }
     return {
-        "sent": _compact(measured.get("communication") or []),
-        "formula": _compact(measured.get("formula") or []),
-        "memory": measured.get("peak_held") or {},
-        "breakdown": {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})},
-        "settings": settings,
-        "provenance": {name: value for name, value in provenance.items() if value},
-        "reason": row["reason"],
+        "": {"reason": row["reason"]} if row["reason"] else {},
+        "Sent bytes a rank, by phase and collective": _compact(measured.get("communication") or []),
+        "The strategy's closed form": _compact(measured.get("formula") or []),
+        "Memory held at the peak, by category (bytes)": measured.get("peak_held") or {},
+        "Time of a step (s)": {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})},
+        "Losses by step": _compact(measured.get("losses") or []),
+        "Settings": {
+            f"{section}.{name}": value
+            for section in ("model_options", "strategy_options", "training")
+            for name, value in (row["cell"].get(section) or {}).items()
+        },
+        "Provenance": {name: value for name, value in provenance.items() if value},
     }
 
 
 def _compact(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A table as its columns and the values of each line, which takes a third of the room."""
     columns = list(dict.fromkeys(name for line in lines for name in line))
-    return {"columns": columns, "lines": [[line.get(name) for name in columns] for line in lines]}
+    return (
+        {"columns": columns, "lines": [[line.get(name) for name in columns] for line in lines]}
+        if lines
+        else {}
+    )

@@ -3,93 +3,62 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.tools.papers.paper_findings import Record, distinct, label_of, role_errors
+from spbench.bench.tools.papers.paper_findings import distinct, label_of, role_errors
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import QUANTITY_NAMES, records_by_source, validation_lines
-from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_chart
-from spbench.bench.tools.report.changes_between import changes
+from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Page
-from spbench.bench.tools.report.published_tables import shown
-from spbench.bench.tools.report.rendering import dated
-from spbench.bench.tools.report.report_verdict import counts, verdict_on, why
+from spbench.bench.tools.report.page import DataTable, Page, Part
+from spbench.bench.tools.report.report_markdown import code, dated, link, listed, plain
+from spbench.bench.tools.report.report_verdict import badge, counts, most_misses, verdict_on
+from spbench.bench.tools.report.what_changed import changes
+from spbench.plots.series import grouped
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """index.html."""
-    best = "The best method by sequence length and GPUs, of those measured alike"
-    longest = "The method with the longest sequence that fits, by batch and GPUs"
-    heat_maps = [
-        best_chart("best", best, gathered.cells, BY_LENGTH, "seq_len"),
-        best_chart("longest", longest, gathered.cells, BY_BATCH, "batch"),
-    ]
-    measured = [
-        record
-        for paper in gathered.papers
-        if paper.findings and paper.paper.name == MEASURED
-        for record in paper.findings.records
-    ]
-    values = {
-        "sentences": [_sentence(paper) for paper in gathered.papers],
-        "changes": list(changes(gathered)),
-        "counts": Counter(cell.row["status"] for cell in gathered.cells),
-        "total": len(gathered.cells),
-        "commits": _named(dated(commit_of(cell.row)) for cell in gathered.cells),
-        "torches": _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells),
-        "verdict": _by_role(gathered),
-        "errors": _errors(gathered),
-        "validation": _validation(measured),
-        "measured": _measured(measured),
-        "measured_figure": gathered.figure(MEASURED),
-        "heat_maps": [chart for chart in heat_maps if chart is not None],
+    parts = {
+        "papers": listed(map(_sentence, gathered.papers)),
+        "changes": listed(changes(gathered)),
+        "errors": [_by_role(gathered), _errors(gathered)],
+        "measured": _measured(gathered),
+        "best": _best(gathered),
         "machines": _machines(gathered),
+        "cells": _cells(gathered),
     }
-    yield Page(
-        "index.html",
-        "Sequence parallelism, reproduced",
-        "overview.html",
-        values,
-        order=0,
-        short_title="Overview",
-    )
+    title = "Sequence parallelism, reproduced"
+    yield Page("index.html", title, "overview.md", parts, order=0, short_title="Overview")
 
 
-def _sentence(paper: PaperResults) -> dict[str, Any]:
+def _sentence(paper: PaperResults) -> str:
     """Whether a paper reproduces, and why, in numbers; and what is known of others on its page."""
+    about, path = paper.paper, f"paper-{paper.paper.name}.html"
     records = paper.records_of("")
     verdict = verdict_on(records)
-    titles = {name: scenario.document.title for name, scenario in paper.scenarios.items()}
-    return {
-        "others": [
-            (source, counts(verdict_on(paper.records_of(source)))) for source in paper.sources if source
-        ],
-        "paper": paper.paper,
-        "path": f"paper-{paper.paper.name}.html",
-        "word": verdict.word,
-        "counts": counts(verdict),
-        "finding": paper.paper.finding,
-        "why": why(records, titles),
-    }
+    text = f"{link(about.label, path)} {badge(verdict.word)}: "
+    if verdict.word == "not run":
+        return text + f"{code(f'spbench reproduce {about.name}')} does it."
+    text += f"{counts(verdict)}."
+    if about.finding:
+        text += f" {about.finding}"
+    elif misses := most_misses(records):
+        title = paper.scenarios[misses[0]].document.title if misses[0] in paper.scenarios else misses[0]
+        text += f" Most misses: {link(title, f'{path}#{misses[0]}')} ({misses[1]})."
+    others = ((source, verdict_on(paper.records_of(source))) for source in paper.sources if source)
+    return text + "".join(f" On its page too, {plain(source)}: {counts(of)}." for source, of in others)
 
 
-def _named(values: Iterator[str | None]) -> str:
-    """The values with how often they occur, the most frequent first; without counts if there is one."""
-    counted = Counter(filter(None, values)).most_common()
-    return counted[0][0] if len(counted) == 1 else ", ".join(f"{name}: {n} cells" for name, n in counted)
-
-
-def _by_role(gathered: Gathered) -> DataTable:
+def _by_role(gathered: Gathered) -> DataTable | None:
     """A line for each paper and role."""
     lines = []
     for paper in gathered.papers:
-        records = paper.findings.records if paper.findings else []
-        for of in role_errors(records):
-            verdict = verdict_on([record for record in records if record["role"] == of.role])
+        for of in role_errors(paper.records):
+            verdict = verdict_on([record for record in paper.records if record["role"] == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -100,7 +69,7 @@ def _by_role(gathered: Gathered) -> DataTable:
                 }
             )
     caption = "Distinct published numbers and the relative error of ours, absolute, by paper and role"
-    return DataTable("verdict", caption, lines, percent=("median error", "worst error"))
+    return DataTable("verdict", caption, lines, percent=("median error", "worst error")) if lines else None
 
 
 def _errors(gathered: Gathered) -> DataTable | None:
@@ -108,11 +77,13 @@ def _errors(gathered: Gathered) -> DataTable | None:
     lines = [
         {
             "where": f"{paper.paper.label}: {record['table']}",
-            **shown(record, "error", "published", "ours", "quantity", "role", "cell"),
+            "error": record["relative_error"],
+            "published": record["published"],
+            "ours": record["reproduced"],
+            **{name: record[name] for name in ("quantity", "role", "cell")},
         }
         for paper in gathered.papers
-        if paper.findings
-        for record in distinct(paper.findings.records)
+        for record in distinct(paper.records)
         if record["relative_error"] is not None and record["role"] != "formula"
     ]
     lines.sort(key=lambda line: -abs(line["error"]))
@@ -120,28 +91,36 @@ def _errors(gathered: Gathered) -> DataTable | None:
     return DataTable("errors", caption, lines, sortable=True, percent=("error",)) if lines else None
 
 
-def _validation(records: Sequence[Record]) -> DataTable | None:
-    """The table of README.md: errors by who measured, beside those of other predictors."""
-    caption = "Errors against real machines, ours and those of other predictors"
-    lines = validation_lines(records) if records else []
+def _measured(gathered: Gathered) -> Iterator[Part]:
+    """The table of README.md, errors by who measured beside those of other predictors; then each number."""
+    records = [
+        record for paper in gathered.papers if paper.paper.name == MEASURED for record in paper.records
+    ]
+    if not records:
+        yield "No measurement of a real machine was compared: `spbench reproduce measured` does it."
+        return
+    yield f"""What others measured on real GPUs, with every setting, beside what virtual ranks predict. Errors
+are \\|ours / measured - 1\\|. Other predictors are listed with their errors on the same runs where they are
+known, and else with what their authors state. [All numbers.](paper-{MEASURED}.html)"""
     heads = ["predicted by", "median error", "quantity", "measured by, on", "numbers", "mean", "worst"]
-    return DataTable("validation", caption, lines, [*heads, "role, or source"]) if lines else None
-
-
-def _measured(records: Sequence[Record]) -> DataTable | None:
-    """Ours beside every number that a real machine measured."""
+    caption = "Errors against real machines, ours and those of other predictors"
+    yield DataTable("validation", caption, validation_lines(records), [*heads, "role, or source"])
+    yield gathered.figure(MEASURED, "ours beside what real machines measured")
     lines = [
         {
             "what": f"{source.measured_by}: {label_of(record)}",
-            **shown(record, "error", "measured", "ours"),
+            "error": record["relative_error"],
+            "measured": record["published"],
+            "ours": record["reproduced"],
             "quantity": _with_unit(record["quantity"]),
-            **shown(record, "role", "note"),
+            "role": record["role"],
+            "note": record["note"],
         }
         for source, some in records_by_source(records).items()
         for record in some
     ]
     caption = "Ours beside what real machines measured"
-    return DataTable("measured", caption, lines, sortable=True, percent=("error",)) if lines else None
+    yield DataTable("measured", caption, lines, sortable=True, percent=("error",)) if lines else None
 
 
 def _with_unit(quantity: str) -> str:
@@ -150,28 +129,59 @@ def _with_unit(quantity: str) -> str:
     return QUANTITY_NAMES.get(quantity, quantity) + (f" ({unit})" if unit else "")
 
 
-def _machines(gathered: Gathered) -> DataTable | None:
+def _best(gathered: Gathered) -> list[Part]:
+    best = "The best method by sequence length and GPUs, of those measured alike"
+    longest = "The method with the longest sequence that fits, by batch and GPUs"
+    drawings = [
+        best_drawing("best", best, gathered.cells, BY_LENGTH, "seq_len"),
+        best_drawing("longest", longest, gathered.cells, BY_BATCH, "batch"),
+    ]
+    missing = "No cell has a speed, a memory or an answer: `spbench reproduce all` measures them."
+    return [*drawings] if any(drawings) else [missing]
+
+
+def _machines(gathered: Gathered) -> Iterator[Part]:
     """A line for each engine and cluster whose numbers are measured, not computed."""
     exact = {name for name, engine in engines().items() if engine.is_exact}
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for cell in gathered.cells:
-        of = cell.row["cell"]
-        if of.get("engine", "virtual") not in exact:
-            groups.setdefault((of["engine"], of["cluster"]), []).append(cell.row)
+    measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
+    if not measured:
+        yield """No cell of these results ran on real ranks: `spbench run --scenario communication` has some
+that need no GPU."""
+        return
+    yield """Times and memory of other cells come from virtual ranks; those here were measured, and their
+bytes counted."""
+    groups = grouped(measured, lambda row: (row["cell"]["engine"], row["cell"]["cluster"]))
     lines = [
         {
             "engine": engine,
             "cluster": cluster,
             "cells": len(rows),
             "ok": sum(row["status"] == "ok" for row in rows),
-            "cells whose bytes equal the closed form": sum(
-                bool(row["measurement"].get("communication"))
-                and not row["measurement"].get("formula_difference")
-                for row in rows
-            ),
+            "cells whose bytes equal the closed form": sum(map(_equals_closed_form, rows)),
             "hosts": ", ".join(sorted({str((row.get("provenance") or {}).get("host", "")) for row in rows})),
         }
         for (engine, cluster), rows in sorted(groups.items())
     ]
-    caption = "Cells that ran on real ranks, by engine and cluster"
-    return DataTable("machines", caption, lines) if lines else None
+    yield DataTable("machines", "Cells that ran on real ranks, by engine and cluster", lines)
+
+
+def _equals_closed_form(row: Mapping[str, Any]) -> bool:
+    measured = row["measurement"]
+    return bool(measured.get("communication")) and not measured.get("formula_difference")
+
+
+def _cells(gathered: Gathered) -> str:
+    """How many cells there are, how they ended, and what made them."""
+    counted = Counter(cell.row["status"] for cell in gathered.cells).most_common()
+    statuses = ", ".join(f"{n} {'out of memory' if status == 'oom' else status}" for status, n in counted)
+    commits = _named(dated(commit_of(cell.row)) for cell in gathered.cells)
+    torches = _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells)
+    by = [f"made by commit {plain(commits)}"] * bool(commits)
+    by += [f"with torch {plain(torches)}"] * bool(torches)
+    return listed([f"{len(gathered.cells)} cells: {statuses}", *by])
+
+
+def _named(values: Iterable[str | None]) -> str:
+    """The values with how often they occur, the most frequent first; without counts if there is one."""
+    counted = Counter(filter(None, values)).most_common()
+    return counted[0][0] if len(counted) == 1 else ", ".join(f"{name}: {n} cells" for name, n in counted)

@@ -2,66 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.tools.papers.paper_findings import Record, by_answer, errors_by_role
+from spbench.bench.tools.papers.paper_findings import by_answer, errors_by_role
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Figure, Page
-from spbench.bench.tools.report.published_tables import tables_of
-from spbench.bench.tools.report.report_verdict import counts, verdict_on
+from spbench.bench.tools.report.page import DataTable, Page, Part, folded
+from spbench.bench.tools.report.report_markdown import code, dated, link, plain
+from spbench.bench.tools.report.report_verdict import badge, counts, verdict_on
 
-
-@dataclass(frozen=True)
-class ScenarioPart:
-    """What the page shows of a scenario.
-
-    Attributes:
-        run: its line of PAPER_runs.csv; None if it was not run.
-        errors: of all its numbers by role.
-        inferred: the settings that were chosen by looking at published numbers, and why.
-        text: of the scenario's file.
-    """
-
-    scenario: Scenario
-    run: Record | None
-    errors: str
-    figure: Figure | None
-    tables: Sequence[DataTable]
-    inferred: DataTable | None
-    text: str
+_LONG = 12
+_STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """paper-NAME.html for each paper."""
+    """paper-NAME.html for each paper, with the lines of PAPER.csv."""
     for number, paper in enumerate(gathered.papers):
-        parts = [_part(gathered, paper, scenario) for scenario in _in_order(paper)]
-        overall = verdict_on(paper.records_of("")) if paper.findings else None
-        others = [(source, verdict_on(paper.records_of(source))) for source in paper.sources if source]
+        about = paper.paper
+        path = gathered.results / "reproduction" / f"{about.name}.csv"
+        scenarios = [part for each in paper.in_order for part in _scenario(gathered, paper, each)]
         yield Page(
-            f"paper-{paper.paper.name}.html",
-            paper.paper.title,
-            "paper.html",
+            f"paper-{about.name}.html",
+            about.title,
+            "paper.md",
             {
-                "paper": paper,
-                "parts": parts,
-                "figure": gathered.figure(paper.paper.name),
-                "overall": overall,
-                "counts": counts(overall) if overall else "",
-                "others": [(source, verdict.word, counts(verdict)) for source, verdict in others],
-                "verdict": _verdicts(paper),
+                "sentences": [*_sentences(paper)],
+                "verdict": [_verdicts(paper), gathered.figure(about.name, about.title)],
+                "scenarios": scenarios,
             },
             group="Papers",
             order=10 + number,
-            summary=f"{paper.paper.label}, {paper.paper.source}: its tables and claims beside ours.",
-            short_title=paper.paper.label,
+            summary=f"{about.label}, {about.source}: its tables and claims beside ours.",
+            short_title=about.label,
+            files={f"data/{path.name}": path.read_bytes()} if paper.findings else {},
         )
 
 
-def _in_order(paper: PaperResults) -> list[Scenario]:
-    """The paper's own scenarios first, then those of numbers from others."""
-    return [scenario for source in paper.sources for scenario in paper.of_source(source).values()]
+def _sentences(paper: PaperResults) -> Iterator[str]:
+    name = paper.paper.name
+    if not paper.findings:
+        command = code(f"spbench reproduce {name}")
+        yield f"{badge('not run')} Nothing was reproduced of this paper yet: {command} does it."
+        return
+    for source in paper.sources:
+        verdict = verdict_on(paper.records_of(source))
+        what = f"On this page too, {plain(source)}" if source else paper.paper.label
+        yield f"{badge(verdict.word)} {what}: {counts(verdict)}."
+    yield f"Every number with the keys of its cells is in {link(f'{name}.csv', f'data/{name}.csv')}."
 
 
 def _verdicts(paper: PaperResults) -> DataTable | None:
@@ -69,10 +57,9 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
     if paper.findings is None:
         return None
     lines = []
-    for scenario in _in_order(paper):
-        name, source = scenario.name, scenario.document.published_in
-        records = [record for record in paper.findings.records if record["scenario"] == name]
-        for (what, variant), some in by_answer(records).items():
+    for scenario in paper.in_order:
+        source = scenario.document.published_in
+        for (what, variant), some in by_answer(paper.records_of_scenario(scenario.name)).items():
             verdict = verdict_on(some)
             lines.append(
                 {
@@ -88,28 +75,55 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
     return DataTable("verdict", caption, lines, percent=("median error",))
 
 
-def _part(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> ScenarioPart:
-    runs = paper.findings.runs if paper.findings else []
-    records = [r for r in paper.findings.records if r["scenario"] == scenario.name] if paper.findings else []
-    return ScenarioPart(
-        scenario,
-        next((run for run in runs if run["scenario"] == scenario.name), None),
-        errors_by_role(records) if records else "",
-        gathered.figure(scenario.document.figure),
-        list(tables_of(gathered, scenario, records)),
-        _inferred(scenario),
-        scenario.path.read_text(encoding="utf-8"),
-    )
-
-
-def _inferred(scenario: Scenario) -> DataTable | None:
-    lines = [
+def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> Iterator[Part]:
+    """What the page shows of a scenario, with the text of its file."""
+    document, name = scenario.document, scenario.name
+    yield f"## {plain(document.title)} {{#{name}}}\n\n{document.about}"
+    yield _made(paper, name)
+    if document.not_reproduced:
+        yield f"> **What does not reproduce, and why:** {' '.join(document.not_reproduced.split())}"
+    yield gathered.figure(document.figure, document.title)
+    blocks = paper.findings.blocks(name) if paper.findings else ()
+    for number, (title, lines) in enumerate(blocks, start=1):
+        # such as "claims", which several scenarios have
+        caption = f"{title[:1].upper()}{title[1:]}" + f": {document.title}" * (" " not in title)
+        heads = _error_second(lines)
+        yield DataTable(f"{_identifier(name)}-{number}", caption, lines, heads, sortable=len(lines) > _LONG)
+    settings = [
         {
             "setting": one.setting,
             "chosen by looking at": ", ".join([*one.answers, *one.quantities]),
             "why": " ".join(one.reason.split()),
         }
-        for one in scenario.document.inferred_from
+        for one in document.inferred_from
     ]
     caption = "Settings that were chosen by looking at published numbers"
-    return DataTable(f"{scenario.name}-inferred".replace("_", "-"), caption, lines) if lines else None
+    yield DataTable(f"{_identifier(name)}-inferred", caption, settings) if settings else None
+    summary = f"The scenario, with the evidence for its settings: {document.title}"
+    yield folded(summary, scenario.path.read_text(encoding="utf-8"))
+
+
+def _identifier(scenario: str) -> str:
+    return scenario.replace("_", "-")
+
+
+def _error_second(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns in which anything stands; the error is the second, where a phone shows it."""
+    heads = [head for head in lines[0] if any(line[head] not in (None, "") for line in lines)]
+    return sorted(heads, key=lambda head: (head != heads[0], head != "relative error"))
+
+
+def _made(paper: PaperResults, scenario: str) -> str:
+    """What made the scenario's rows, and the errors by role."""
+    run = next(
+        (r for r in (paper.findings.runs if paper.findings else []) if r["scenario"] == scenario), None
+    )
+    if run is None:
+        commands = (f"spbench run --scenario {scenario}", f"spbench reproduce {paper.paper.name}")
+        return f"Not run yet: {code(commands[0])}, or {code(commands[1])}."
+    counted = ", ".join(f"{run.get(status, 0)} {word}" for status, word in _STATUSES.items())
+    cells = link(f"{run['cells']} cells", f"cells.html#scenario={scenario}")
+    records = paper.records_of_scenario(scenario)
+    errors = f" **{errors_by_role(records)}.**" if records else ""
+    code_version = f"commit {code(dated(run['commit'])) or 'unknown'} with torch {run['torch']}"
+    return f"{cells}: {counted}; made by {code_version}.{errors}"

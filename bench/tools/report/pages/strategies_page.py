@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from markupsafe import Markup, escape
-
 from spbench.bench.cell import Cell
 from spbench.bench.measure.sweep.digest import changed_parts
 from spbench.bench.measure.sweep.provenance import commit_of
@@ -18,9 +16,20 @@ from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_rows
 from spbench.bench.measure.verify.verdicts import Verdict, read_verdicts, verified_code
 from spbench.bench.tools.papers.strategy_traces import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
-from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.layer_chart import layer_chart
-from spbench.bench.tools.report.page import DataTable, Page
+from spbench.bench.tools.report.gathered import CellResult, Gathered
+from spbench.bench.tools.report.layer_drawing import layer_drawing
+from spbench.bench.tools.report.page import DataTable, Page, Part
+from spbench.bench.tools.report.report_markdown import (
+    code,
+    codes,
+    dated,
+    link,
+    listed,
+    markdown_table,
+    marked,
+    plain,
+    shown,
+)
 from spbench.impls.registries import absent, peers, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.plots.style import strategy_name
@@ -28,11 +37,11 @@ from spbench.plots.style import strategy_name
 GROUP = "Strategies"
 #: statuses of cells that a strategy has run
 _RAN = ("ok", "oom", "mismatch")
-_PHASES = ("forward", "backward")
+#: what makes rows and traces anew
+_MAKE = "`spbench reproduce strategies --write`"
 
+_ROLE = re.compile(r"(?::[a-z]+:)?`{1,2}([^`]+)`{1,2}")
 _ARXIV = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
-#: :role:`name` and ``code``
-_CODE = re.compile(r"(?::[a-z]+:)?`{1,2}([^`]+)`{1,2}")
 _GITHUB = re.compile(r"(?<![\w/])((?:github\.com|docs\.pytorch\.org)/[\w./-]*[\w/])")
 
 
@@ -45,85 +54,103 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         yield _one(gathered, cls, verdicts)
 
 
-def path_of(strategy: str) -> str:
-    """The page of a strategy."""
-    return f"strategy-{strategy}.html"
+def docstring(text: str) -> str:
+    """A docstring, or a line of one, as Markdown: its code marked, its papers and repositories linked."""
+    text = _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", _ROLE.sub(r"`\1`", inspect.cleandoc(text)))
+    return _GITHUB.sub(r"[\1](https://\1)", text)
 
 
 # -- all of them -----------------------------------------------------------------------------------------
 
 
-def _all(
-    gathered: Gathered,
-    classes: Mapping[str, type[Strategy]],
-    verdicts: Sequence[Verdict],
-) -> Page:
-    lines = []
-    for name, cls in classes.items():
-        own = [verdict for verdict in verdicts if verdict["strategy"] == name]
-        lines.append(
-            {
-                **_about(name, cls),
-                "path": path_of(name),
-                "verified": numbers.count_by_status(own) if own else None,
-                "same_code": {verdict["code"] for verdict in own} == {verified_code()},
-                "cells": len(numbers.uses(name, gathered.cells)),
-            }
-        )
-    return Page(
-        "strategies.html",
-        "Strategies",
-        "strategies.html",
-        {"lines": lines, "peers": _peers()},
-        GROUP,
-        order=30,
-        summary="Ways to spread the training of one sequence over several devices, on one interface.",
-        short_title="All strategies",
-    )
-
-
-def _peers() -> list[dict[str, Any]]:
-    return [
+def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Sequence[Verdict]) -> Page:
+    lines = [
         {
-            **_about(name, cls),
-            "requires": ", ".join(cls.requires),
-            "installed": not absent(cls.requires),
+            "strategy": link(name, f"strategy-{name}.html"),
+            **_about(cls),
+            "verification": _verified([verdict for verdict in verdicts if verdict["strategy"] == name]),
+            "cells in results": len(numbers.uses(name, gathered.cells)),
+        }
+        for name, cls in classes.items()
+    ]
+    of_peers = [
+        {
+            "peer": plain(name),
+            **_about(cls),
+            "package": f"{', '.join(cls.requires)}{' (not installed here)' * bool(absent(cls.requires))}",
         }
         for name, cls in sorted(peers().items())
     ]
+    return Page(
+        "strategies.html",
+        "Strategies",
+        "strategies.md",
+        {"strategies": markdown_table(lines), "peers": markdown_table(of_peers)},
+        GROUP,
+        30,
+        "Ways to spread the training of one sequence over several devices, on one interface.",
+        "All strategies",
+    )
 
 
-def _about(name: str, cls: type[Strategy]) -> dict[str, Any]:
-    about = {"name": name, "axes": ", ".join(cls.axes)}
-    return {**about, "summary": in_line(cls.summary), "source": in_line(cls.source)}
+def _about(cls: type[Strategy]) -> dict[str, str]:
+    """What a strategy is, in cells of a table."""
+    about = {"what it does": docstring(cls.summary), "source": docstring(cls.source)}
+    escaped = {name: text.replace("|", "\\|") for name, text in about.items()}
+    return escaped | {"mesh axes": ", ".join(cls.axes)}
+
+
+def _verified(own: Sequence[Verdict]) -> str:
+    """How verification ended; green only of the present code."""
+    counted = numbers.count_by_status(own)
+    if not own:
+        return marked("unjudged", "not run")
+    if counted["red"]:
+        return marked("bad", f"{counted['red']} red")
+    green = f"{counted['green']} green"
+    return marked("good", green) if _is_of_this_code(own) else marked("unjudged", f"{green}, of earlier code")
+
+
+def _is_of_this_code(own: Sequence[Verdict]) -> bool:
+    return {verdict["code"] for verdict in own} == {verified_code()}
 
 
 # -- one of them -----------------------------------------------------------------------------------------
 
 
 def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -> Page:
-    name, cells = cls.name, numbers.uses(cls.name, gathered.cells)
+    name, title = cls.name, strategy_name(cls.name)
+    ran = [row for row in gathered.strategy_rows if row["status"] in _RAN]
+    row = next((row for row in ran if row["cell"]["strategy"] == name), None)
+    cells = numbers.uses(name, gathered.cells)
     return Page(
-        path_of(name),
-        strategy_name(name).capitalize() if strategy_name(name).islower() else strategy_name(name),
-        "strategy.html",
+        f"strategy-{name}.html",
+        title.capitalize() if title.islower() else title,
+        "strategy.md",
         {
-            "cls": cls,
-            "source": in_line(cls.source),
-            "about": as_html(inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")),
-            "options": [(f.name, f.default) for f in fields(cls.options_type)],
-            "results": str(gathered.results),
-            **_verification(name, verdicts),
-            "cells": cells,
-            "wrong_cells": numbers.differing(cells),
-            "scenarios": numbers.scenario_lines(cells),
-            **_step(gathered, name),
-            "timelines": [*_timelines(gathered, name)],
+            "facts": _facts(cls),
+            "about": docstring(sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""),
+            "layers": _layers(gathered, name),
+            "bytes": _bytes(row, cells),
+            "verification": _verification(name, verdicts, str(gathered.results)),
+            "memory": _memory(row, ran),
+            "uses": _uses(name, cells),
         },
         GROUP,
-        order=31,
-        summary=cls.summary[:1].upper() + cls.summary[1:] + ".",
+        31,
+        f"{cls.summary[:1].upper()}{cls.summary[1:]}.",
     )
+
+
+def _facts(cls: type[Strategy]) -> str:
+    facts = {
+        "Name": code(cls.name),
+        "Source": docstring(cls.source),
+        "Mesh axes": ", ".join(cls.axes) or "none: one device",
+        "Composes": f"around another strategy, as {code(f'{cls.name}+NAME')}" if cls.can_enclose else "",
+        "Options": ", ".join(f"{code(f.name)} ({plain(f.default)})" for f in fields(cls.options_type)),
+    }
+    return listed(f"{what}: {text}" for what, text in facts.items() if text)
 
 
 def _at(cell: Cell) -> str:
@@ -131,98 +158,124 @@ def _at(cell: Cell) -> str:
     return f"{cell.model}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
 
 
-def _step(gathered: Gathered, name: str) -> dict[str, Any]:
-    """Bytes and memory of the strategy's first cell beside others; ``row`` is None where it has none."""
-    ran = [row for row in gathered.strategy_rows if row["status"] in _RAN]
-    row = next((row for row in ran if row["cell"]["strategy"] == name), None)
-    if row is None:
-        return {"row": None}
-    cell = Cell.model_validate(row["cell"])
-    shape = (cell.model, cell.batch, cell.seq_len)
-    beside = [r for r in ran if (r["cell"]["model"], r["cell"]["batch"], r["cell"]["seq_len"]) == shape]
-    lines = numbers.formula_lines(row)
-    held = f"Memory in GiB of the rank that needs most, at its peak, by what holds it: {_at(cell)}"
-    return {
-        "row": row,
-        "made": made(row),
-        "changed": changed_parts(cell, row),
-        "layers": cell.model_options.get("layers"),
-        "differs": [line for line in lines if line["difference"]],
-        "formula": DataTable("formula", f"Bytes that one rank sends in a training step: {_at(cell)}", lines),
-        "memory": DataTable("memory", held, numbers.memory_lines(beside)),
-    }
+def _made(row: Row, cell: Cell) -> str:
+    """The commit and the day that a row was made, and what has changed since."""
+    commit = f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
+    changed = changed_parts(cell, row)
+    since = f"; **since then there have been changes of: {', '.join(changed)}** ({_MAKE} makes it anew)"
+    return f"Made by commit {code(commit)}{since if changed else ''}."
 
 
-def made(row: Row) -> str:
-    """The commit and the day that a row was made."""
-    return f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
-
-
-def _timelines(gathered: Gathered, name: str) -> Iterator[dict[str, Any]]:
+def _layers(gathered: Gathered, name: str) -> Iterator[Part]:
     """The timelines of one layer from the kept traces, one for each choice of the strategy's options."""
-    for row in read_rows(gathered.strategies / LAYERS / RESULTS_FILE)[0]:
-        cell = Cell.model_validate(row["cell"])
-        if cell.strategy != name or (trace := read_trace(gathered.strategies, cell)) is None:
+    rows = read_rows(gathered.strategies / LAYERS / RESULTS_FILE)[0]
+    cells = [(row, Cell.model_validate(row["cell"])) for row in rows]
+    traces = [
+        (row, cell, read_trace(gathered.strategies, cell)) for row, cell in cells if cell.strategy == name
+    ]
+    if not any(trace for _, _, trace in traces):
+        yield f"""### One layer {{#layer}}
+
+There is no trace of a layer of it: a line in `scenarios/layers.yaml` and {_MAKE} make one."""
+    for row, cell, trace in traces:
+        if trace is None:
             continue
-        options = ", ".join(f"{option} {value}" for option, value in cell.strategy_options.items())
         ranks, of = cell.sizes.world, "-".join(["", *map(str, cell.strategy_options.values())])
-        with_options = f", {options}" if options else ""
-        where = f"{_at(cell)}, on {ranks} {'ranks' if ranks > 1 else 'rank'}{with_options}"
-        spent = f"What each rank's time of the step goes to{with_options}"
-        yield {
-            "options": options,
-            "of": of,
-            "at": _at(cell),
-            "ranks": ranks,
-            "mesh": cell.mesh_text,
-            "cluster": cell.cluster,
-            "made": made(row),
-            "changed": changed_parts(cell, row),
-            "charts": [layer_chart(trace, phase, f"layer{of}-{phase}", where) for phase in _PHASES],
-            "times": DataTable(f"times{of}", spent, numbers.time_lines(trace)),
-        }
+        options = "".join(f", {option} {value}" for option, value in cell.strategy_options.items())
+        on = f"{ranks} rank{'s' * (ranks > 1)}{options}"
+        yield f"""### One layer on {on} {{#layer{of}}}
+
+A training step of {_at(cell)}, with one layer and a small vocabulary, on the mesh {code(cell.mesh_text)} of
+the cluster {code(cell.cluster)}: the trace of the simulated step. A row of kernels and one or two of
+communication for each rank; lines between rows are messages. A rank that waits shows it as a light bar. Point
+at a bar to see what it is. {_made(row, cell)}"""
+        for phase in ("forward", "backward"):
+            yield layer_drawing(trace, phase, f"layer{of}-{phase}", f"{_at(cell)}, on {on}")
+        caption = f"What each rank's time of the step goes to{options}"
+        yield DataTable(f"times{of}", caption, numbers.time_lines(trace))
+        yield """Communication is exposed where a rank waits while bytes move, hidden where it computes
+meanwhile; a bubble is waiting for other ranks."""
 
 
-def _verification(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def _bytes(row: Row | None, cells: Sequence[CellResult]) -> Iterator[Part]:
+    """The strategy's bytes by closed form and by meter, and the cells where these differ."""
+    if row is None:
+        where = "`scenarios/side_by_side.yaml`"
+        yield f"It was not measured beside the others: a line in {where} and {_MAKE} do it."
+    else:
+        cell, lines = Cell.model_validate(row["cell"]), numbers.formula_lines(row)
+        differ = [line for line in lines if line["difference"]]
+        yield _made(row, cell)
+        if differ:
+            words = (
+                f"{line['phase']} {line['collective']} on {line['axis'] or 'no axis'}: "
+                f"{shown(line['metered (bytes)'])} bytes metered, "
+                f"{shown(line['closed form (bytes)'])} by the closed form."
+                for line in differ
+            )
+            yield f"{marked('bad', f'{len(differ)} of {len(lines)} entries differ.')} {' '.join(words)}"
+        elif lines:
+            yield marked("unjudged" if changed_parts(cell, row) else "good", "Every entry is equal, exactly.")
+        else:
+            yield "It sends nothing."
+        if lines:
+            layers = cell.model_options.get("layers")
+            yield f"""A training step of {layers} layers with the default backend, on four ranks. Each run of
+a cell makes this comparison; one that differs has the status `mismatch`."""
+            yield DataTable("formula", f"Bytes that one rank sends in a training step: {_at(cell)}", lines)
+    if wrong := [cell for cell in cells if cell.row["measurement"].get("formula_difference")]:
+        keys = codes(each.row["key"] for each in wrong[:5]) + ", ..." * (len(wrong) > 5)
+        yield f"{marked('bad', f'{len(wrong)} of {len(cells)} cells in the results differ:')} {keys}"
+
+
+def _verification(name: str, verdicts: Sequence[Verdict], results: str) -> Iterator[Part]:
     own = [verdict for verdict in verdicts if name in verdict["strategy"].split("+")]
+    folder = f"{results}/verification"
+    if not own:
+        command = code(f"spbench verify --strategy {name} --output {folder}")
+        yield f"""There are no verdicts on it in {code(folder)}. Outputs and every gradient on every rank are
+set beside one device in float64 by {command}."""
+        return
+    counted = numbers.count_by_status(own)
+    mark = "bad" if counted["red"] else "good" if _is_of_this_code(own) else "unjudged"
+    facts = [f"{marked(mark, str(counted['red']) + ' red')} cases"]
+    facts.append(f"**{counted['green']} green** cases")
+    facts.append(f"**{counted['unsupported']}** cases that it says it cannot run")
     judged = [verdict for verdict in own if verdict["status"] == "green" and verdict["dtype"] == "fp64"]
-    worst = max(judged, key=lambda verdict: verdict["error"] or 0.0, default=None)
+    if worst := max(judged, key=lambda verdict: verdict["error"] or 0.0, default=None):
+        error, limit = worst["error"] or 0.0, worst["limit"] or 0.0
+        facts.append(f"**{error:.1e}** is the largest relative error in float64; {limit:.0e} is allowed")
+    yield listed(facts)
+    yield "Outputs and every gradient on every rank are set beside one device in float64."
     verified = {(v["commit"], v["torch"], v["time"][:10], v["code"] == verified_code()) for v in own}
-    return {
-        "verdicts": numbers.count_by_status(own) if own else None,
-        "worst": worst,
-        "same_code": {verdict["code"] for verdict in own} == {verified_code()},
-        "verified_at": sorted(verified, key=str),
-        "verdict_table": DataTable(
-            "verification",
-            "Relative errors against one device in float64: the worst tensor of all ranks and cases",
-            numbers.verdict_lines(own),
-            sortable=True,
-        ),
-    }
+    yield listed(
+        f"Verified on {day} with torch {torch} at commit {code(dated(commit) or 'unknown')}; the strategies, "
+        f"models and kernels {'are the same now' if same else 'have changed since'}."
+        for commit, torch, day, same in sorted(verified, key=str)
+    )
+    caption = "Relative errors against one device in float64: the worst tensor of all ranks and cases"
+    yield DataTable("verification", caption, numbers.verdict_lines(own), sortable=True)
 
 
-# -- docstrings as HTML: paragraphs, lists, code, and links to arXiv; all else is escaped ------------------
+def _memory(row: Row | None, ran: Sequence[Row]) -> Iterator[Part]:
+    """The memory of the strategy's row beside that of all strategies that ran the same model and shape."""
+    if row is None:
+        yield "It was not measured beside the others."
+        return
+    cell, shape = Cell.model_validate(row["cell"]), ("model", "batch", "seq_len")
+    beside = [each for each in ran if all(each["cell"][of] == row["cell"][of] for of in shape)]
+    yield f"""The same model on the same number of ranks, by every strategy that can run it
+({cell.model_options.get("layers")} layers, the default backend); `single` has one rank."""
+    caption = f"Memory in GiB of the rank that needs most, at its peak, by what holds it: {_at(cell)}"
+    yield DataTable("memory", caption, numbers.memory_lines(beside))
 
 
-def as_html(text: str) -> Markup:
-    """The paragraphs of a docstring that :func:`inspect.cleandoc` has cleaned."""
-    return Markup("\n").join(_block(block) for block in re.split(r"\n\s*\n", text.strip()) if block.strip())
+def _uses(name: str, cells: Sequence[CellResult]) -> str:
+    """The cells of the results that use the strategy, with links to them."""
 
+    def line(of: Mapping[str, Any]) -> str:
+        outer = "" if of["strategy"] == name else f" as {code(of['strategy'])}"
+        count = f"{of['cells']} cell{'s' * (of['cells'] > 1)}"
+        return f"{link(of['scenario'], of['link'])}{outer}: {count} ({of['of which']})"
 
-def in_line(text: str) -> Markup:
-    """A line of text with its code marked and its papers linked."""
-    html = _CODE.sub(r"<code>\1</code>", str(escape(text)))
-    html = _ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">arXiv \1</a>', html)
-    return Markup(_GITHUB.sub(r'<a href="https://\1">\1</a>', html))  # escaped above
-
-
-def _block(block: str) -> Markup:
-    before, *items = re.split(r"(?:^|\n)\s*- ", block)
-    html = Markup()
-    if before.strip():
-        html += Markup("<p>{}</p>").format(in_line(" ".join(before.split())))
-    if items:
-        lines = (Markup("<li>{}</li>").format(in_line(" ".join(item.split()))) for item in items)
-        html += Markup("<ul>{}</ul>").format(Markup().join(lines))
-    return html
+    return listed(map(line, numbers.scenario_lines(cells))) or "None of the results uses it."

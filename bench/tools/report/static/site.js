@@ -1,17 +1,11 @@
-// The menu of pages on narrow screens, and the scheme of tables.
+// Tables of many lines can be sorted and searched; their library asks for a class, where styles ask for the scheme.
 "use strict";
-(() => {
-  const button = document.querySelector("button.menu");
-  const navigation = document.getElementById("navigation");
-  button.addEventListener("click", () => {
-    const open = button.getAttribute("aria-expanded") !== "true";
-    button.setAttribute("aria-expanded", String(open));
-    navigation.classList.toggle("open", open);
-  });
-  document.documentElement.classList.add("scripted");
-  // the library of sorted tables asks for a class, where styles ask for the scheme
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const apply = () => document.documentElement.classList.toggle("dark", dark.matches);
-  dark.addEventListener("change", apply);
-  apply();
-})();
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const scheme = () => document.documentElement.classList.toggle("dark", dark.matches);
+dark.addEventListener("change", scheme);
+scheme();
+for (const table of document.querySelectorAll("table.sortable")) {
+  new DataTable(table, { paging: table.rows.length > 60, pageLength: 25, order: [], autoWidth: false });
+  const figure = table.closest("figure"), caption = figure.querySelector("figcaption").textContent;
+  figure.querySelector("nav")?.setAttribute("aria-label", `Pages of ${caption}`);
+}

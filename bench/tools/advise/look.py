@@ -1,0 +1,207 @@
+"""What workers trace for `spbench advise`: the step time and the peak of a cell, from traces of fewer layers
+and micro-batches.
+
+A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
+same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
+:class:`PeakModel`; a step of all layers is traced with that many, and only micro-batches are added.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.deep_models import stage_layers, with_layers
+from spbench.bench.measure.engines.extrapolate import DEPTHS, PeakModel
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
+from spbench.bench.measure.engines.virtual import ClassTraces
+from spbench.bench.measure.memory.repeated_events import stretches
+from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.simulator.costs import RatesUnknown
+from spbench.bench.measure.simulator.substitutes import Substitute
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measurement import Measurement, Outcome
+from spbench.bench.tools.fit.anatomy import fullest
+from spbench.bench.tools.fit.asking import COST, Asking, Task
+from spbench.bench.units import GIB
+from spbench.impls.layout import Unsupported
+
+#: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
+Depth = Literal["small", "few_layers", "all_layers"]
+#: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
+#: reserve for the fullest ranks, and whether that is ``exact``, or follows from traces of few layers
+NEEDED = "needed"
+#: a part of a step
+Named = TypeVar("Named", str, Substitute)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Numbers of a simulated step that grow by the same amount with each layer and micro-batch.
+
+    Attributes:
+        seconds: "step" and what the step is made of, by name.
+        parts: as :attr:`Measurement.parts`.
+        priced_by: as :attr:`Timeline.priced_by`.
+    """
+
+    seconds: Mapping[str, float]
+    parts: Mapping[str, float]
+    priced_by: Mapping[Substitute, float]
+
+    @classmethod
+    def of(cls, traces: ClassTraces) -> Step:
+        """Simulated from traces of the classes of ranks.
+
+        Raises:
+            Unsupported: the cluster lacks a rate that they need.
+        """
+        try:
+            timeline = traces.simulator()()
+        except RatesUnknown as error:
+            raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
+        seconds = {"step": timeline.step_time_s, **timeline.breakdown}
+        return cls(seconds, timeline.parts, timeline.priced_by)
+
+    def on(self, other: Step, times: float) -> Step:
+        """This and ``times`` what another one has more."""
+
+        def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
+            return {
+                name: max(0.0, a.get(name, 0.0) + times * (b.get(name, 0.0) - a.get(name, 0.0)))
+                for name in {**a, **b}
+            }
+
+        of_both = grown(self.seconds, other.seconds), grown(self.parts, other.parts)
+        return Step(*of_both, grown(self.priced_by, other.priced_by))
+
+
+def looks(asking: Asking, cells: Iterable[Cell], depth: Depth) -> Iterator[tuple[Cell, Outcome]]:
+    """Look at cells; yields each with what was found as soon as it is there: "ok", "oom" or "unsupported".
+
+    Raises:
+        RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
+            lack it.
+    """
+    tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
+    for (cell, _), outcome in asking([*tasks.values()]):
+        if outcome.status not in ("ok", "oom", "unsupported"):
+            raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
+        yield cell, outcome
+
+
+def look(cell: Cell, depth: Depth) -> Measurement:
+    """Measure a cell, timed even where it does not fit: its peaks, step time and bytes; ``meters`` have
+    :data:`COST` and, but for small looks, :data:`NEEDED`.
+
+    Args:
+        depth: "few_layers": by traces of few layers and micro-batches; "all_layers": of few micro-batches.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
+    """
+    begun = time.process_time()
+    plan(cell)
+    layers, unit = stage_layers(cell)
+    counts = _counts(cell)
+    # of hardly more layers than both depths together one trace of all takes no longer, and is exact
+    if depth != "few_layers" or layers <= sum(DEPTHS):
+        made = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
+        most = made[counts[-1]]
+        found = most.memory_measurement()
+        if depth != "small" and usable_memory_bytes(cell) is not None:
+            found.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
+        step = _grown({n: Step.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
+    else:
+        deep = {
+            (d, n): virtual.trace_classes(_with(cell, d * unit, n), events=True)
+            for d, n in itertools.product(DEPTHS, counts)
+        }
+        found = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
+        by_depth = [
+            _grown({n: Step.of(deep[d, n]) for n in counts}, cell.training.micro_batches) for d in DEPTHS
+        ]
+        step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+    _set_bytes(found, cell)
+    breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
+    add_step_time(found, cell, step.seconds["step"], breakdown, step.priced_by)
+    found.parts = dict(step.parts)
+    found.bound = bound_of({**found.breakdown, **found.parts})
+    found.mfu = utilization(cell, step.seconds["step"])
+    found.meters[COST] = {"cpu_s": time.process_time() - begun}
+    return found
+
+
+def _counts(cell: Cell) -> list[int]:
+    """The numbers of micro-batches that are traced: two from which on each more takes as long as the one
+    before, or all if there are no more."""
+    training, pp = cell.training, cell.sizes.pp
+    more = pp if training.virtual_stages > 1 else 1
+    return [pp, pp + more] if training.micro_batches > pp + more else [training.micro_batches]
+
+
+def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
+    """The cell with other numbers of layers and micro-batches, these as large as they are."""
+    training = cell.training.model_copy(update={"micro_batches": micro_batches})
+    batch, _ = cell.shape
+    batch = batch // cell.training.micro_batches * micro_batches
+    made = cell.model_copy(update={"training": training, "batch": batch})
+    return made if layers is None else with_layers(made, layers)
+
+
+def _grown(steps: Mapping[int, Step], micro_batches: int) -> Step:
+    """The step of that many micro-batches."""
+    (first, a), *rest = steps.items()
+    if not rest:
+        return a
+    ((second, b),) = rest
+    return a.on(b, (micro_batches - first) / (second - first))
+
+
+def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
+    """The peak of the rank class with the largest, and whether that fits the card."""
+    shallow = by_depth[DEPTHS[0]]
+    usable = usable_memory_bytes(cell)
+    peaks = []
+    for at in range(len(shallow.classes)):
+
+        def log(_: int, depth: int | None, at: int = at) -> MemoryLog:
+            return by_depth[depth or DEPTHS[0]].traces[at].memory
+
+        peaks.append(PeakModel(log, [1], layers)(1))
+    peak = max(peaks)
+    fits = usable is None or peak <= usable
+    reason = "" if fits else f"about {peak / GIB:.0f} GiB by traces of few layers"
+    found = Measurement(
+        status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
+    )
+    deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
+    tensors_bytes = round(peak * _reserved_share(deepest, cell))
+    found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
+    return found
+
+
+def _reserved_share(log: MemoryLog, cell: Cell) -> float:
+    """What the allocator reserves for a log, over what it gives out at the most."""
+    repeated = stretches(log.sizes, log.events, log.streams)
+    found = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
+    return found.peak_reserved / max(1, found.peak_allocated)
+
+
+def _set_bytes(found: Measurement, cell: Cell) -> None:
+    """Set what the ranks send, by the closed forms of the cell as it is; of all classes that which sends
+    most. Traces of fewer micro-batches are held to their own."""
+    planned = plan(cell)
+    by_class = [planned.formula(each.first) for each in planned.classes]
+    most: list[dict[str, Any]] = max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
+    found.formula = most
+    found.communication = []

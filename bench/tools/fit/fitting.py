@@ -1,0 +1,133 @@
+"""The answer of `spbench fit`: its cells examined, changes that help the fullest, and the largest sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from spbench.bench.cell import Cell
+from spbench.bench.disk_cache import cache_folder
+from spbench.bench.errors import UserError
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.fit.anatomy import plain
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.asking import Asking, Say, Task, within
+from spbench.bench.tools.fit.examine import examine, trace_stage
+from spbench.bench.tools.fit.fit_verdict import Verdict
+from spbench.bench.tools.fit.proofs import Largest, Proofs, largest, prove
+from spbench.bench.tools.fit.snapshot import write_snapshot
+from spbench.bench.tools.fit.subject import Subject, advise_command, subject
+
+#: share of the time that tracing the cells takes, roughly, where changes are tried after it
+_EXAMINED = 0.4
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Whether cells fit, and what would help.
+
+    Attributes:
+        verdicts: of the cells that can run.
+        others: cells that cannot, with the reasons.
+        proofs: changes of the fullest cell; None: not asked for.
+        sizes: the largest that fit; None: not asked for.
+        advise: the command line that searches for another layout.
+    """
+
+    subject: Subject
+    verdicts: Sequence[Verdict]
+    others: Sequence[tuple[Cell, str]] = ()
+    proofs: Proofs | None = None
+    sizes: Largest | None = None
+    advise: str = ""
+
+    @property
+    def fullest(self) -> Verdict:
+        """The verdict with the least room, of those that do not fit if there are any."""
+        return min(self.verdicts, key=lambda each: (each.fits, each.memory.spare_bytes))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every cell can run and fits."""
+        return not self.others and self.fullest.fits
+
+    def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
+        """Write a figure and a snapshot of the fullest ranks, where a path is given; returns the paths."""
+        at, files = self.fullest, []
+        if figure is not None:
+            from spbench.plots.fit_and_advise import draw_memory  # matplotlib, which takes half a second
+
+            usable = at.measurement["usable_memory_bytes"]
+            files.append(draw_memory(plain(at.anatomy), usable, at.cell.key, figure))
+        if snapshot is not None:
+            files.append(write_snapshot(at.cell, at.anatomy.ranks[0], snapshot))
+        return files
+
+
+def fitting(
+    words: Sequence[str], asked: Asked, say: Say, jobs: int | None, suggest: bool, longest: bool
+) -> Fitting:
+    """Examine the cells that words stand for.
+
+    Args:
+        words, asked: as of :func:`subject`.
+        say: told what is done, and the share that is behind.
+        jobs: workers; None: one a usable core.
+        suggest: try changes also where the fullest fits.
+        longest: search for the largest sizes.
+
+    Raises:
+        UserError: the words stand for nothing, or no cell can run.
+    """
+    about = subject(words, asked)
+    with Asking(jobs) as asking:
+        examined = [*_examined(about.cells, asking, within(say, 0, _EXAMINED))]
+        verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in examined if outcome.measurement]
+        others = [(cell, outcome.reason) for cell, outcome in examined if not outcome.measurement]
+        if not verdicts:
+            cell, reason = others[0]
+            raise UserError(f"{cell.key}: {reason}")
+        fullest = Fitting(about, verdicts).fullest
+        proofs = sizes = None
+        if suggest or not fullest.fits:
+            proofs = prove(fullest.cell, fullest.memory.total_bytes, asking, within(say, _EXAMINED, 1))
+        if longest:
+            behind = _EXAMINED if proofs is None else 1.0
+            say("looking for the longest length and the largest micro-batch", behind)
+            sizes = largest(fullest.cell, asking)
+    return Fitting(about, verdicts, others, proofs, sizes, advise_command(words, fullest.cell, asked))
+
+
+def _examined(cells: Sequence[Cell], asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
+    """The cells with their outcomes, in their order."""
+    tasks = [Task(cell, examine) for cell in cells]
+    beside = stages_beside(cells, asking.jobs)
+    say("tracing a step", 0)
+    outcomes: dict[str, Outcome] = {}
+    for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
+        if task.run is examine:  # of a stage it finds the trace, or what is wrong with it
+            outcomes[task.cell.key] = outcome
+            say(f"{task.cell.key}: {outcome.status}", len(outcomes) / len(cells))
+            if outcome.status in ("failed", "timeout"):
+                raise RuntimeError(f"{task.cell.key}: {outcome.reason}")
+    yield from ((cell, outcomes[cell.key]) for cell in cells)
+
+
+def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
+    """The stages of pipelines that are worth tracing beside the cells themselves: each trace is kept on disk,
+    where the worker that examines the whole cell finds it. None where workers have enough to do, or nothing
+    is kept.
+
+    From the last one back every second one: who examines a cell begins with the first, and goes on with the
+    second last. Of the stages between, which differ in their micro-batches alone, two are traced; so no more
+    are taken here, unless each differs.
+    """
+    if len(cells) >= jobs or cache_folder() is None:
+        return []
+    return [
+        Task(cell.model_copy(), partial(trace_stage, stage=stage))
+        for cell in cells
+        for stage in range(cell.sizes.pp - 1, 0, -2)[: None if cell.training.schedule == "interleaved" else 2]
+    ]

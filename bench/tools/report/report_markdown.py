@@ -1,0 +1,109 @@
+"""Markdown of the site's pages as HTML, and text from results for places in Markdown.
+
+HTML in the Markdown is text, so that nothing in a row or a scenario can become part of a page's code. Beside
+CommonMark there are tables, ``## Title {#place}`` for a place that links name, and ``**{good}words**`` for
+words in the colour of a verdict: good, partly, bad or unjudged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+
+from spbench.bench.git import day_of
+
+_CLASS = re.compile(r"\{(good|partly|bad|unjudged)\}")
+_PLACE = re.compile(r"\s*\{#([\w-]+)\}$")
+_SIGNS = re.compile(r"([\\`*_\[\]<>|#&])")
+
+
+@cache
+def _reader() -> MarkdownIt:
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    reader.core.ruler.push("places and classes", _set_attributes)
+    reader.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0"><table>')
+    reader.add_render_rule("table_close", lambda *_: "</table></div>")
+    return reader
+
+
+def _set_attributes(state: StateCore) -> None:
+    """Takes ``{#place}`` from the end of headings and ``{good}`` from the begin of bold words."""
+    for before, token in pairwise(state.tokens):
+        children = token.children or []
+        if before.type == "heading_open" and children and (place := _PLACE.search(children[-1].content)):
+            before.attrSet("id", place[1])
+            children[-1].content = children[-1].content[: place.start()]
+        for opening, text in pairwise(children):
+            if opening.type == "strong_open" and (word := _CLASS.match(text.content)):
+                opening.attrSet("class", word[1])
+                text.content = text.content[word.end() :]
+
+
+def html_of(markdown: str) -> str:
+    """Markdown as HTML."""
+    return str(_reader().render(markdown))
+
+
+def plain(text: Any) -> str:
+    """Text from results for a place in Markdown: none of its signs mean anything."""
+    return _SIGNS.sub(r"\\\1", " ".join(str(text).split()))
+
+
+def code(text: Any) -> str:
+    """Text from results as code; nothing for an empty one."""
+    ticks = "``" if "`" in str(text) else "`"
+    return f"{ticks}{str(text).replace('|', chr(92) + '|')}{ticks}" if text else ""
+
+
+def codes(texts: Iterable[Any]) -> str:
+    """Several texts as code, with commas between them."""
+    return ", ".join(map(code, texts))
+
+
+def link(text: str, target: str) -> str:
+    """A link to a page, or to a place on one; ``text`` may be of results."""
+    return f"[{plain(text)}]({target.replace(' ', '%20')})"
+
+
+def listed(lines: Iterable[str]) -> str:
+    """A list of lines in Markdown."""
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def marked(word: str, text: Any) -> str:
+    """Bold text in the colour of a verdict."""
+    return f"**{{{word}}}{text}**"
+
+
+def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table of values that are Markdown, with numbers at the right; nothing without rows."""
+    if not (lines := list(rows)):
+        return ""
+    heads = list(lines[0])
+    marks = ["---:" if all(isinstance(line[head], int) for line in lines) else "---" for head in heads]
+    texts = [heads, marks, *([shown(line[head]) for head in heads] for line in lines)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in texts)
+
+
+def dated(commits: str) -> str:
+    """Commits, with spaces between them, each with its day where git knows of it."""
+    days = {commit: day_of(commit) for commit in commits.split()}
+    return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
+
+
+def shown(value: Any) -> str:
+    """A value as tables show it: numbers rounded to five significant digits, thousands set apart."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"

@@ -1,0 +1,193 @@
+"""What changed: each run beside the committed baseline, as `spbench compare` judges it, and the newest commit
+of the history beside the one before."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.tools.changes.history import Assessment, read_history
+from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
+from spbench.bench.tools.changes.metrics import Difference
+from spbench.bench.tools.changes.result_files import Results, read_results
+from spbench.bench.tools.report.gathered import Gathered
+from spbench.bench.tools.report.report_markdown import link, marked, plain
+
+_LISTED = 3
+PAGE = "regressions.html"
+GATES, HISTORY = f"{PAGE}#gates", f"{PAGE}#history"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A baseline, and what was run beside it.
+
+    Attributes:
+        scenario: whose cells they are.
+        base: the folder of the baseline.
+        commits, machines: before and now; of rows that do not say, the commit that committed them.
+        judgement: None: nothing was run here, or it cannot be compared.
+        problem: why there is no judgement.
+    """
+
+    scenario: str
+    base: Path
+    commits: tuple[Sequence[str], Sequence[str]] = ((), ())
+    machines: tuple[Sequence[str], Sequence[str]] = ((), ())
+    judgement: Judgement | None = None
+    problem: str = ""
+
+    @property
+    def days(self) -> list[str]:
+        """The days of the baseline's commits, as far as git knows them."""
+        return [day for day in map(day_of, self.commits[0]) if day]
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of differences on its page."""
+        return f"gate-{self.scenario.replace('_', '-')}"
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
+        assert self.judgement is not None
+        counts = Counter[str](difference.verdict for difference in self.judgement.differences)
+        return counts + Counter({"equal": self.judgement.equal.total()})
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The differences as lines of a table, the worst first; ``worse by (%)`` is of the base."""
+        return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
+
+
+def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
+    """The baselines in a folder, each beside the run of its name."""
+    for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, runs / path.parent.name)
+
+
+def _gate(base: Path, new: Path) -> Gate:
+    try:
+        before = read_results(base)
+        was_run = (new / RESULTS_FILE).is_file()
+        now = read_results(new, judged=True) if was_run else None
+        if now:
+            check_gate(before, now)
+    except UserError as error:
+        return Gate(base.name, base, problem=str(error))
+    how = "" if was_run else f"nothing was run here: spbench run --scenario {base.name} --output {new}"
+    return Gate(
+        base.name,
+        base,
+        (_commits(before), _commits(now) if now else []),
+        (list(filter(None, before.machines)), list(filter(None, now.machines)) if now else []),
+        judge(before, now) if now else None,
+        how,
+    )
+
+
+def _commits(results: Results) -> list[str]:
+    named = list(filter(None, results.commits))
+    return named or list(filter(None, [last_change(results.path)[:SHORT_HASH]]))
+
+
+def _line(difference: Difference) -> dict[str, Any]:
+    return {
+        "verdict": difference.verdict + (" (allowed)" if difference.allowed else ""),
+        "where": difference.where,
+        "quantity": difference.quantity,
+        "before": difference.base,
+        "now": difference.new,
+        "worse by (%)": difference.change * 100 if math.isfinite(difference.change) else None,
+        "what moved": difference.why,
+    }
+
+
+# -- in sentences of Markdown ----------------------------------------------------------------------------
+
+
+def changes(gathered: Gathered) -> Iterator[str]:
+    """What is worse, better and new since the baselines, then what the newest commit of the history brought,
+    if there is one."""
+    yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
+    if gathered.history is not None:
+        try:
+            history = read_history(gathered.history)
+            yield _in_history([history.assess(series) for series in history.series()])
+        except UserError as error:
+            yield _not_run(HISTORY, f"{error} (history)")
+
+
+def _not_run(place: str, problem: str) -> str:
+    return f"{marked('unjudged', 'Not run')}: {link('what changed', place)}; {plain(problem)}."
+
+
+def _counted(since: str, counts: Mapping[str, int], against: str, place: str) -> str:
+    """A sentence on how many are worse, better and new, and how many were judged."""
+    worse = marked("bad" if counts["worse"] else "good", f"{counts['worse']} worse")
+    judged = f"{counts['judged']:,} {link('judged', place)}"
+    numbers = f"{worse}, {counts['better']} better, {counts['new']} new of {judged}"
+    return f"Since {since or 'an unknown day'}: {numbers}: {against}."
+
+
+def _since_baselines(baselines: Sequence[Gate]) -> str:
+    judged = [gate for gate in baselines if gate.judgement is not None]
+    against = f"{len(judged)} of {len(baselines)} baselines"
+    if not judged:
+        problem = "nothing was run beside the baselines" if baselines else "there is no baseline"
+        return _not_run(GATES, f"{problem} ({against})")
+    sums = sum((gate.counts for gate in judged), Counter[str]())
+    days = sorted({day for gate in judged for day in gate.days})
+    since = (
+        f"the baselines committed on {' and '.join(dict.fromkeys([*days[:1], *days[-1:]]))}" if days else ""
+    )
+    worst = [
+        link(f"{_short(each.where)}: {each.quantity}", f"{PAGE}#{gate.table_name}")
+        for gate in judged
+        if gate.judgement
+        for each in gate.judgement.differences
+        if each.fails
+    ]
+    counts = {
+        "judged": sums.total(),
+        "worse": sums["worse"] + sums["missing"],
+        "better": sums["better"],
+        "new": sums["new"],
+    }
+    return " ".join([_counted(since, counts, against, GATES), "; ".join(worst[:_LISTED])])
+
+
+def _short(key: str) -> str:
+    """Model, strategy and sizes of a cell's key."""
+    return "/".join(key.split("/")[:3])
+
+
+def _in_history(assessments: Sequence[Assessment]) -> str:
+    """What came with the newest commit that any series has, beside the one before it."""
+    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
+    *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
+    assert newest is not None
+    now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
+    steps = [
+        (one.series, step)
+        for one in now
+        for step in one.steps
+        if step.first_after.commit.hash == newest.hash and not step.meant
+    ]
+    worse = [series for series, step in steps if step.verdict == "regression"]
+    new = sum(len(one.series.points) == 1 for one in now) if before else 0
+    against = f"commit {newest.short[:7]}{f' beside {before.short[:7]}' if before else ', the first'}"
+    since = f"commit {before.short[:7]} of {before.date[:10]}" if before else ""
+    counts = {"judged": len(now), "worse": len(worse), "better": len(steps) - len(worse), "new": new}
+    listed = "; ".join(link(f"{_short(of.cell)}: {of.metric.name}", HISTORY) for of in worse[:_LISTED])
+    standing = sum(len(one.regressions) for one in assessments)
+    words = "regression of the history stands" if standing == 1 else "regressions of the history stand"
+    stands = f"{marked('bad' if standing else 'good', standing)} {link(words, HISTORY)}."
+    return " ".join(filter(None, [_counted(since, counts, against, HISTORY), listed, stands]))

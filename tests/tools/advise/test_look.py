@@ -1,0 +1,89 @@
+"""Steps put together from traces of few layers and micro-batches beside those that were traced whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import virtual
+from spbench.bench.tools.advise.look import look
+from tests.slow import slow
+
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
+#: of a size that keeps cards busy: where the host falls behind them from some layer on, times are not linear
+LARGE = {"layers": 8, "hidden": 1536, "inner": 4096, "vocabulary": 32000}
+RECOMPUTED = {**LARGE, "recompute": "full"}
+SHARED_OUT = {"backend": "megatron", "distributed_optimizer": True, "overlap_grad_reduce": True}
+INTERLEAVED = {**SHARED_OUT, "micro_batches": 8, "schedule": "interleaved", "virtual_stages": 2}
+
+CASES = {
+    "micro-batches": ("single", {"dp": 2}, LARGE, {"backend": "ddp", "micro_batches": 8}),
+    "pipeline": ("single", {"pp": 2, "dp": 2}, LARGE, {**SHARED_OUT, "micro_batches": 4}),
+    "longer pipeline": ("single", {"pp": 4}, {**LARGE, "layers": 16}, {"backend": "ddp", "micro_batches": 8}),
+    "interleaved": ("tensor_parallel", {"pp": 2, "tp": 2}, {**LARGE, "layers": 16}, INTERLEAVED),
+    "ring": ("ring_attention", {"sp": 4}, LARGE, {"backend": "ddp", "micro_batches": 4}),
+    "zero3": ("ulysses", {"dp": 2, "sp": 2}, LARGE, {"backend": "zero3", "micro_batches": 4}),
+    "recompute": ("single", {"dp": 2}, RECOMPUTED, {**SHARED_OUT, "micro_batches": 4}),
+    "recompute in runs": (
+        "single",
+        {"dp": 2},
+        {**RECOMPUTED, "recompute_layers": 2},
+        {"backend": "zero2", "micro_batches": 1},
+    ),
+    "one micro-batch": ("megatron_sp", {"dp": 2, "tp": 2}, LARGE, {"backend": "ddp", "micro_batches": 1}),
+}
+ALWAYS = ("one micro-batch",)
+
+
+def cell_of(case: str, **changes: Any) -> Cell:
+    strategy, sizes, model_options, training = CASES[case]
+    ring = {"strategy_options": {"placement": "zigzag"}, "seq_len": 8192}
+    asked = {
+        "model": "causal-transformer-tiny",
+        "strategy": strategy,
+        "sizes": sizes,
+        "batch": 16,
+        "seq_len": 2048,
+        "cluster": "dgx-a100",
+        "precision": "bf16",
+        "model_options": model_options,
+        "training": {"moments": "later", "steps": 2, **training},
+    }
+    return Cell.model_validate({**asked, **(ring if case == "ring" else {}), **changes})
+
+
+def whole(cell: Cell) -> tuple[float, int | None]:
+    """Step time and peak by one trace of everything."""
+    traces = virtual.trace_classes(cell, events=True)
+    return traces.simulator()().step_time_s, traces.memory_measurement().peak_memory_bytes
+
+
+@pytest.mark.parametrize("case", [case if case in ALWAYS else slow(case) for case in CASES])
+def test_times_and_peaks_are_those_of_a_whole_trace(case: str) -> None:
+    cell = cell_of(case)
+    step_s, peak = whole(cell)
+    few, every = look(cell, "few_layers"), look(cell, "all_layers")
+    assert few.step_time_s == pytest.approx(step_s, rel=0.01)
+    # buckets of gradients hold other layers in a deeper model
+    assert few.peak_memory_bytes == pytest.approx(peak, rel=0.015)
+    # two rings of the last micro-batch may wait for each other otherwise than those of the first two
+    assert every.step_time_s == pytest.approx(step_s, rel=1e-3 if case == "ring" else 1e-6)
+    assert every.peak_memory_bytes == pytest.approx(peak, rel=0.01)
+    for found in (few, every):
+        assert found.mfu == pytest.approx(every.mfu, rel=0.01)
+        assert sum(row["sent_bytes"] for row in found.formula) > 0
+
+
+#: one bucket holds several layers, so that states die at other events of the optimizer in a deeper model
+BUCKETS = {"layers": 24, "hidden": 768, "inner": 2048, "vocabulary": 32000}
+
+
+@pytest.mark.parametrize("backend", ["ddp", slow("megatron")])
+def test_the_peak_of_many_layers_in_buckets(backend: str) -> None:
+    training = {"backend": backend, "moments": "kept", "micro_batches": 1, "steps": 1}
+    cell = cell_of("micro-batches", sizes={"dp": 16}, model_options=BUCKETS, training=training, seq_len=512)
+    _, peak = whole(cell)
+    assert look(cell, "few_layers").peak_memory_bytes == pytest.approx(peak, rel=0.01)
