@@ -1,4 +1,4 @@
-"""What `spbench reproduce` runs: papers, strategies for their pages, times without rates, intervals, cases."""
+"""What `spbench reproduce` runs: papers, pages of strategies, times without rates, intervals, cases."""
 
 from __future__ import annotations
 
