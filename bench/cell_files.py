@@ -15,7 +15,6 @@ import numpy as np
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import decoded, parse_json, read_file
-from spbench.impls.models.huggingface.config import counting_fields
 from spbench.impls.options import LARGEST
 
 _JSON = ".json"
@@ -54,6 +53,9 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
+    # imports torch, which commands that have no cell do without
+    from spbench.impls.models.huggingface.config import counting_fields
+
     try:
         return counting_fields(content)
     except ValueError as error:

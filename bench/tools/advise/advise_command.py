@@ -24,9 +24,6 @@ from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
-from spbench.bench.measure.scenarios.setting_changes import given
-from spbench.bench.tools.advise.turns import varying
-from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 
 
 @click.command("advise")
@@ -93,13 +90,16 @@ def command(
     figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
     is kept, so that the same command goes on where it was stopped.
     """
+    from spbench.bench.measure.scenarios.setting_changes import given
+    from spbench.bench.tools.advise.advise_report import check_figure, report
+    from spbench.bench.tools.advise.ask import answered
+    from spbench.bench.tools.advise.question import question, whole_numbers
+    from spbench.bench.tools.advise.turns import varying
+    from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
+
     if kind_of(subject) == "model":
         lengths = seq_len or dict(changes).get("seq_len")
         ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": lengths}, subject[0])
-
-    from spbench.bench.tools.advise.advise_report import check_figure, report
-    from spbench.bench.tools.advise.ask import answered  # torch, which mistakes need not wait for
-    from spbench.bench.tools.advise.question import question, whole_numbers
 
     if batch is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")

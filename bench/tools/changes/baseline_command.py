@@ -19,8 +19,9 @@ from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.starting import begin_server
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, finite
+from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.measured_code import refuse_unmeasured_checkout
+from spbench.bench.row import Row, finite
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.comparison import write as write_comparisons
 
@@ -54,7 +55,8 @@ def command(
     if not scenario:
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
-    begin_server()
+    begin_server()  # its imports take as long as those of this process
+
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,9 +21,10 @@ from spbench.bench.command_line.options import (
 )
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
-from spbench.bench.measure.scenarios.setting_changes import given
-from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.impls.axes import MESH_AXES
+
+if TYPE_CHECKING:
+    from spbench.bench.tools.fit.asked import Asked
 
 
 def _asking(command: Function) -> Function:
@@ -40,6 +41,9 @@ def _asking(command: Function) -> Function:
         variant: str | None,
         **others: Any,
     ) -> Any:
+        from spbench.bench.measure.scenarios.setting_changes import given
+        from spbench.bench.tools.fit.asked import Asked
+
         sizes = {name: others.pop(name) for name in ("seq_len", "batch")}
         sizes |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
         settings = {name: value for name, value in sizes.items() if value is not None} | given(changes)
@@ -89,12 +93,12 @@ def command(
     and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
     fit follow, each proved by a trace: single ones, and pairs where none is enough.
     """
-    if kind_of(subject) == "model":
-        ask_for({"--cluster NAME": asked.cluster, "--seq-len N": asked.settings.get("seq_len")}, subject[0])
-
-    from spbench.bench.tools.fit.fit_report import report  # torch, which mistakes need not wait for
+    from spbench.bench.tools.fit.asked import ask_for, kind_of
+    from spbench.bench.tools.fit.fit_report import report
     from spbench.bench.tools.fit.fitting import fitting
 
+    if kind_of(subject) == "model":
+        ask_for({"--cluster NAME": asked.cluster, "--seq-len N": asked.settings.get("seq_len")}, subject[0])
     with Progress() as progress:
         answer = fitting(subject, asked, progress.at, jobs, suggest, longest)
     return report(answer, answer.written(figure, snapshot), must_fit)

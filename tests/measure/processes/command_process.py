@@ -74,7 +74,11 @@ class Command:
         """The processes that have this command's environment, and those that run its cells elsewhere, forked
         from a server that has another; zombies are none."""
         mark, cells = f"{LOG}={self.log}".encode(), {pid for pid, _ in self.begun()}
-        return [pid for pid, variables in environments() if pid in cells or mark in variables.split(b"\0")]
+        return [
+            pid
+            for pid, variables in environments()
+            if mark in variables.split(b"\0") or (pid in cells and is_forked(pid))
+        ]
 
     def end(self) -> None:
         """End it, whatever it does."""
@@ -82,6 +86,14 @@ class Command:
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def is_forked(pid: int) -> bool:
+    """Whether a process is forked from the server of these tests, and not another one with an old number."""
+    try:
+        return b"light_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it is gone
+        return False
 
 
 def environments() -> Iterator[tuple[int, bytes]]:
