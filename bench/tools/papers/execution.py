@@ -123,15 +123,10 @@ def run_cells(
             text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
             raise click.Abort(text) from interrupt
         by_key = {cell.key: cell for cell in [*declared, *cells]}
-        current = {
-            key: row
-            for key, row in results.rows.items()
-            if key in by_key and is_current(by_key[key], row, digest_of)
-        }
+        known = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
+        current = {cell.key: row for cell, row in known if is_current(cell, row, digest_of)}
         comparisons = compare(scenario, declared, current)
-        files = [results.path]
-        if comparisons:
-            files.append(write_comparisons(comparisons, folder))
+        files = [results.path, *([write_comparisons(comparisons, folder)] if comparisons else [])]
     for text in _remarks(rows):
         message(f"{scenario.name}: {text}")
     return Ran(rows, list(current.values()), comparisons, files)
