@@ -111,7 +111,7 @@ class Finding:
 
     Attributes:
         tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
-        found: of the strategy against the oracle.
+        discrepancy: of the strategy against the oracle.
         noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
         tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
             over sp", 1 of values, 2 of documents that see each other.

@@ -187,7 +187,7 @@ class Page:
     def _content(self) -> Iterator[Part]:
         """The paragraphs of the document, with its parts in their places."""
         is_file = "\n" not in self.document
-        text = (_FOLDER / "pages" / self.document).read_text("utf-8") if is_file else self.document
+        text = (_FOLDER / "pages" / self.document).read_text(encoding="utf-8") if is_file else self.document
         paragraphs, *places = _PLACE.split(text)
         yield paragraphs
         for name, below in zip(places[::2], places[1::2], strict=True):
@@ -220,7 +220,7 @@ class Page:
             elif part is not None:
                 blocks.append(part if isinstance(part, Html) else html_of(part))
         here = f'<a href="{self.path}"'
-        text = Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
+        text = Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
             title=escape(self.title),
             summary=escape(self.summary),
             navigation=links.replace(here, f'{here} aria-current="page"'),

@@ -118,7 +118,7 @@ def test_outputs_and_gradients(
 
 def worst(pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int) -> tuple[float, str]:
     case: Any = Case(nesting(strategy), grouped(kv_heads), "model")  # type: ignore[arg-type]
-    return max((f.found.error, f.tensor) for rank in pool.run(sizes, check_rank, case) for f in rank)
+    return max((f.discrepancy.error, f.tensor) for rank in pool.run(sizes, check_rank, case) for f in rank)
 
 
 @pytest.mark.covering(1)

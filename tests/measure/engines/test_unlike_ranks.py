@@ -213,7 +213,7 @@ def test_other_work_is_a_mismatch(changed: dict[str, float], reason: str) -> Non
 
 
 def test_a_rank_that_stands_for_unlike_ones_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spbench.bench.measure.engines.traces.marked_axis", lambda cell: None)
+    monkeypatch.setattr("spbench.bench.measure.engines.virtual.marked_axis", lambda cell: None)
     traces: ClassTraces = trace_classes(Cell.model_validate(LLAMA | RING), events=True)
     found = traces.measurement()
     assert found.status == "mismatch"

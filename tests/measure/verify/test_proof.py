@@ -105,7 +105,7 @@ def test_a_sweep_keeps_the_reason_and_runs_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = [cell(), cell("ring_attention"), cell(batch=4)]
-    monkeypatch.setattr(proof, "reasons_against", lambda cells: {cells[-1].key: "planted"})
+    monkeypatch.setattr(f"{sweep.__module__}.reasons_against", lambda cells: {cells[-1].key: "planted"})
     refused = sorted(cells, key=lambda each: each.batch or 0)[-1]
     events: list[str] = []
     with ResultsFile(tmp_path) as results:
