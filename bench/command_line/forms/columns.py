@@ -36,7 +36,7 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """What of a table has room.
 
     Attributes:
@@ -61,7 +61,7 @@ class Layout:
     cut: int
 
 
-def layout(table: Table, width: int, view: View) -> Layout:
+def layout(table: Table, width: int, view: View) -> TableLayout:
     """Fit a table to a width in characters: the important columns get room first, each as wide as its longest
     value and the longest word of its name."""
     kept, folded = _kept(table, view)
@@ -78,7 +78,7 @@ def layout(table: Table, width: int, view: View) -> Layout:
     below = [name for name in others if name in table.below or name == first]
     rest = [name for name in others if name not in below]
     joined, left_out = (rest, []) if view.wide else ([], rest)
-    return Layout(lines, same, beside, below, joined, left_out, folded, len(kept) - len(lines))
+    return TableLayout(lines, same, beside, below, joined, left_out, folded, len(kept) - len(lines))
 
 
 def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, int]]:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table as Drawing
 from rich.text import Text
 
-from spbench.bench.command_line.forms.columns import Layout, filled, is_number, layout, text_of
+from spbench.bench.command_line.forms.columns import TableLayout, filled, is_number, layout, text_of
 from spbench.bench.command_line.output import Table, View
 from spbench.bench.command_line.wrapping import GAP, wrapped
 
@@ -53,7 +53,7 @@ class Screen:
             lines.append(self.aside("\n".join(asides)))
         return "\n".join(lines)
 
-    def _rows(self, fitted: Layout) -> Iterator[str]:
+    def _rows(self, fitted: TableLayout) -> Iterator[str]:
         if not fitted.lines:
             return
         widths = fitted.beside
@@ -87,7 +87,7 @@ def _cells(
         yield GAP.join(lines[number] for lines in texts.values()).rstrip()
 
 
-def _below(line: Mapping[str, Any], fitted: Layout) -> Iterator[str]:
+def _below(line: Mapping[str, Any], fitted: TableLayout) -> Iterator[str]:
     """What stands below a row."""
     if texts := [f"{name}: {text}" for name in fitted.joined if (text := text_of(line[name]))]:
         yield "; ".join(texts)
@@ -96,7 +96,7 @@ def _below(line: Mapping[str, Any], fitted: Layout) -> Iterator[str]:
             yield f"{name}: {text}" if name else text
 
 
-def _asides(fitted: Layout) -> Iterator[str]:
+def _asides(fitted: TableLayout) -> Iterator[str]:
     """What is not shown, and how to see it."""
     texts = [*fitted.folded.items()]
     for text, count in texts[:_FOLDED]:

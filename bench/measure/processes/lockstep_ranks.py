@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.utils._mode_utils import no_dispatch
 
-from spbench.bench.measure.processes.rank_job import Answer, Job, collect
+from spbench.bench.measure.processes.rank_job import RankAnswer, RankJob, collect
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.impls.axes import device_mesh
 from spbench.impls.outside_code import printed, told
@@ -245,9 +245,9 @@ class LockstepRanks(Ranks):
 
     size = 2**16
 
-    def _run(self, job: Job) -> list[Any]:
+    def _run(self, job: RankJob) -> list[Any]:
         function, args = pickle.loads(job.work)
-        board, answers = _Board(job.ranks), deque[Answer]()
+        board, answers = _Board(job.ranks), deque[RankAnswer]()
         store = dist.HashStore()
 
         def act(rank: int) -> None:
@@ -255,10 +255,10 @@ class LockstepRanks(Ranks):
                 _here.board, _here.rank = board, rank
                 try:
                     dist.init_process_group(LOCKSTEP, rank=rank, world_size=job.ranks, store=store)
-                    answers.append(Answer(rank, function(device_mesh(job.sizes), *args)))
+                    answers.append(RankAnswer(rank, function(device_mesh(job.sizes), *args)))
                 except BaseException as error:
                     text = printed(error)
-                    answers.append(Answer(rank, None, "failed", len(answers) + 1, text, told(error)))
+                    answers.append(RankAnswer(rank, None, "failed", len(answers) + 1, text, told(error)))
                     board.end(f"rank {rank} failed")
                 finally:
                     if dist.is_initialized():

@@ -7,7 +7,7 @@ memory ends its own process alone; the agent lives on, so the launcher sees no f
 Agents and coordinator share one TCPStore: torchrun's own if it has one, else rank 0's. Values are pickles, so
 a process that can connect to the store's port can run code here. Its keys:
 
-- ``jobs``: how many jobs have been posted; ``job/K``: a :class:`Job`, or None to end the agents;
+- ``jobs``: how many jobs have been posted; ``job/K``: a :class:`RankJob`, or None to end the agents;
 - ``claimed/K``, ``answer/K/I``: the answers of the agents to job K, in the order in which they came;
 - ``over/K``: job K is over, its processes are to be ended; ``stacks/K``: with their stacks in the answers;
 - ``left/K``: how many agents have ended on job K; ``left/K/I``: at least I have;
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import when_parent_is_gone
-from spbench.bench.measure.processes.rank_job import Answer, Job
+from spbench.bench.measure.processes.rank_job import RankAnswer, RankJob
 from spbench.bench.measure.processes.rank_pool import RankProcess, Rendezvous
 from spbench.bench.measure.processes.stacks import STACKS_FOLDER, stacks_of
 from spbench.bench.measure.processes.starting import starting_context
@@ -130,7 +130,7 @@ class _Agent:
     def serve(self) -> None:
         for number in itertools.count():
             wait_for(self.store, f"job/{number}")
-            job: Job | None = pickle.loads(self.store.get(f"job/{number}"))
+            job: RankJob | None = pickle.loads(self.store.get(f"job/{number}"))
             if job is None:
                 break
             if self.launched.rank < job.ranks:
@@ -142,7 +142,7 @@ class _Agent:
         left = self.store.add(f"left/{number}", 1)
         self.store.set(f"left/{number}/{left}", "")
 
-    def _work(self, job: Job) -> Answer:
+    def _work(self, job: RankJob) -> RankAnswer:
         """Have the rank's process do the job, unless the job is over before."""
         if job.fresh:
             self._end_process()
@@ -156,7 +156,7 @@ class _Agent:
                 wanted = self.store.check([f"stacks/{job.number}"])
                 log = stacks_of(self.folder, [process.process.pid]) if wanted else ""
                 self._end_process()
-                return Answer(self.launched.rank, status="failed", text="ended with its job", log=log)
+                return RankAnswer(self.launched.rank, status="failed", text="ended with its job", log=log)
         answer = process.answer()
         if process.busy:  # dead
             self._end_process()

@@ -44,7 +44,7 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """Work for the ranks of one process group.
 
     Attributes:
@@ -74,7 +74,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What a rank made of a job.
 
     Attributes:
@@ -95,7 +95,7 @@ class Answer:
 
 
 def collect(
-    ranks: int, timeout_s: float, next_answer: Callable[[Collection[int], float], Answer | None]
+    ranks: int, timeout_s: float, next_answer: Callable[[Collection[int], float], RankAnswer | None]
 ) -> list[Any]:
     """What each rank returned, by rank.
 
@@ -108,7 +108,7 @@ def collect(
             others failed as they waited for that rank.
     """
     values: list[Any] = [None] * ranks
-    failures: list[Answer] = []
+    failures: list[RankAnswer] = []
     waiting = set(range(ranks))
     deadline = time.monotonic() + timeout_s
     while waiting:

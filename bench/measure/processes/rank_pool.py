@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
-from spbench.bench.measure.processes.rank_job import Answer, Job, RankError, collect
+from spbench.bench.measure.processes.rank_job import RankAnswer, RankError, RankJob, collect
 from spbench.bench.measure.processes.stacks import (
     STACKS_FOLDER,
     stacks_of,
@@ -90,13 +90,13 @@ class Ranks(ABC):
         # pickled here, so that what cannot be pickled is the caller's error and reaches no rank
         work = pickle.dumps((function, args))
         limit = self.timeout_s if timeout_s is None else timeout_s
-        job = Job(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work)
+        job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work)
         if job.ranks > self.size:
             raise ValueError(f"a job on {job.ranks} ranks does not fit in a pool of {self.size}")
         return self._run(job)
 
     @abstractmethod
-    def _run(self, job: Job) -> list[Any]:
+    def _run(self, job: RankJob) -> list[Any]:
         """What each rank returned. The job has no number yet."""
 
     @abstractmethod
@@ -139,17 +139,17 @@ class RankProcess(Child):
         super().__init__(_serve_jobs, rendezvous, local_rank, environment=environment)
         self.busy, self.rank = False, local_rank
 
-    def give(self, job: Job, rank: int) -> None:
+    def give(self, job: RankJob, rank: int) -> None:
         """Start a job, as that rank of it."""
         self.busy, self.rank = True, rank
         self.send((job, rank))
 
-    def answer(self) -> Answer:
+    def answer(self) -> RankAnswer:
         """Wait for its answer; the answer of a dead process, which stays busy, is that it failed."""
         try:
-            answer: Answer = self.receive()
+            answer: RankAnswer = self.receive()
         except ChildGone as gone:
-            return Answer(self.rank, status="failed", text=f"the process {gone}")
+            return RankAnswer(self.rank, status="failed", text=f"the process {gone}")
         self.busy = False
         return answer
 
@@ -165,7 +165,7 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
     gc.freeze()  # a collection after a job then takes milliseconds
     for job, rank in requests(connection):
         try:
-            answer = pickle.dumps(Answer(rank, _run(store, job, rank, local_rank)))
+            answer = pickle.dumps(RankAnswer(rank, _run(store, job, rank, local_rank)))
         except BaseException as error:
             # counted before the group is destroyed, and so before other ranks fail for that reason
             place = store.add(f"failures{job.number}", 1)
@@ -179,8 +179,8 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
         gc.collect()
 
 
-def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
-    return Answer(
+def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
+    return RankAnswer(
         rank,
         status="oom" if is_out_of_memory(error) else "failed",
         place=place,
@@ -189,7 +189,7 @@ def _answer_of(error: BaseException, rank: int, place: int) -> Answer:
     )
 
 
-def _run(store: dist.Store, job: Job, rank: int, local_rank: int) -> Any:
+def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
     loose_files.share(job.files)
     check_open_files(FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks")
     if job.backend == STAGED:
@@ -245,7 +245,7 @@ class RankPool(Ranks):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         self._environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, STACKS_FOLDER: str(self._folder)}
 
-    def _run(self, job: Job) -> list[Any]:
+    def _run(self, job: RankJob) -> list[Any]:
         job = replace(job, number=next(self._numbers))
         self._folder.mkdir(mode=0o700, exist_ok=True)  # a closed pool has none
         while len(self._processes) < self.size:
@@ -270,7 +270,7 @@ class RankPool(Ranks):
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _next_answer(self, waiting: Collection[int], timeout_s: float) -> Answer | None:
+    def _next_answer(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
         by_connection = {self._processes[rank].connection: self._processes[rank] for rank in waiting}
         ready = wait(list(by_connection), timeout_s)
         return by_connection[ready[0]].answer() if ready else None  # type: ignore[index]

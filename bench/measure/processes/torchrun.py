@@ -25,7 +25,7 @@ import torch.distributed as dist
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import Child, when_parent_is_gone
 from spbench.bench.measure.processes.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for
-from spbench.bench.measure.processes.rank_job import AGENTS, GRACE_S, Answer, Job, RankError, collect
+from spbench.bench.measure.processes.rank_job import AGENTS, GRACE_S, RankAnswer, RankError, RankJob, collect
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks, Rendezvous, loopback_store
 from spbench.bench.measure.processes.stacks import STACKS_S
 from spbench.bench.measure.processes.staged_group import STAGED
@@ -80,7 +80,7 @@ def _be_agent(connection: Connection, launched: Launched) -> None:
     serve(launched)
 
 
-def _post(store: dist.Store, job: Job | None) -> int:
+def _post(store: dist.Store, job: RankJob | None) -> int:
     """End the previous job, if it still runs, and post this one; None ends the agents. Returns its number."""
     number = store.add("jobs", 1) - 1
     if number:
@@ -104,13 +104,13 @@ class Agents(Ranks):
     def close(self) -> None:
         """The agents stay."""
 
-    def _run(self, job: Job) -> list[Any]:
+    def _run(self, job: RankJob) -> list[Any]:
         try:
             return self._answers_to(replace(job, fresh=self.fresh))
         except dist.DistError as error:
             raise RankError(0, "the launcher that holds the ranks' store is gone") from error
 
-    def _answers_to(self, job: Job) -> list[Any]:
+    def _answers_to(self, job: RankJob) -> list[Any]:
         number = _post(self._store, job)
         answers = _Answers(self._store, number)
         try:
@@ -133,18 +133,18 @@ class _Answers:
         self.read = 0
         self.beats: dict[int, tuple[bytes, float]] = {}
 
-    def next(self, waiting: Collection[int], timeout_s: float) -> Answer | None:
+    def next(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
         """As :func:`collect` asks for it."""
         deadline = time.monotonic() + timeout_s
         while True:
             key, left = f"answer/{self.number}/{self.read}", deadline - time.monotonic()
             if wait_for(self.store, key, min(BEAT_S, left)):
                 self.read += 1
-                answer: Answer = pickle.loads(self.store.get(key))
+                answer: RankAnswer = pickle.loads(self.store.get(key))
                 return answer
             for rank in waiting:
                 if lost := self._lost(rank):
-                    return Answer(rank, status="failed", text=lost)
+                    return RankAnswer(rank, status="failed", text=lost)
             if left <= 0:
                 return None
 

@@ -22,9 +22,9 @@ from spbench.bench.measure.trace.event_log import PostedWork
 from spbench.bench.measure.trace.memory import MemoryMeter, makes_on_host
 from spbench.bench.measure.trace.meter import Call
 from spbench.bench.measure.trace.operator_results import (
-    Argument,
     Key,
     Made,
+    OperatorArgument,
     Remembered,
     argument_at,
     described,
@@ -163,12 +163,12 @@ class FastRecorder(Recorder):
 
     def _result(
         self,
-        remembered: Made | Argument,
+        remembered: Made | OperatorArgument,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         meter: MemoryMeter,
     ) -> Tensor:
-        if isinstance(remembered, Argument):
+        if isinstance(remembered, OperatorArgument):
             argument: Tensor = argument_at(remembered.path, args, kwargs)
             return argument
         made, path = remembered, remembered.view_of

@@ -60,7 +60,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Argument:
+class OperatorArgument:
     """A result that is an argument itself (operators in place, and ``out=``)."""
 
     path: Path
@@ -91,7 +91,7 @@ class Remembered:
         views: the same, where they are several views of one argument; else None.
     """
 
-    results: tuple[Made | Argument, ...] | None
+    results: tuple[Made | OperatorArgument, ...] | None
     container: type | None
     views: Views | None = None
 
@@ -153,13 +153,13 @@ def _remembered(
     arguments = dict(_tensors((), args, kwargs))
     # an argument on each storage; None: the storage is that of an earlier result
     storages: dict[int, Path | None] = {storage_key(x): path for path, x in arguments.items()}
-    results: list[Made | Argument] = []
+    results: list[Made | OperatorArgument] = []
     for x in result if several else [result]:
         if not isinstance(x, Tensor):
             return None
         same = next((path for path, argument in arguments.items() if argument is x), None)
         if same is not None:
-            results.append(Argument(same))
+            results.append(OperatorArgument(same))
             continue
         path, offset = storages.get(storage_key(x)), int(x.storage_offset())
         if path is None:
@@ -172,7 +172,7 @@ def _remembered(
     return Remembered(tuple(results), type(result) if several else None, _several_views(results))
 
 
-def _several_views(made: Sequence[Made | Argument]) -> Views | None:
+def _several_views(made: Sequence[Made | OperatorArgument]) -> Views | None:
     """See :attr:`Remembered.views`."""
     views = [each for each in made if isinstance(each, Made) and each.view_of is not None]
     if not 1 < len(views) == len(made):

@@ -34,7 +34,7 @@ from torch import Tensor
 from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.event_log import EventLog
 from spbench.bench.measure.trace.memory import MemoryMeter
-from spbench.bench.measure.trace.step_records import EventRecord, MessageRecord, Record, StorageRecord
+from spbench.bench.measure.trace.step_records import EventRecord, MessageRecord, StepRecord, StorageRecord
 from spbench.impls.keyed_steps import Key
 
 
@@ -78,13 +78,13 @@ class RepeatedSteps:
         finally:
             self._loops.remove(loop)
 
-    def _records(self, kept: list[Tensor]) -> list[Record]:
+    def _records(self, kept: list[Tensor]) -> list[StepRecord]:
         program = [] if self.events is None else [EventRecord(self.events)]
         device, *others = self.memory
         storages = [StorageRecord(device, kept), *(StorageRecord(meter, []) for meter in others)]
         return [*storages, *program, MessageRecord(self.communication)]
 
-    def _settled(self, loop: _Loop, records: Sequence[Record]) -> bool:
+    def _settled(self, loop: _Loop, records: Sequence[StepRecord]) -> bool:
         """Whether a step that has just ended stands for all further ones of its key."""
         began_later = self._loops[self._loops.index(loop) + 1 :]
         for other in began_later:
@@ -97,7 +97,7 @@ class RepeatedSteps:
             record.end_step()
         return all(record.repeats() for record in records)
 
-    def _written_on(self, records: Sequence[Record], step: int, size: int, key: Key) -> int:
+    def _written_on(self, records: Sequence[StepRecord], step: int, size: int, key: Key) -> int:
         """Write down the steps from ``step`` on that have the key of the one before; returns how many."""
         current, end = key(step - 1), step
         while end < size and key(end) == current:

@@ -19,7 +19,7 @@ from spbench.bench.measure.trace.torch_internals import FakeTensor, fake_like, i
 Item = TypeVar("Item")
 
 
-class Record(Protocol):
+class StepRecord(Protocol):
     """What a meter has written during consecutive steps of one key."""
 
     def end_step(self) -> None:

@@ -46,7 +46,7 @@ EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
 
 
 @dataclass(frozen=True)
-class Observation:
+class StepObservation:
     """A measured step, and how far its simulated time is from it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Covered(NamedTuple):
     within: int
 
 
-class Compared(NamedTuple):
+class ComparedTimes(NamedTuple):
     """Two ways to split a run: logarithms of the one's time over the other's."""
 
     source: str
@@ -144,7 +144,7 @@ class ErrorModel:
     of_orders: Mapping[str, Sequence[Pairs]]
 
     @classmethod
-    def fit(cls, observations: Sequence[Observation]) -> Self:
+    def fit(cls, observations: Sequence[StepObservation]) -> Self:
         """The model of some observations.
 
         Raises:
@@ -216,7 +216,7 @@ def _six_digits(number: str) -> float:
     return float(f"{float(number):.6g}")
 
 
-def coverage(observations: Sequence[Observation]) -> list[Covered]:
+def coverage(observations: Sequence[StepObservation]) -> list[Covered]:
     """By class and source, how many rows lie within the intervals of a model without the source; nothing of
     a single source."""
     counts = []
@@ -234,7 +234,7 @@ def overall(covered: Sequence[Covered]) -> float:
     return fmean(each.within / each.rows for each in covered)
 
 
-def _within(model: ErrorModel, o: Observation) -> bool:
+def _within(model: ErrorModel, o: StepObservation) -> bool:
     low, high, _ = model.band(o.rates, o.bound, o.strategy)
     return low <= math.exp(-o.log_error) <= high
 
@@ -243,7 +243,7 @@ def _within(model: ErrorModel, o: Observation) -> bool:
 _Errors = Mapping[str, Sequence[float]]
 
 
-def _intervals(of_class: Sequence[Observation]) -> dict[str, Interval]:
+def _intervals(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
     """The intervals of a class by bound."""
     errors = _by_source(of_class)
     centre = _centre([fmean(some) for some in errors.values()])
@@ -272,7 +272,7 @@ def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
     missing.update({bound: replace(each, half_width=widest) for bound, each in missing.items()})
 
 
-def _by_source(observations: Iterable[Observation]) -> dict[str, list[float]]:
+def _by_source(observations: Iterable[StepObservation]) -> dict[str, list[float]]:
     groups = grouped(observations, lambda o: o.source)
     return {source: [o.log_error for o in some] for source, some in groups.items()}
 
@@ -306,7 +306,7 @@ def _half_width(own: _Errors, others: _Errors | None = None) -> float:
     return max(weighted)[0]
 
 
-def _of_strategies(observations: Sequence[Observation]) -> dict[str, list[float]]:
+def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
     """By source with several strategies, how far the mean error of each is from the source's."""
     by_source = {}
     for source, some in grouped(observations, lambda o: o.source).items():
@@ -316,16 +316,16 @@ def _of_strategies(observations: Sequence[Observation]) -> dict[str, list[float]
     return by_source
 
 
-def _pairs(observations: Sequence[Observation]) -> Iterator[Compared]:
+def _pairs(observations: Sequence[StepObservation]) -> Iterator[ComparedTimes]:
     """The pairs of rows that are alike; of the same simulated time none says an order."""
     alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
     for (source, _), some in alike.items():
         for a, b in combinations(some, 2):
             simulated = a.log_time - b.log_time
-            yield Compared(source, simulated, simulated - (a.log_error - b.log_error))
+            yield ComparedTimes(source, simulated, simulated - (a.log_error - b.log_error))
 
 
-def _differences(observations: Sequence[Observation]) -> dict[str, list[float]]:
+def _differences(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
     """By source, the differences of the errors of rows that are alike."""
     pairs = grouped(_pairs(observations), lambda pair: pair.source)
     return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
@@ -336,9 +336,9 @@ def _distance(apart: float) -> int:
     return sum(apart >= edge for edge in EDGES[1:])
 
 
-def _by_distance(compared: Iterable[Compared]) -> list[Pairs]:
+def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
     """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
-    classes: list[list[Compared]] = [[] for _ in pairwise(EDGES)]
+    classes: list[list[ComparedTimes]] = [[] for _ in pairwise(EDGES)]
     for each in compared:
         classes[_distance(math.expm1(abs(each.simulated)))].append(each)
     return [

@@ -45,7 +45,7 @@ Named = TypeVar("Named", str, Substitute)
 
 
 @dataclass(frozen=True)
-class Step:
+class ShallowStep:
     """Numbers of a simulated step that grow by the same amount with each layer and micro-batch.
 
     Attributes:
@@ -59,7 +59,7 @@ class Step:
     priced_by: Mapping[Substitute, float]
 
     @classmethod
-    def of(cls, traces: ClassTraces) -> Step:
+    def of(cls, traces: ClassTraces) -> ShallowStep:
         """Simulated from traces of the classes of ranks.
 
         Raises:
@@ -72,7 +72,7 @@ class Step:
         seconds = {"step": timeline.step_time_s, **timeline.breakdown}
         return cls(seconds, timeline.parts, timeline.priced_by)
 
-    def on(self, other: Step, times: float) -> Step:
+    def on(self, other: ShallowStep, times: float) -> ShallowStep:
         """This and ``times`` what another one has more."""
 
         def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
@@ -82,7 +82,7 @@ class Step:
             }
 
         of_both = grown(self.seconds, other.seconds), grown(self.parts, other.parts)
-        return Step(*of_both, grown(self.priced_by, other.priced_by))
+        return ShallowStep(*of_both, grown(self.priced_by, other.priced_by))
 
 
 def looks(asking: Asking, cells: Iterable[Cell], depth: Depth) -> Iterator[tuple[Cell, Outcome]]:
@@ -120,7 +120,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         found = most.memory_measurement()
         if depth != "small" and usable_memory_bytes(cell) is not None:
             found.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
-        step = _grown({n: Step.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
+        step = _grown({n: ShallowStep.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
     else:
         deep = {
             (d, n): virtual.trace_classes(_with(cell, d * unit, n), events=True)
@@ -128,7 +128,8 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         }
         found = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
         by_depth = [
-            _grown({n: Step.of(deep[d, n]) for n in counts}, cell.training.micro_batches) for d in DEPTHS
+            _grown({n: ShallowStep.of(deep[d, n]) for n in counts}, cell.training.micro_batches)
+            for d in DEPTHS
         ]
         step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
     _set_bytes(found, cell)
@@ -158,7 +159,7 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
     return made if layers is None else with_layers(made, layers)
 
 
-def _grown(steps: Mapping[int, Step], micro_batches: int) -> Step:
+def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
     """The step of that many micro-batches."""
     (first, a), *rest = steps.items()
     if not rest:

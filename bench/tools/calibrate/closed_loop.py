@@ -44,7 +44,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     load = os.getloadavg()[0]
     notes = [f"load of the machine before: {load:.2f}"]
     files: list[Path] = []
-    rows: list[Compared] = []
+    rows: list[ComparedCell] = []
     records: list[dict[str, Any]] = []
     for count in sorted({cell.sizes.world for cell in cells}):
         path = output.with_name(f"{output.stem}-{count}.yaml")
@@ -68,7 +68,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     )
 
 
-def _table(rows: Sequence[Compared]) -> Table:
+def _table(rows: Sequence[ComparedCell]) -> Table:
     lines = [
         {
             "strategy": row.strategy,
@@ -108,7 +108,7 @@ ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedCell:
     """A cell's times in seconds; ``relative_error`` is predicted / measured - 1."""
 
     model: str
@@ -143,11 +143,11 @@ def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 
 
-def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> Compared:
+def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> ComparedCell:
     """A cell's predicted step beside the samples of its measured one."""
     batch, seq_len = cell.shape
     measured = median(samples)
-    return Compared(
+    return ComparedCell(
         model=cell.model,
         strategy=cell.strategy,
         ranks=cell.sizes.world,
@@ -164,7 +164,7 @@ def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -
     )
 
 
-def closed_loop(cells: Sequence[Cell], cluster: Cluster) -> Iterator[Compared]:
+def closed_loop(cells: Sequence[Cell], cluster: Cluster) -> Iterator[ComparedCell]:
     """Measure and predict cells, all on as many ranks as the cluster was measured with."""
     for cell, samples in zip(cells, measured_samples(cells), strict=True):
         yield compared(cell, samples, predicted(cell, cluster))
@@ -195,7 +195,7 @@ class Agreement:
         )
 
 
-def agreement(rows: Sequence[Compared]) -> Agreement:
+def agreement(rows: Sequence[ComparedCell]) -> Agreement:
     """Compare the order and the times of two cells or more."""
     clear = [
         (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)

@@ -20,7 +20,7 @@ _WORDS = {metric.name: metric.words for metric in METRICS}
 
 
 @dataclass(frozen=True)
-class Group:
+class ChangeGroup:
     """Differences of one verdict, strategy and quantity, in which the same moved; of those that are allowed,
     of all strategies.
 
@@ -70,13 +70,13 @@ class Group:
         return f"{self.worst.where}{f' and {more} more' if more else ''}"
 
 
-def grouped(differences: Iterable[Difference]) -> list[Group]:
+def grouped(differences: Iterable[Difference]) -> list[ChangeGroup]:
     """The differences in groups, in the order of the first of each."""
     groups: dict[tuple[object, ...], list[Difference]] = {}
     for each in differences:
         key = (each.verdict, each.allowed or each.strategy, each.quantity, each.moved)
         groups.setdefault(key, []).append(each)
-    return [Group(members) for members in groups.values()]
+    return [ChangeGroup(members) for members in groups.values()]
 
 
 class ShownDifference(NamedTuple):
@@ -142,11 +142,11 @@ def judgement_report(
     tested = any(difference.p is not None for difference in differences)
     columns = [column for column in _COLUMNS if tested or column is not _CERTAINTY]
 
-    def table(title: str, groups: Sequence[Group]) -> Table:
+    def table(title: str, groups: Sequence[ChangeGroup]) -> Table:
         important = ("", "strategy", "quantity", "base -> new", "cells")
         return Table.of(title, columns, groups, important=important, below=("what moved", "where"))
 
-    groups, each = grouped(differences), [Group([difference]) for difference in differences]
+    groups, each = grouped(differences), [ChangeGroup([difference]) for difference in differences]
     lines = [finite(asdict(difference)) for difference in differences]
     word = judgement.word if judgement.word == "not worse" else judgement.word.upper()
     return Output(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
-from spbench.bench.tools.papers.paper_findings import Findings, Line, markdown
+from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
 from spbench.bench.tools.papers.sources import FIELD, MEASURED, papers
 from spbench.bench.tools.papers.validation import ladder_lines, validation_lines
 
@@ -61,7 +61,7 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
             raise UserError(f"{path} has no part for {', '.join(missing)}: {add}")
 
 
-def rendered_documents(findings: Findings) -> dict[Path, str]:
+def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
     """By path, the text of each document with the parts of the findings' paper written anew; UserError if one
     cannot be read, or nothing was reproduced under the name of one of its parts."""
     details = _details(findings.paper).as_posix()
@@ -69,7 +69,7 @@ def rendered_documents(findings: Findings) -> dict[Path, str]:
     return {path: _rendered(_read(path), findings, details) for path in paths}
 
 
-def write_documents(findings: Findings) -> list[Path]:
+def write_documents(findings: PaperFindings) -> list[Path]:
     """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
     UserError as of :func:`rendered_documents`, or if one cannot be written, which is then as it was."""
     return [write_whole(path, text) for path, text in rendered_documents(findings).items()]
@@ -99,7 +99,7 @@ def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> st
     return _PART.sub(part, text)
 
 
-def _rendered(text: str, findings: Findings, details: str) -> str:
+def _rendered(text: str, findings: PaperFindings, details: str) -> str:
     """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
     first_page, first_page_lines = _OF_FIRST_PAGE.get(findings.paper, ("", None))
 
@@ -114,7 +114,7 @@ def _rendered(text: str, findings: Findings, details: str) -> str:
     return _replaced(text, findings.paper, content)
 
 
-def _linked(findings: Findings, details: str) -> list[Line]:
+def _linked(findings: PaperFindings, details: str) -> list[Line]:
     """The verdict, with a link from each scenario's title to its details, once for all of its lines."""
     lines: list[Line] = []
     above = ""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RanScenario:
     """What became of a scenario's cells.
 
     Attributes:
@@ -81,7 +81,7 @@ def run_cells(
     crew: Crew | None = None,
     executor: Executor | None = None,
     timeout_s: float | None = None,
-) -> Ran:
+) -> RanScenario:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
 
     Args:
@@ -129,7 +129,7 @@ def run_cells(
         files = [results.path, *([write_comparisons(comparisons, folder)] if comparisons else [])]
     for text in _remarks(rows):
         message(f"{scenario.name}: {text}")
-    return Ran(rows, list(current.values()), comparisons, files)
+    return RanScenario(rows, list(current.values()), comparisons, files)
 
 
 def opened_executor(address: str | None) -> AbstractContextManager[Executor | None]:
@@ -224,7 +224,7 @@ def default_attention(rows: Sequence[Row]) -> list[str]:
 # -- figures -------------------------------------------------------------------------------------------------
 
 
-def draw_figure(scenario: Scenario, ran: Ran, folder: Path) -> tuple[list[Path], bool]:
+def draw_figure(scenario: Scenario, ran: RanScenario, folder: Path) -> tuple[list[Path], bool]:
     """The files of the scenario's figure, and whether drawing failed."""
     figure = scenario.document.figure
     if figure is None or not ran.known:

@@ -28,7 +28,7 @@ from spbench.bench.tools.jobs.megatron import read
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
-from spbench.bench.tools.papers.execution import Ran
+from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.sources import published_file
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
@@ -69,7 +69,7 @@ WORDS = {"${DATA_PATH}/vocab.txt": 28996}
 
 
 @dataclass(frozen=True)
-class Case:
+class GoldenCase:
     """A functional test, as one of its golden values was recorded.
 
     Attributes:
@@ -116,7 +116,7 @@ def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
     return next((value for start, value in values.items() if case.startswith(start)), otherwise)
 
 
-def cases() -> list[Case]:
+def cases() -> list[GoldenCase]:
     """All cases, each for every golden value that it has."""
     recorded = published_file(_RECORDED_FILE).rows
     of_golden = {(row["case"], row["golden"]): row for row in recorded}
@@ -132,11 +132,11 @@ def cases() -> list[Case]:
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}
             content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
             text = json.dumps(content)  # which is YAML too
-            listed.append(Case(row["family"], row["case"], golden, then["container"], text))
+            listed.append(GoldenCase(row["family"], row["case"], golden, then["container"], text))
     return listed
 
 
-def predicted_cases(run: Callable[[Scenario], Ran], output: Path) -> Output:
+def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path) -> Output:
     """Run the cells of all cases, each once, and write megatron_cases.csv and megatron_cases_errors.csv.
 
     Args:
@@ -165,14 +165,16 @@ def machine_of(golden: str) -> tuple[str, bool]:
     return next((gpu for gpu in _GPUS if gpu in golden), "a100"), golden.endswith(_RESUMED)
 
 
-def scenario_of(all_cases: Sequence[Case]) -> Scenario:
+def scenario_of(all_cases: Sequence[GoldenCase]) -> Scenario:
     """The cells of all cases that have one, each once."""
     cells = {case.cell.key: case.cell for case in all_cases if isinstance(case.cell, Cell)}
     document = document_model()(title="Megatron-LM's functional tests, as they are imported", groups=[{}])
     return Scenario(CASES, Path(f"{CASES}.yaml"), document, {"": list(cells.values())})
 
 
-def predictions(all_cases: Sequence[Case], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def predictions(
+    all_cases: Sequence[GoldenCase], rows: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """A line of :data:`PREDICTIONS` for each case whose cell is among the rows, by its key, or has none."""
     for case in all_cases:
         gpu, resumed = machine_of(case.golden)

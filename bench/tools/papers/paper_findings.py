@@ -53,7 +53,7 @@ def is_time(quantity: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Findings:
+class PaperFindings:
     """The lines of PAPER.csv and PAPER_runs.csv. ``documents``: the scenario files by scenario, for titles
     and for what is written by hand of a scenario. ``orders``: by scenario, lines of :func:`order_lines`."""
 

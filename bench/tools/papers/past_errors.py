@@ -22,7 +22,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, run_of
-from spbench.bench.measure.trust.error_model import Covered, Observation, coverage, overall
+from spbench.bench.measure.trust.error_model import Covered, StepObservation, coverage, overall
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import OF_TIMES, Line, Record, distinct, is_time, table_of
@@ -47,7 +47,7 @@ _MEMORY = {"peak_memory_gib": PEAK, "memory_gb": PEAK, "memory_mb": PEAK, "reser
 
 
 @dataclass(frozen=True)
-class Order:
+class TimesOrder:
     """The splits of a run: one model and options, length, number of GPUs, cluster and variant.
 
     Attributes:
@@ -76,19 +76,19 @@ class Order:
         return ours[1] / published[1] - 1
 
 
-def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Order]:
+def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[TimesOrder]:
     """The runs of some records that were split in several ways.
 
     Args:
         cells: by key; a record whose cell is not there is left out.
     """
-    runs: dict[str, Order] = {}
+    runs: dict[str, TimesOrder] = {}
     for record in records:
         cell, published, ours = cells.get(record["cell"]), record["published"], record["reproduced"]
         if record["quantity"] != STEP_TIME or cell is None or published is None or ours is None:
             continue
         batch = cell.batch or 1
-        run = runs.setdefault(_run_name(record, cell), Order(table_of(record), []))
+        run = runs.setdefault(_run_name(record, cell), TimesOrder(table_of(record), []))
         run.splits.append((cell, published / batch, ours / batch))
     return [
         run for run in runs.values() if len({(cell.strategy, cell.mesh_text) for cell, *_ in run.splits}) > 1
@@ -134,7 +134,7 @@ def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Record])
     return by_name
 
 
-def mean_tau(runs: Iterable[Order]) -> float:
+def mean_tau(runs: Iterable[TimesOrder]) -> float:
     """The mean of the taus of some runs that have one; nan if none has."""
     taus = [order.tau for order in runs if not math.isnan(order.tau)]
     return fmean(taus) if taus else math.nan
@@ -169,7 +169,7 @@ def log_error(record: Record) -> float:
     return -error if record["quantity"].endswith("per_s") else error
 
 
-def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[Observation]:
+def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[StepObservation]:
     """The errors of some times, each with who measured: the figures and tables of a paper are one source,
     under the first word of their files' names.
 
@@ -180,24 +180,24 @@ def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[O
     sources = [row for file in (FIELD_SOURCES_FILE, SOURCES_FILE) for row in published_file(file).rows]
     measured_by = {row["file"]: row["measured by"] for row in sources}
 
-    def observation(record: Record) -> Observation:
+    def observation(record: Record) -> StepObservation:
         file = record["source"].partition(":")[0]
         source = measured_by.get(file) or file.partition("_")[0].upper()
         rests = record["rates"], record["bound"], record["strategy"], log_error(record)
         if (cell := cells.get(record["cell"])) is None:
-            return Observation(source, *rests)
+            return StepObservation(source, *rests)
         simulated = record["reproduced"]
         rate = record["quantity"].endswith("per_s")  # of a run's cells, all of the same length
         time = 1 / simulated if rate else simulated / (cell.batch or 1)
-        return Observation(source, *rests, _run_name(record, cell), math.log(time))
+        return StepObservation(source, *rests, _run_name(record, cell), math.log(time))
 
     return [observation(record) for record in records]
 
 
-def told_observations() -> list[Observation]:
+def told_observations() -> list[StepObservation]:
     """The errors of groups of times whose rows are not open: each row of a group has the group's median."""
     return [
-        Observation(
+        StepObservation(
             group["measured by"],
             group["rates"],
             group["bound"],

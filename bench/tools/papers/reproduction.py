@@ -20,8 +20,8 @@ from spbench.bench.measure.sweep.results import finite
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.tools.papers.comparison import read_records, write_csv
 from spbench.bench.tools.papers.document import write_documents
-from spbench.bench.tools.papers.execution import Ran, draw_figure, draw_records, run_cells
-from spbench.bench.tools.papers.paper_findings import RECORDS, Findings, Record, record_of
+from spbench.bench.tools.papers.execution import RanScenario, draw_figure, draw_records, run_cells
+from spbench.bench.tools.papers.paper_findings import RECORDS, PaperFindings, Record, record_of
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of
 
@@ -75,7 +75,7 @@ class Reproduction:
         if slash and paper == "all":
             raise UserError(f"{self.paper!r}: a scenario answers to one paper; write PAPER/{scenario}")
 
-    def run(self, scenario: Scenario, narrowing: Narrowing | None = None, below: str = "") -> Ran:
+    def run(self, scenario: Scenario, narrowing: Narrowing | None = None, below: str = "") -> RanScenario:
         """Run a scenario's cells, which are kept with those of `spbench run`, or below another output.
 
         Args:
@@ -103,7 +103,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     narrowing = Narrowing(variant=ALL if request.all_variants else None)
     one = request.asked[1]
     asked = [one_of(paper, scenarios, one)] if one else scenarios
-    all_ran: dict[str, Ran] = {}
+    all_ran: dict[str, RanScenario] = {}
     records: list[Record] = []
     files: list[Path] = []
     failed = False
@@ -126,7 +126,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
                 f" before; `spbench reproduce {paper.name}/{name}` runs it again"
             )
     documents = {scenario.name: scenario.document for scenario in scenarios}
-    findings = Findings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
+    findings = PaperFindings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
     tables = [
         write_records(records, RECORDS, request.output / f"{paper.name}.csv"),
         write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
@@ -137,7 +137,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
-def records_of(scenario: Scenario, ran: Ran) -> Iterator[Record]:
+def records_of(scenario: Scenario, ran: RanScenario) -> Iterator[Record]:
     """The lines of PAPER.csv that a scenario's run gives."""
     measured = {row["key"]: row["measurement"] for row in ran.known}
     for entry in ran.comparisons:
@@ -166,7 +166,7 @@ def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Record]) -> It
             yield scenario.name
 
 
-def run_record(scenario: str, ran: Ran) -> dict[str, str]:
+def run_record(scenario: str, ran: RanScenario) -> dict[str, str]:
     """A line of PAPER_runs.csv, as texts."""
     counts = Counter(row["status"] for row in ran.rows)
     counts["failed"] = counts.total() - sum(counts[status] for status in _STATUSES[:-1])
@@ -178,7 +178,7 @@ def run_record(scenario: str, ran: Ran) -> dict[str, str]:
 
 
 def _report(
-    paper: Paper, scenarios: Sequence[Scenario], findings: Findings, files: Sequence[Path], code: int
+    paper: Paper, scenarios: Sequence[Scenario], findings: PaperFindings, files: Sequence[Path], code: int
 ) -> Output:
     details = [
         Table(f"{scenario.name}: {title}", lines, below=("note",))

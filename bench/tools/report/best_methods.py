@@ -17,7 +17,7 @@ from spbench.plots.style import contrast, looks, method_color, number, strategy_
 
 
 @dataclass(frozen=True)
-class Question:
+class MethodQuestion:
     """What is asked of cells, and what the answer is.
 
     Attributes:
@@ -36,11 +36,11 @@ class Question:
 
 
 BY_LENGTH = (
-    Question("fastest", "tokens_per_s", "tokens/s"),
-    Question("smallest peak memory", "peak_memory_bytes", "GiB", GIB, bigger=False),
-    Question("largest batch that fits", "answer", "sequences", searched="batch"),
+    MethodQuestion("fastest", "tokens_per_s", "tokens/s"),
+    MethodQuestion("smallest peak memory", "peak_memory_bytes", "GiB", GIB, bigger=False),
+    MethodQuestion("largest batch that fits", "answer", "sequences", searched="batch"),
 )
-BY_BATCH = (Question("longest sequence that fits", "answer", "tokens", searched="seq_len"),)
+BY_BATCH = (MethodQuestion("longest sequence that fits", "answer", "tokens", searched="seq_len"),)
 
 #: contrast of a colour against white, from which white is read better on it than black
 _DARK = 4.58
@@ -54,7 +54,7 @@ _Entry = tuple[Row, Mapping[str, Any]]
 
 
 def best_drawing(
-    name: str, caption: str, cells: Sequence[CellResult], questions: Sequence[Question], along: str
+    name: str, caption: str, cells: Sequence[CellResult], questions: Sequence[MethodQuestion], along: str
 ) -> Drawing | None:
     """Heat maps of the best method over GPUs and ``along``, one for each question, model and cluster where
     methods were compared; those with the most comparisons come first. The table has all places.
@@ -81,7 +81,7 @@ def best_drawing(
     )
 
 
-def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterator[dict[str, Any]]:
+def _best(cells: Sequence[CellResult], question: MethodQuestion, along: str) -> Iterator[dict[str, Any]]:
     """A line for each place: the best method, and what it was compared with."""
     places: dict[tuple[Any, ...], list[_Entry]] = {}
     for cell in cells:
@@ -120,7 +120,7 @@ def _best(cells: Sequence[CellResult], question: Question, along: str) -> Iterat
         }
 
 
-def _most_compared(entries: Sequence[_Entry], question: Question) -> Sequence[_Entry]:
+def _most_compared(entries: Sequence[_Entry], question: MethodQuestion) -> Sequence[_Entry]:
     """The entries that are alike: of the whole model if there are any, then with the most methods, then with
     the largest batch."""
 
@@ -148,7 +148,7 @@ def _sizes(row: Row) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in sorted(options.items()) if not isinstance(value, str))
 
 
-def _by_method(entries: Sequence[_Entry], question: Question) -> dict[str, float]:
+def _by_method(entries: Sequence[_Entry], question: MethodQuestion) -> dict[str, float]:
     """The best value of each method that has any."""
     values: dict[str, list[float]] = {}
     for row, _ in entries:

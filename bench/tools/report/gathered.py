@@ -22,7 +22,7 @@ from spbench.bench.measurement import Measured
 from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import read_records
-from spbench.bench.tools.papers.paper_findings import Findings, Record, table_of
+from spbench.bench.tools.papers.paper_findings import PaperFindings, Record, table_of
 from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.tools.report.page import Figure
@@ -41,7 +41,7 @@ class PaperResults:
 
     paper: Paper
     scenarios: Mapping[str, Scenario]
-    findings: Findings | None
+    findings: PaperFindings | None
 
     @property
     def sources(self) -> list[str]:
@@ -171,7 +171,7 @@ def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperRe
         return PaperResults(paper, by_name, None)
     records, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
     documents = {name: scenario.document for name, scenario in by_name.items()}
-    return PaperResults(paper, by_name, Findings(paper.name, records, runs, documents))
+    return PaperResults(paper, by_name, PaperFindings(paper.name, records, runs, documents))
 
 
 #: columns of PAPER.csv and of PAPER_runs.csv that pages show
@@ -207,7 +207,7 @@ def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterat
             yield from (CellResult(name, "reproduction", row) for row in _written_rows(scenario, findings))
 
 
-def _written_rows(scenario: Scenario, findings: Findings) -> Iterator[Row]:
+def _written_rows(scenario: Scenario, findings: PaperFindings) -> Iterator[Row]:
     """A row for each cell of published tables, with the numbers that were compared. PAPER.csv has these in
     the units of the comparison alone, so they are turned back into what was measured."""
     columns = {

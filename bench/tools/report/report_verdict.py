@@ -32,7 +32,7 @@ _BADGES = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PaperVerdict:
     """What became of some published numbers.
 
     Attributes:
@@ -63,12 +63,12 @@ class Verdict:
         return max(self.errors, default=None)
 
 
-def verdict_on(records: Sequence[Record]) -> Verdict:
+def verdict_on(records: Sequence[Record]) -> PaperVerdict:
     """The verdict on records of findings, each published number counted once."""
     records = [record for record in records if record["role"] in JUDGED]
     numbers = [record for record in distinct(records) if _was_run(record)]
     met = [*(_is_met(record, records) for record in numbers), *_statuses(records)]
-    return Verdict(
+    return PaperVerdict(
         len(met),
         sum(met),
         _errors(record for record in numbers if record["role"] != "formula"),
@@ -110,7 +110,7 @@ def badge(word: Word) -> str:
     return _BADGES[word]
 
 
-def counts(verdict: Verdict) -> str:
+def counts(verdict: PaperVerdict) -> str:
     """The numbers of a verdict in words."""
     if not verdict.judged:
         return "nothing was judged"

@@ -22,7 +22,7 @@ from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
 from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.execution import Ran
+from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
 from spbench.bench.units import gib, mib, shown_share, three_digits
 from spbench.plots.series import differing
@@ -89,7 +89,9 @@ def _asked(cell: Cell) -> str:
     return f"largest {cell.search.quantity}" if cell.search else "measurement"
 
 
-def results(scenario: Scenario, ran: Ran, figures: list[Path], code: int, *, memory: bool = False) -> Output:
+def results(
+    scenario: Scenario, ran: RanScenario, figures: list[Path], code: int, *, memory: bool = False
+) -> Output:
     """What a scenario's cells have measured, and the published numbers beside it; with ``memory`` a table of
     that of each class of ranks too."""
     ties = tied(ran.rows)

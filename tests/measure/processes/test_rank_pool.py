@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.child import Child
-from spbench.bench.measure.processes.rank_job import GRACE_S, Answer, collect
+from spbench.bench.measure.processes.rank_job import GRACE_S, RankAnswer, collect
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
 from spbench.bench.measure.processes.stacks import STACKS_FOLDER, STACKS_S
 from spbench.impls.axes import MESH_AXES, Place
@@ -127,9 +127,9 @@ def test_after_a_failure_the_others_have_little_time() -> None:
     """A rank that waits for the one that failed may wait as long as the job."""
     given: list[float] = []
 
-    def next_answer(waiting: Collection[int], timeout_s: float) -> Answer | None:
+    def next_answer(waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
         given.append(timeout_s)
-        return Answer(1, status="failed", text="planted") if len(given) == 1 else None
+        return RankAnswer(1, status="failed", text="planted") if len(given) == 1 else None
 
     with pytest.raises(RankError, match="rank 1: planted") as raised:
         collect(2, 3600.0, next_answer)

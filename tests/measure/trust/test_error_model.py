@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Observation, coverage, overall
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel, StepObservation, coverage, overall
 
 SOURCES = [f"s{number}" for number in range(8)]
 
@@ -23,14 +23,14 @@ def drawn(
     mean: float = 0.0,
     rates: str = "sourced",
     bound: str = "products",
-) -> list[Observation]:
+) -> list[StepObservation]:
     """Errors with an effect of their source and one of their own, both normal."""
     random = Random(seed)
     found = []
     for source in sources:
         effect = random.gauss(mean, between)
         found += [
-            Observation(source, rates, bound, "a", effect + random.gauss(0, within)) for _ in range(rows)
+            StepObservation(source, rates, bound, "a", effect + random.gauss(0, within)) for _ in range(rows)
         ]
     return found
 
@@ -100,7 +100,7 @@ def test_without_a_measured_step_there_is_no_model() -> None:
 def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
     """Of two strategies of each source one errs 20% more than the other."""
     errors = drawn(1, within=0.01)
-    errors += [Observation(o.source, o.rates, o.bound, "b", o.log_error + 0.2) for o in errors]
+    errors += [StepObservation(o.source, o.rates, o.bound, "b", o.log_error + 0.2) for o in errors]
     model = ErrorModel.fit(errors)
     known, other = model.band("sourced", "products", "b"), model.band("sourced", "products", "c")
     assert other[0] < known[0]
@@ -114,7 +114,7 @@ def test_ties_are_of_differences_within_a_source() -> None:
     """Sources err by a factor of 1.5, and splits of a run by 2%."""
     random = Random(1)
     errors = [
-        Observation(source, "sourced", "products", "a", effect + random.gauss(0, 0.02), f"{source} {run}")
+        StepObservation(source, "sourced", "products", "a", effect + random.gauss(0, 0.02), f"{source} {run}")
         for source in SOURCES
         for effect in [random.gauss(0, 0.4)]
         for run in range(5)
@@ -132,10 +132,10 @@ def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
     other way round. A row of another run is compared with none."""
     rows = []
     for number, source in enumerate(SOURCES):
-        first = Observation(source, "sourced", "products", "a", 0.0, "run", 0.0)
+        first = StepObservation(source, "sourced", "products", "a", 0.0, "run", 0.0)
         error = 0.1 if number % 2 else 0.0
-        second = Observation(source, "sourced", "products", "b", error, "run", math.log(1.08))
-        rows += [first, second, Observation(source, "sourced", "products", "b", 0.0, "other run", 5.0)]
+        second = StepObservation(source, "sourced", "products", "b", error, "run", math.log(1.08))
+        rows += [first, second, StepObservation(source, "sourced", "products", "b", 0.0, "other run", 5.0)]
     model = ErrorModel.fit(rows)
     said = "of 8 measured pairs 5 to 10% apart, 50% were in the simulated order"
     assert model.order("sourced", 1.08) == model.order("sourced", 1 / 1.08) == said

@@ -11,14 +11,14 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.calibrate import closed_loop
-from spbench.bench.tools.calibrate.closed_loop import Compared, agreement, compared, predicted
+from spbench.bench.tools.calibrate.closed_loop import ComparedCell, agreement, compared, predicted
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.measured_cluster import cluster_of
 from spbench.bench.tools.calibrate.operator_times import OPERATOR
 from tests.tools.calibrate.machines import machine
 
 
-def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> Compared:
+def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> ComparedCell:
     cell = Cell(model="bert-mini", strategy="single", batch=2, seq_len=seq_len)
     parts = {f"{name}_s": 0.0 for name in ("compute", "overhead", "exposed_communication", "bubble")}
     samples = [measured - spread, measured, measured + spread]

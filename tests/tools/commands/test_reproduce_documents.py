@@ -7,7 +7,7 @@ import pytest
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.document import rendered_documents
-from spbench.bench.tools.papers.paper_findings import Findings
+from spbench.bench.tools.papers.paper_findings import PaperFindings
 from tests.bench.disk import files_of_at_most
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import made_by, refuses, spbench
@@ -55,7 +55,7 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     memory = "2 predicted, median error 26.2%, worst 50.0%"
     assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |  |\n" in page
     records, runs = (read_records(Path("results/reproduction", f"rsa{kind}.csv")) for kind in ("", "_runs"))
-    found = Findings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
+    found = PaperFindings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
     assert [*rendered_documents(found).values()] == [page, details]
 
 

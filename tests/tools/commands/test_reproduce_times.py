@@ -14,7 +14,7 @@ import pytest
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.tools.papers import reproduction
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.execution import Ran
+from spbench.bench.tools.papers.execution import RanScenario
 from tests.tools.commands.conftest import Run
 
 RESULTS = Path("results", "reproduction")
@@ -39,14 +39,14 @@ def compared(name: str, quantity: str, source: str) -> Comparison:
 def made(asked: list[tuple[Any, ...]]) -> Any:
     """In place of running cells: two comparisons of one row, and what was asked."""
 
-    def run_cells(scenario: Any, narrowing: Narrowing, folder: Path, *rest: Any) -> Ran:
+    def run_cells(scenario: Any, narrowing: Narrowing, folder: Path, *rest: Any) -> RanScenario:
         asked.append((scenario.name, narrowing.clusters, folder))
         row = {"key": scenario.name, "status": "ok", "measurement": {"step_time_s": 1.0, **RESTS}}
         found = [
             compared(scenario.name, quantity, f"usp_end_to_end.csv:1:{quantity}")
             for quantity in ("step_time_ms", "memory_gb")
         ]
-        return Ran([row], [row], found, [])
+        return RanScenario([row], [row], found, [])
 
     return run_cells
 

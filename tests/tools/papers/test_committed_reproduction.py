@@ -15,7 +15,7 @@ from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.document import FIRST_PAGE, check_documents, rendered_documents
 from spbench.bench.tools.papers.megatron_cases import CASES, summary
-from spbench.bench.tools.papers.paper_findings import Findings, markdown
+from spbench.bench.tools.papers.paper_findings import PaperFindings, markdown
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.reproductions import fit_bands
@@ -37,10 +37,10 @@ def test_tables_are_safe_markdown() -> None:
 
 def test_a_table_of_several_models_names_them() -> None:
     records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
-    ((_, lines), *_) = Findings("rsa", records, []).blocks("rsa_pipeline")
+    ((_, lines), *_) = PaperFindings("rsa", records, []).blocks("rsa_pipeline")
     assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
     base = [r for r in records if "bert-base" in r["cell"]]
-    ((_, lines), *_) = Findings("rsa", base, []).blocks("rsa_pipeline")
+    ((_, lines), *_) = PaperFindings("rsa", base, []).blocks("rsa_pipeline")
     assert {line["model"] for line in lines} == {""}
 
 
@@ -60,11 +60,11 @@ def loaded() -> dict[str, list[Scenario]]:
     return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
 
 
-def findings(paper: str) -> Findings:
+def findings(paper: str) -> PaperFindings:
     folder = ROOT / "results" / "reproduction"
     records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
     documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
-    return Findings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
+    return PaperFindings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
 
 
 @pytest.mark.parametrize("paper", PAPERS)

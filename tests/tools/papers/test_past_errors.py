@@ -15,7 +15,7 @@ from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.document import write_part
 from spbench.bench.tools.papers.paper_findings import RECORDS
 from spbench.bench.tools.papers.past_errors import (
-    Order,
+    TimesOrder,
     counted_times,
     log_error,
     mean_tau,
@@ -115,13 +115,13 @@ def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
     ],
 )
 def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
-    assert Order("t", [(cell(), *pair) for pair in pairs]).tau == pytest.approx(tau)
+    assert TimesOrder("t", [(cell(), *pair) for pair in pairs]).tau == pytest.approx(tau)
 
 
 def test_where_all_are_ties_there_is_no_order() -> None:
-    same = Order("t", [(cell(), 1, 5), (cell(), 2, 5)])
+    same = TimesOrder("t", [(cell(), 1, 5), (cell(), 2, 5)])
     assert shown_tau(same.tau) == ""
-    right = Order("t", [(cell(), 1, 5), (cell(), 2, 6)])
+    right = TimesOrder("t", [(cell(), 1, 5), (cell(), 2, 6)])
     assert mean_tau([same, right]) == 1
     assert math.isnan(mean_tau([same]))
 

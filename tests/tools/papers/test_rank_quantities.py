@@ -13,7 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.paper_findings import Findings, distinct, record_of
+from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct, record_of
 
 GIB = 2**30
 
@@ -144,7 +144,7 @@ def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     records = [record_of("s", one) for one in found]
     assert len(distinct(records)) == len(records) == 9
     runs = [{"scenario": "s", "cells": "2", "ok": "2", "oom": "0", "unsupported": "0", "failed": "0"}]
-    blocks = dict(Findings("measured", records, runs).blocks("s"))
+    blocks = dict(PaperFindings("measured", records, runs).blocks("s"))
     assert [title.partition(":")[0] for title in blocks] == [
         *("goldens, peak_memory_gib", "goldens, by_rank", "goldens, step_time_ms")
     ]
