@@ -145,7 +145,8 @@ def _sizes(row: Row) -> tuple[tuple[str, Any], ...]:
     """The options that make the model another one, as fewer layers do: numbers and flags. Words choose how
     it is computed, which methods may differ in."""
     options = row["cell"].get("model_options") or {}
-    return tuple((name, value) for name, value in sorted(options.items()) if not isinstance(value, str))
+    numbers = {name: value for name, value in sorted(options.items()) if not isinstance(value, str)}
+    return tuple((name, str(value) if isinstance(value, list) else value) for name, value in numbers.items())
 
 
 def _by_method(entries: Sequence[_Entry], question: MethodQuestion) -> dict[str, float]:

@@ -54,6 +54,18 @@ def test_the_fastest_and_the_smallest_are_found() -> None:
     ]
 
 
+def test_options_that_are_lists_are_compared_with_their_like() -> None:
+    packed = {"documents": [7, 5]}
+    found = lines(
+        [
+            cell("lasp", options=packed, tokens_per_s=100.0),
+            cell("ulysses", options=packed, tokens_per_s=200.0),
+            cell("ring_attention", tokens_per_s=300.0),
+        ]
+    )
+    assert [(f["best method"], f["compared with"]) for f in found] == [("Ulysses", "LASP")]
+
+
 def test_the_longest_is_the_answer_of_a_search() -> None:
     (found,) = lines(
         [cell("lasp", seq_len=None, answer=4096), cell("ulysses", seq_len=None, answer=1024)], along="batch"
