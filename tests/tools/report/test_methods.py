@@ -60,7 +60,7 @@ def test_options_that_are_lists_are_compared_with_their_like() -> None:
         [
             cell("lasp", options=packed, tokens_per_s=100.0),
             cell("ulysses", options=packed, tokens_per_s=200.0),
-            cell("ring_attention", tokens_per_s=300.0),
+            cell("ring_attention", options={"documents": [12]}, tokens_per_s=300.0),
         ]
     )
     assert [(f["best method"], f["compared with"]) for f in found] == [("Ulysses", "LASP")]
