@@ -47,6 +47,7 @@ def run_in_a_new_worker() -> None:
     worker.give(Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8))
     while worker.outcome(1.0) is None:
         pass
+    worker.stop()
     worker.end()
 
 
