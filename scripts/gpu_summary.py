@@ -18,7 +18,8 @@ from typing import Any
 import pandas as pd
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.sweep.results import Row, read_rows
+from spbench.bench.measure.sweep.results import read_rows
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.paper_findings import Line, markdown
 
 #: of the peak of allocated bytes: libraries' workspaces are allocated on a card, and on fake tensors are not

@@ -93,7 +93,7 @@ class ScenarioRuns:
             baseline: a folder that ``--spbench-write-baseline``, `spbench baseline` or a run has written.
             subset: the cells that are measured may be fewer than those of the baseline.
         """
-        from spbench.bench.measure.sweep.results import FAULTS
+        from spbench.bench.row import FAULTS
         from spbench.bench.tools.changes.judgement import judge
         from spbench.bench.tools.changes.result_files import read_results
 
@@ -138,7 +138,8 @@ class ScenarioRuns:
 
     def _write_baseline(self, folder: Path, comparisons: Sequence[Comparison], target: Path) -> None:
         """Make a run's results a baseline; fails the test if a cell has none."""
-        from spbench.bench.measure.sweep.results import FAULTS, RESULTS_FILE, read_rows
+        from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.row import FAULTS
         from spbench.bench.tools.changes.baseline_command import write_baseline
 
         rows = read_rows(folder / RESULTS_FILE)[0]

@@ -1,4 +1,4 @@
-"""Rows as tables: of a line each, as people read them, and as pandas frames, wide and long."""
+"""Rows as tables: one line each, as people read them, and as a pandas frame."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row
 from spbench.impls.axes import MESH_AXES, spelled, union
@@ -79,28 +78,3 @@ def as_frame(rows: Iterable[Row]) -> DataFrame:
     from pandas import DataFrame
 
     return DataFrame(flat_rows([*rows]))
-
-
-#: the unit of a number by the end of its name; the first that fits
-_UNITS = {"_per_s": "1/s", "_bytes": "bytes", "_s": "s"}
-
-
-def frame(rows: Iterable[Row]) -> DataFrame:
-    """Rows as a long table, for whoever compares: a line for each number of a measurement that is one.
-
-    Returns:
-        ``key`` of the cell, ``metric`` (the field), ``value`` (float), ``unit`` ("" for a count or a share)
-        and ``exact``: whether the cell's engine gives the same number on any machine.
-    """
-    from pandas import DataFrame
-
-    classes = engines()
-    lines = []
-    for row in rows:
-        engine = classes.get(row.cell.get("engine", "virtual"))
-        exact = engine is not None and engine.is_exact
-        for name, value in row.measurement.items():
-            if isinstance(value, int | float):
-                unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
-                lines.append((row.key, name, float(value), unit, exact))
-    return DataFrame(lines, columns=["key", "metric", "value", "unit", "exact"])

@@ -18,11 +18,7 @@ from types import TracebackType
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
-from spbench.bench.row import FAULTS as FAULTS
-from spbench.bench.row import FINAL as FINAL
-from spbench.bench.row import Row as Row
-from spbench.bench.row import WrongRow, parse_any_row, parse_row
-from spbench.bench.row import finite as finite
+from spbench.bench.row import Row, WrongRow, finite, parse_any_row, parse_row
 
 RESULTS_FILE = "cells.jsonl"
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from spbench.bench.measure.sweep.results import Row
+from spbench.bench.row import Row
 from spbench.bench.units import shown_bytes, shown_time
 
 #: the parts of a simulated step that add up to it, by their names in ``parts`` and ``breakdown`` of a row

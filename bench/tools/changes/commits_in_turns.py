@@ -22,7 +22,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checkout_around, own_checkout
 from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_rows
+from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row
+from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.history import Target
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Reading, has_exact_engine, readings

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measured_code import code_digest, is_baseline, refuse_unmeasured_checkout
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.change_explanation import why
 from spbench.bench.tools.changes.measured_change import measured_changes
 from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Difference, Verdict, readings

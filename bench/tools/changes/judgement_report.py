@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from spbench.bench.command_line.output import Column, Output, Table
-from spbench.bench.measure.sweep.results import finite
+from spbench.bench.row import finite
 from spbench.bench.tools.changes.judgement import Judgement
 from spbench.bench.tools.changes.metrics import METRICS, Difference
 from spbench.bench.units import LEAST_CHANGE, shown_pair, shown_value, six_digits

@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spbench.bench.measure.sweep.results import Row
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
 from spbench.bench.tools.changes.result_files import origin_of
 

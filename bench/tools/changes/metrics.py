@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measurement import Status
+from spbench.bench.row import Row
 
 #: the better, the earlier
 STATUSES: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
-from spbench.bench.measure.sweep.results import FAULTS, Row
+from spbench.bench.row import FAULTS, Row
 from spbench.bench.tools.changes.exported import (
     WITH_VALUES,
     Exported,

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, integral, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference
 from spbench.bench.tools.changes.metrics import Difference, readings

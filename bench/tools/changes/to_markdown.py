@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.row import Row
 from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference, shown_number
 from spbench.bench.tools.changes.metrics import STATUSES, Difference, Reading, readings

@@ -23,10 +23,11 @@ from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, na
 from spbench.bench.measure.sweep import sweep
 from spbench.bench.measure.sweep.digest import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.executor import Executor, opened
-from spbench.bench.measure.sweep.results import FAULTS, FINAL, ResultsFile, Row
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
+from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.comparison import write as write_comparisons

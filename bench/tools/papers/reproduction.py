@@ -16,8 +16,8 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import check_same_code
-from spbench.bench.measure.sweep.results import finite
 from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.row import finite
 from spbench.bench.tools.papers.comparison import read_records, write_csv
 from spbench.bench.tools.papers.document import write_documents
 from spbench.bench.tools.papers.execution import RanScenario, draw_figure, draw_records, run_cells

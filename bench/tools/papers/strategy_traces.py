@@ -13,7 +13,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.files import write_whole
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.simulator.trace_export import trace_events
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, finite
+from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.row import Row, finite
 
 #: the argument of `spbench reproduce`, and the folder
 STRATEGIES = "strategies"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.measure.sweep.results import Row
+from spbench.bench.row import Row
 from spbench.bench.tools.report.gathered import CellResult
 from spbench.bench.tools.report.page import DataTable, Drawing
 from spbench.bench.tools.report.svg import AXIS, Svg

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.verify.verdicts import Verdict
+from spbench.bench.row import Row
 from spbench.bench.tools.report.gathered import CellResult
 from spbench.bench.units import GIB, MS
 from spbench.plots.series import grouped

@@ -14,9 +14,9 @@ from spbench.bench.measure.engines.distributed import learning_rate, losses_of_r
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.answers.curves import deviations, final
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus

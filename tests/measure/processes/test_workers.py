@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.measure.sweep.results import FINAL, ResultsFile, Row
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.row import FINAL, Row
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.fakes import cell
 from tests.bench.processes import left_of, needs_proc, until

@@ -19,11 +19,12 @@ from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.sweep.digest import changed_parts, is_final, outdated
-from spbench.bench.measure.sweep.results import ResultsFile, Row
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, unfinished
 from spbench.bench.measure.sweep.sweep import sweep as sweep_in_workers
 from spbench.bench.measured_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.measurement import Outcome
+from spbench.bench.row import Row
 from spbench.impls.models.model import models
 from tests.bench.fakes import answer
 

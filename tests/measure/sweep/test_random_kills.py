@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.measure.sweep.results import FINAL
+from spbench.bench.row import FINAL
 from tests.bench.processes import PATIENCE_S, needs_proc, until
 from tests.measure.processes.command_process import Command
 

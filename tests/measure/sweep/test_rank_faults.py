@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.sweep.results import ResultsFile, Row, read_rows
+from spbench.bench.measure.sweep.results import ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import sweep, unfinished
+from spbench.bench.row import Row
 from tests.bench import fakes
 from tests.bench.fakes import cell
 from tests.bench.processes import PATIENCE_S, left_of, needs_proc, until

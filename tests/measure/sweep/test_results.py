@@ -11,10 +11,11 @@ import pytest
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.run_cell import measure
-from spbench.bench.measure.sweep.frames import as_frame, frame
-from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
+from spbench.bench.measure.sweep.frames import as_frame
+from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
+from spbench.bench.row import Row
 from tests.bench.fakes import answer
 
 
@@ -210,12 +211,3 @@ def test_frame(tmp_path: Path) -> None:
     assert frame.peak_memory_bytes[0] == 2**30
     assert frame.sent_bytes[1] == 2**20
     assert frame.answer.isna().tolist() == [False, False, True]
-
-
-def test_the_long_frame_has_each_number_with_its_unit() -> None:
-    long = frame([row(1), row(5)])
-    units = dict(zip(long.metric, long.unit, strict=True))
-    assert set(long.key) == {row(1).key}  # five is a fault, without numbers
-    assert (units["peak_memory_bytes"], units["answer"]) == ("bytes", "")
-    assert long[long.metric == "peak_memory_bytes"].value.tolist() == [2**30]
-    assert long.exact.all()

@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, Row, read_rows
+from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.measurement import Measurement, Status
+from spbench.bench.row import Row
 from tests.bench import fakes
 from tests.bench.fakes import SCENARIO
 from tests.tools.commands.conftest import Run

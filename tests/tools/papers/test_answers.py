@@ -9,7 +9,7 @@ import yaml
 
 import spbench.bench.tools.papers.answers
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.sweep.results import Row
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import (
     KINDS_PACKAGE,
     answer_kinds,

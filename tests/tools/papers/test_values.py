@@ -12,8 +12,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, as_frame, write
 from tests.bench.fakes import SCENARIO, answer

@@ -29,8 +29,8 @@ from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.published_number import PublishedNumber
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults, unknown_quantity
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.selector import Selector

@@ -37,8 +37,8 @@ from pydantic import Field
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.measure.sweep.results import Row
 from spbench.bench.published_number import PublishedNumber, Scalar, stands_for
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.quantity_columns import WHOLE_RUN, PublishedRow, QuantityColumn, RankNumber

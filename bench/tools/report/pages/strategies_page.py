@@ -12,8 +12,9 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.sweep.digest import changed_parts
 from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.measure.sweep.results import RESULTS_FILE, Row, read_rows
+from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
 from spbench.bench.measure.verify.verdicts import Verdict, read_verdicts, verified_code
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.strategy_traces import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
 from spbench.bench.tools.report.gathered import CellResult, Gathered
