@@ -19,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.cell_files import names_a_file, read_model_file, with_documents
 from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
@@ -30,6 +29,9 @@ from spbench.bench.setting_values import (
     Repeats,
     Seconds,
     checked,
+    names_a_file,
+    read_model_file,
+    with_documents,
     with_suffix,
 )
 from spbench.bench.yaml_files import StrictModel
@@ -302,7 +304,7 @@ class Cell(StrictModel):
     @property
     def key(self) -> str:
         """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
-        its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.digest`)."""
+        its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.provenance`)."""
         defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
         content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from spbench.bench.command_line.progress import message
-from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measured_code import code_digest
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.ask import answered

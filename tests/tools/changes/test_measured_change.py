@@ -12,8 +12,8 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
+from spbench.bench.tools.changes.change_evidence import FEWEST, measured_changes
 from spbench.bench.tools.changes.judgement import judge
-from spbench.bench.tools.changes.measured_change import FEWEST, measured_changes
 from spbench.bench.tools.changes.metrics import merged_rounds, readings
 from spbench.bench.tools.changes.result_files import read_results
 from tests.tools.changes.noise import Machine
