@@ -72,7 +72,7 @@ def stretches(sizes: Sequence[int], events: Sequence[int], streams: Sequence[int
 
 
 def _words(like: np.ndarray) -> np.ndarray:
-    """Of each event but the last ones, a number that is the same where it and those after it are alike."""
+    """A number for each event but the last ones, the same where it and those after it are alike."""
     words, length = like.astype(np.uint64), 1
     while length < _WORD and length < len(words):
         words = words[:-length] * np.uint64(0x9E3779B97F4A7C15) + words[length:]

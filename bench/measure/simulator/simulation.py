@@ -152,7 +152,7 @@ class Simulation(SimulationState):
         clocks[COMPUTE_STREAM, index] = now
 
     def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
-        """Of ranks that wait, those that can go on from here later; the others when what they wait for has
+        """Note when ranks that wait go on: some from here later, the others when what they wait for has
         ended."""
         if not late.all():
             self._resume(number, at, who[~late])

@@ -194,7 +194,7 @@ class Advice:
         ]
 
     def point(self) -> dict[str, Any]:
-        """Of a map: the winner's strategy, "" where nothing fits, and whether another one ties with it."""
+        """A point of a map: the winner's strategy, "" where nothing fits, and whether one ties with it."""
         winner = self.winner
         strategy = winner.cell.strategy if winner else ""
         others = [s for s in self.found.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]

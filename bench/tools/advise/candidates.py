@@ -176,8 +176,8 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
 
 
 def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
-    """Of the settings of each backend that have states on the host, the place of those that have them on
-    cards and are the same otherwise; None: they have none there, or there are no such others."""
+    """For the settings of each backend, the place of those with the same settings but states on cards; None:
+    they have no states on the host, or there are no such others."""
 
     def twin(at: int) -> int | None:
         own = backends[at].items()

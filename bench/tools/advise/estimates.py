@@ -41,12 +41,12 @@ class Depths:
 
     @property
     def layer(self) -> float:
-        """Of a layer."""
+        """The number of one layer."""
         return self.two - self.one
 
     @property
     def ends(self) -> float:
-        """Of what is not layers."""
+        """The number of what is not layers."""
         return max(0.0, self.one - self.layer)
 
 
@@ -65,7 +65,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class BackendFigures:
-    """Of a backend, for each element of parameters that a rank has.
+    """What a backend holds and sends, for each element of parameters that a rank has.
 
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
@@ -82,7 +82,7 @@ class BackendFigures:
 
 @dataclass(frozen=True)
 class WayFigures:
-    """Of a way to divide a sample, on a rank.
+    """What a rank holds and sends by a way to divide a sample.
 
     Attributes:
         sent_s: seconds of what the strategy sends for one sample of one micro-batch.
@@ -261,7 +261,7 @@ class Estimates:
 
     @cached_property
     def _of_savings(self) -> np.ndarray:
-        """Of each saving: seconds of a layer and of the ends, bytes of a layer and of the ends."""
+        """[savings, 4]: seconds of a layer and of the ends, bytes of a layer and of the ends."""
         depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
         rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
         return np.array(rows, dtype=float).T

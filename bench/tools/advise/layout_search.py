@@ -292,7 +292,7 @@ class Search:
                 yield {"mesh": mesh}
 
     def _partial(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """Of a cell that saves memory, what saves less of it and takes less time, the cheapest first."""
+        """Settings that save less memory than a cell's own and take less time, the cheapest first."""
         model = model_preset(*self.question.cell.model_arguments)
         savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
         own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
@@ -305,7 +305,7 @@ class Search:
         return self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        """Of each kind of cells the fastest that fits, or the simplest of those that are as fast but for a
+        """The fastest of each kind of cells that fits, or the simplest of those that are as fast but for a
         toss; the fastest first."""
         of_kinds: dict[Hashable, list[Seen]] = {}
         for seen in self.fitting():

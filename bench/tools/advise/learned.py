@@ -117,12 +117,12 @@ class Nearest(NamedTuple):
 
 
 class Learned:
-    """How far estimates were off.
+    """Corrections to the estimates, from traced candidates.
 
-    Of seconds, traced over estimated: a factor of each way, times one of each backend and one of each size of
-    micro-batches, by Bayesian least squares of their logarithms. So a size that was traced only with ways
-    that were traced with no other is as good as unknown: its factor cannot be told from theirs. Of bytes,
-    what was not foreseen of the candidates that are most alike.
+    Seconds: one factor per way, per backend and per size of micro-batches, fitted to traced over estimated
+    seconds by Bayesian least squares of their logarithms. A size that was traced only with ways that were
+    traced with no other size is as good as unknown: its factor cannot be separated from theirs. Bytes: the
+    traced excess over the estimate of the candidates that are most alike.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@ and micro-batches.
 
 A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
 same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
-:class:`PeakModel`; a step of all layers is traced with that many, and only micro-batches are added.
+:func:`deep_peak`; a step of all layers is traced with that many, and only micro-batches are added.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deep_models import stage_layers, with_layers
-from spbench.bench.measure.engines.extrapolate import DEPTHS, PeakModel
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
@@ -35,6 +36,8 @@ from spbench.bench.tools.fit.asking import COST, Asking, Task
 from spbench.bench.units import GIB
 from spbench.impls.layout import Unsupported
 
+#: the depths of shallow traces, in layers a pipeline stage; each phase of a step is then mostly layers
+DEPTHS = (2, 3)
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
@@ -170,18 +173,12 @@ def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
 
 def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
     """The peak of the rank class with the largest, and whether that fits the card."""
-    shallow = by_depth[DEPTHS[0]]
     usable = usable_memory_bytes(cell)
-    peaks = []
-    for at in range(len(shallow.classes)):
-
-        def log(_: int, depth: int | None, at: int = at) -> MemoryLog:
-            return by_depth[depth or DEPTHS[0]].traces[at].memory
-
-        peaks.append(PeakModel(log, [1], layers)(1))
+    logs = zip(*([each.memory for each in by_depth[depth].traces] for depth in DEPTHS), strict=True)
+    peaks = [deep_peak(*pair, layers) for pair in logs]
     peak = max(peaks)
     fits = usable is None or peak <= usable
-    reason = "" if fits else f"about {peak / GIB:.0f} GiB by traces of few layers"
+    reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"
     found = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )
@@ -189,6 +186,47 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
     found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
     return found
+
+
+def deep_peak(shallow: MemoryLog, deeper: MemoryLog, layers: int) -> int:
+    """Peak allocated bytes of the step of a stage with that many layers.
+
+    The overall peak alone must not be extrapolated: which phase it falls in changes with the depth. So each
+    phase is taken apart. A deeper model has the same first layers as seen from the start of a phase, and the
+    same last ones as seen from its end; what lies between are equal layers, and linear in depth.
+
+    Args:
+        shallow, deeper: logs of stages with :data:`DEPTHS` layers.
+    """
+    changes = [log.signed_bytes() for log in (shallow, deeper)]
+    lives = [np.cumsum(each) for each in changes]
+    peaks = []
+    for spans in zip(shallow.spans(), deeper.spans(), strict=True):
+        where = [span for _, span in spans]
+        live, more_live = (each[span] for each, span in zip(lives, where, strict=True))
+        change, more_change = (each[span] for each, span in zip(changes, where, strict=True))
+        front, back = _alike(change, more_change)
+        ends = slice(len(live) - back, None), slice(len(more_live) - back, None)
+        for a, b in ((slice(front), slice(front)), ends):
+            # a peak is where something is born; what dies, dies at other events in a deeper model
+            if (rises := (change[a] > 0) & (more_change[b] > 0)).any():
+                low, high = live[a][rises], more_live[b][rises]
+                peaks.append((low + (layers - DEPTHS[0]) * (high - low)).max())
+    return int(max(peaks))
+
+
+def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
+    """How many events of a phase, from its start and from its end, are of the same bytes in both depths; at
+    least half of the phase each, for buffers of all layers differ in size alone."""
+    # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
+    n = min(len(here), len(deeper))
+    half = n // 2
+    front = np.flatnonzero(here[:n] != deeper[:n])
+    back = np.flatnonzero(here[len(here) - n :] != deeper[len(deeper) - n :])
+    return (
+        max(half, int(front[0]) if len(front) else n),
+        max(n - half, n - 1 - int(back[-1]) if len(back) else n),
+    )
 
 
 def _reserved_share(log: MemoryLog, cell: Cell) -> float:
