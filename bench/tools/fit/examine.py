@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
-from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.plan import rank_classes, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.fit.anatomy import ANATOMY, anatomy, fullest, plain
 from spbench.bench.units import GIB

@@ -1,9 +1,10 @@
-"""The generated parts of REPRODUCE.md, README.md and results/reproduction/PAPER.md.
+"""The generated parts of REPRODUCE.md, results/reproduction/PAPER.md, README.md and pages of docs.
 
 A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``. REPRODUCE.md has
 a part named ``verdict`` for each paper; PAPER.md has one for each of its scenarios, under the scenario's
-name. README.md has a part named ``validation`` of the measurements of real machines, and one named ``ladder``
-of the longest sequences that others published. All else is left alone.
+name. docs/trust.md has ``validation``, the errors by who measured real machines, and docs/long_context.md has
+``ladder``, the longest sequences that others published. README.md has ``trust``, the errors of all results in
+eight lines, whose PAPER is ``all``. All else is left alone.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ from pathlib import Path
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
 from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
-from spbench.bench.tools.papers.sources import FIELD, MEASURED, papers
-from spbench.bench.tools.papers.validation import ladder_lines, validation_lines
+from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED, papers
+from spbench.bench.tools.papers.validation import ladder_lines, status_lines, trust_lines, validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
 FIRST_PAGE = Path("README.md")
+TRUST_PAGE = Path("docs", "trust.md")
+LENGTHS_PAGE = Path("docs", "long_context.md")
 DETAILS_FOLDER = Path("results", "reproduction")
 
 VERDICT = "verdict"
-#: by paper, the name of its part of README.md, and what makes that of the paper's records
-_OF_FIRST_PAGE = {MEASURED: ("validation", validation_lines), FIELD: ("ladder", ladder_lines)}
+#: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
+_FURTHER = {
+    MEASURED: (TRUST_PAGE, "validation", validation_lines),
+    FIELD: (LENGTHS_PAGE, "ladder", ladder_lines),
+}
+#: the parts that all committed results make
+_OF_ALL = ((FIRST_PAGE, "trust", trust_lines), (TRUST_PAGE, "statuses", status_lines))
 _PART = re.compile(
     r"(?P<begin>^<!-- spbench reproduce (?P<paper>[\w-]+): (?P<name>[\w-]+) -->\n)"
     r"(?P<text>.*?)(?P<end>^<!-- end -->)",
@@ -36,7 +44,8 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
     """The documents on a paper, below the working directory, with the names of their generated parts."""
     documents = {SUMMARY_PAGE: [VERDICT], _details(paper): scenarios}
-    return documents | {FIRST_PAGE: [_OF_FIRST_PAGE[paper][0]]} if paper in _OF_FIRST_PAGE else documents
+    further = {page: [name] for page, name, _ in [_FURTHER[paper]]} if paper in _FURTHER else {}
+    return documents | further
 
 
 def _details(paper: str) -> Path:
@@ -72,17 +81,29 @@ def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
 def write_documents(findings: PaperFindings) -> list[Path]:
     """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
     UserError as of :func:`rendered_documents`, or if one cannot be written, which is then as it was."""
-    return [write_whole(path, text) for path, text in rendered_documents(findings).items()]
+    written = [write_whole(path, text) for path, text in rendered_documents(findings).items()]
+    return [*written, *write_shared()]
 
 
 def write_part(path: Path, paper: str, name: str, content: str) -> Path:
     """Write one part of a document anew; UserError if the document cannot be read or written, or has no such
     part."""
     text = _read(path)
-    if (paper, name) not in [(part["paper"], part["name"]) for part in _PART.finditer(text)]:
+    if not _has_part(text, paper, name):
         add = f"add <!-- spbench reproduce {paper}: {name} --> and <!-- end --> to it"
         raise UserError(f"{path} has no part for {name}: {add}")
     return write_whole(path, _replaced(text, paper, lambda part: content if part == name else None))
+
+
+def write_shared() -> list[Path]:
+    """Write the parts that all committed results make, where a page has them; returns the pages. UserError if
+    a result cannot be read, or a page cannot be written."""
+    there = [part for part in _OF_ALL if part[0].exists() and _has_part(_read(part[0]), ALL, part[1])]
+    return [write_part(page, ALL, name, markdown(lines(DETAILS_FOLDER))) for page, name, lines in there]
+
+
+def _has_part(text: str, paper: str, name: str) -> bool:
+    return (paper, name) in [(part["paper"], part["name"]) for part in _PART.finditer(text)]
 
 
 def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> str:
@@ -101,14 +122,14 @@ def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> st
 
 def _rendered(text: str, findings: PaperFindings, details: str) -> str:
     """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
-    first_page, first_page_lines = _OF_FIRST_PAGE.get(findings.paper, ("", None))
+    _, further, further_lines = _FURTHER.get(findings.paper, (None, "", None))
 
     def content(name: str) -> str:
         if name == VERDICT:
             finding = papers()[findings.paper].finding if findings.paper in papers() else ""
             return "\n\n".join(filter(None, [finding, markdown(_linked(findings, details))]))
-        if first_page_lines and name == first_page:
-            return markdown(first_page_lines(findings.records))
+        if further_lines and name == further:
+            return markdown(further_lines(findings.records))
         return findings.part(name)
 
     return _replaced(text, findings.paper, content)

@@ -247,3 +247,12 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "95% are within": f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}",
                     "worst": f"{sizes[-1]:.2%}",
                 }
+
+
+def of_all_machines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of :func:`summary` that stand for all machines together, without that column."""
+    return [
+        {name: value for name, value in line.items() if name != "machines"}
+        for line in lines
+        if line["machines"] == "all"
+    ]

@@ -19,9 +19,9 @@ from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, pa
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
-from spbench.bench.tools.papers.document import check_documents, write_part
+from spbench.bench.tools.papers.document import TRUST_PAGE, check_documents, write_part, write_shared
 from spbench.bench.tools.papers.execution import opened_executor
-from spbench.bench.tools.papers.megatron_cases import CASES, predicted_cases
+from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, predicted_cases
 from spbench.bench.tools.papers.paper_findings import RECORDS, Record, is_time, markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
@@ -44,7 +44,7 @@ from spbench.bench.yaml_files import packaged
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals, and the part of README.md that it writes
+#: the argument that fits the intervals, and the part of docs/trust.md that it writes
 BANDS, TIMES = "bands", "times"
 
 
@@ -70,7 +70,7 @@ def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
             if name in wanted:
                 yield _without_rates(name, request)
         if CASES in wanted:
-            yield predicted_cases(request.run, request.output)
+            yield _cases(request)
     if BANDS in wanted:
         yield fit_bands(request)
 
@@ -111,10 +111,19 @@ def _without_rates(name: str, request: Reproduction) -> Output:
     return Output([table], {"records": records}, records, RECORDS, files=[path], code=int(failed))
 
 
+def _cases(request: Reproduction) -> Output:
+    """Predict the memory of every functional test of Megatron-LM; with --write the page of errors too."""
+    output = predicted_cases(request.run, request.output)
+    if not request.write:
+        return output
+    page = write_part(TRUST_PAGE, CASES, "errors", markdown(of_all_machines(output.content["summary"])))
+    return replace(output, files=[*output.files, page, *write_shared()])
+
+
 def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
     those that the other sources give; and keep the errors of memory. With --write they become those of the
-    package, and README.md's."""
+    package, and the pages that show them are written anew."""
     names = (*papers(), *WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()
@@ -138,7 +147,7 @@ def fit_bands(request: Reproduction) -> Output:
         write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
     ]
     if request.write:
-        written.append(write_part(Path("README.md"), BANDS, TIMES, markdown(lines)))
+        written += [write_part(TRUST_PAGE, BANDS, TIMES, markdown(lines)), *write_shared()]
         packaged_model.cache_clear()
     tables = [
         Table("Published step times, and how many lie within the intervals of the other sources", lines),

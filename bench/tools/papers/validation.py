@@ -1,15 +1,27 @@
-"""The tables of README.md: our errors by who measured real machines, beside other predictors'; and each rung
-of ALST's ladder, the longest sequence as published and as simulated, and what its switch costs in time."""
+"""The tables of README.md, docs/trust.md and docs/long_context.md: our errors in eight lines, and by who
+measured real machines, beside other predictors'; and each rung of ALST's ladder, the longest sequence as
+published and as simulated, and what its switch costs in time."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean, median
 
+from spbench.bench.tools.papers.comparison import read_csv, read_records
+from spbench.bench.tools.papers.megatron_cases import CASES
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, Record, distinct, label_of, table_of
-from spbench.bench.tools.papers.sources import MeasuredSource, measured_sources, published_file
+from spbench.bench.tools.papers.past_errors import DATASHEETS, counted_times, log_error
+from spbench.bench.tools.papers.sources import (
+    MEASURED,
+    MeasuredSource,
+    measured_sources,
+    papers,
+    published_file,
+)
 
 PREDICTORS_FILE = "other_predictors.csv"
 _LADDER = "alst"
@@ -93,6 +105,117 @@ def _statistics(errors: Sequence[float]) -> Line:
 def _percent(error: float) -> str:
     """One digit after the point; two significant ones below 1%."""
     return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
+
+
+# -- how far to trust a number -------------------------------------------------------------------------------
+
+#: the start of what a formula is, where it counts what leaves a GPU; others count by a paper's convention
+_COUNTS_WIRE = "elements that a GPU sends"
+#: quantities of papers and of others that are a peak
+_PEAKS = ("memory_mb", "memory_gb", "peak_memory_gib")
+#: what the times of a cluster rest on, by the classes of rates
+_RATES = {
+    "published steps, rates from benchmarks": ("sourced", "extrapolated", "transferred"),
+    "published steps, a scalar fitted to other steps": ("fitted",),
+    "published steps, datasheets alone": ("datasheet",),
+}
+
+
+def trust_lines(folder: Path) -> list[Line]:
+    """The errors of each kind of number in eight lines, and how many of these numbers were predicted.
+
+    Args:
+        folder: the files of `spbench reproduce`.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    files = {name: folder / f"{name}.csv" for name in papers()}
+    by_paper = {name: read_records(path) for name, path in files.items()}
+    on_b200 = [
+        record
+        for source, some in records_by_source(by_paper.pop(MEASURED)).items()
+        for record in some
+        if "B200" in source.machines and "GB200" not in source.machines
+    ]
+    others = [record for some in by_paper.values() for record in some]
+    numbers = distinct(others)
+    cases = read_csv(folder / f"{CASES}_errors.csv")[1]
+    lines = [
+        _trust_line("peak memory", "Megatron-LM on 8 B200, every rank", _of(on_b200, "peak_memory_gib")),
+        _trust_line("reserved memory", "the same runs", _of(on_b200, "reserved_memory_gib")),
+        _trust_line(
+            "memory at the peak and after a step",
+            "Megatron-LM's own tests on A100, H100 and GB200",
+            [{**line, "relative_error": float(line["error"])} for line in cases],
+        ),
+        _trust_line("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(numbers, *_PEAKS)),
+        _trust_line("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
+    ]
+    times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
+    for what, classes in _RATES.items():
+        some = [{**r, "relative_error": math.expm1(log_error(r))} for r in times if r["rates"] in classes]
+        lines.append(_trust_line("step time", what, some))
+    return lines
+
+
+def status_lines(folder: Path) -> list[Line]:
+    """How many published runs end as published, a line for each paper and one for all: of all runs that are
+    published as trained or as out of memory, and of the latter.
+
+    Args:
+        folder: the files of `spbench reproduce`.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for paper in papers().values():
+        runs: dict[str, tuple[str, str]] = {}
+        for record in read_records(folder / f"{paper.name}.csv"):
+            if record["status_published"] in ("ok", "oom"):
+                file, row, *_ = record["source"].split(":")
+                runs.setdefault(f"{file}:{row}", (record["status_published"], record["status_reproduced"]))
+        pairs[paper.label] = [*runs.values()]
+    pairs["all"] = [pair for some in pairs.values() for pair in some]
+    lines = []
+    for label, some in pairs.items():
+        out_of_memory = [ours for published, ours in some if published == "oom"]
+        lines.append(
+            {
+                "source": label,
+                "published runs": len(some),
+                "end as published": sum(published == ours for published, ours in some),
+                "published out of memory": len(out_of_memory),
+                "out of memory here too": out_of_memory.count("oom"),
+            }
+        )
+    return lines
+
+
+def _of(records: Sequence[Record], *quantities: str) -> list[Record]:
+    return [record for record in records if record["quantity"] in quantities]
+
+
+def _wire_counts(records: Sequence[Record]) -> list[Record]:
+    """The formulas that count what leaves a GPU, and not what a paper's convention adds."""
+    formulas = [record for record in records if record["role"] == "formula"]
+    files = {record["source"].partition(":")[0] for record in formulas}
+    rows = {f"{file}:{row['claim']}:published": row for file in files for row in published_file(file).rows}
+    return [record for record in formulas if rows[record["source"]]["what"].startswith(_COUNTS_WIRE)]
+
+
+def _trust_line(quantity: str, against: str, records: Sequence[Record]) -> Line:
+    errors = [abs(record["relative_error"]) for record in records if record["relative_error"] is not None]
+    roles = Counter(record["role"] for record in records)
+    return {
+        "quantity": quantity,
+        "compared with": against,
+        "numbers": len(errors),
+        "median error": _percent(median(errors)),
+        "worst": _percent(max(errors)),
+        "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
+    }
 
 
 # -- the ladder ----------------------------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
 ) -> None:
     test_scenarios_run_on_the_clusters_of_their_names(reproduce, monkeypatch)
     (RESULTS / "bands.json").unlink()
-    Path("README.md").write_text("a\n<!-- spbench reproduce bands: times -->\n<!-- end -->\nb\n")
+    page = Path("docs/trust.md")
+    page.parent.mkdir()
+    page.write_text("a\n<!-- spbench reproduce bands: times -->\n<!-- end -->\nb\n")
     assert reproduce("bands", "--write")[0] == 0
     assert json.loads(Path("bench/measure/trust/bands.json").read_text())["strategies"] == [
         "",
@@ -91,4 +93,4 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
         "ulysses",
     ]
     assert not (RESULTS / "bands.json").exists()
-    assert "| datasheet | USP's authors with Megatron-LM | 1 | 20.0% |" in Path("README.md").read_text()
+    assert "| datasheet | USP's authors with Megatron-LM | 1 | 20.0% |" in page.read_text()

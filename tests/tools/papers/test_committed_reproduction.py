@@ -13,13 +13,20 @@ from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import read_records
-from spbench.bench.tools.papers.document import FIRST_PAGE, check_documents, rendered_documents
-from spbench.bench.tools.papers.megatron_cases import CASES, summary
+from spbench.bench.tools.papers.document import (
+    FIRST_PAGE,
+    LENGTHS_PAGE,
+    TRUST_PAGE,
+    check_documents,
+    rendered_documents,
+)
+from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, summary
 from spbench.bench.tools.papers.paper_findings import PaperFindings, markdown
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.validation import status_lines, trust_lines
 from spbench.bench.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +83,7 @@ def test_the_committed_texts_are_what_the_committed_files_give(
     found = findings(paper)
     check_documents(paper, found.scenarios)
     documents = rendered_documents(found)
-    assert (FIRST_PAGE in documents) == (paper in ("measured", "field"))
+    assert [*documents][2:] == {"measured": [TRUST_PAGE], "field": [LENGTHS_PAGE]}.get(paper, [])
     for path, text in documents.items():
         assert path.read_text() == text, path
     assert all(run["failed"] == "0" for run in found.runs)
@@ -95,15 +102,22 @@ def test_the_committed_bands_are_what_the_committed_files_give(
     output = fit_bands(Reproduction("bands", Path("results", "reproduction")))
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert output.content["model"] == packaged_model().as_dict()
-    assert markdown(output.records) in (ROOT / "README.md").read_text()
+    assert markdown(output.records) in TRUST_PAGE.read_text()
 
 
-def test_the_readme_has_the_errors_of_the_committed_cases() -> None:
+def test_pages_have_the_errors_of_all_committed_files() -> None:
+    """`spbench reproduce PAPER --write` writes them anew."""
+    files = ROOT / "results" / "reproduction"
+    assert len(trust_lines(files)) <= 8
+    assert markdown(trust_lines(files)) in (ROOT / FIRST_PAGE).read_text()
+    assert markdown(status_lines(files)) in (ROOT / TRUST_PAGE).read_text()
+
+
+def test_the_page_has_the_errors_of_the_committed_cases() -> None:
     """`spbench reproduce megatron_cases` prints them."""
     with (ROOT / "results" / "reproduction" / f"{CASES}_errors.csv").open() as stream:
         lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
-    of_all = [line for line in summary(lines) if line.pop("machines") == "all"]
-    assert markdown(of_all) in (ROOT / "README.md").read_text()
+    assert markdown(of_all_machines([*summary(lines)])) in (ROOT / TRUST_PAGE).read_text()
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -1,4 +1,4 @@
-"""The tables of README.md: errors by who measured, and the ladder of the longest sequences."""
+"""The tables of pages: errors by who measured, errors of all results, and the ladder of longest sequences."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pandas import DataFrame
 
-from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.comparison import read_records, write_csv
 from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
 from spbench.bench.tools.papers.validation import (
     PREDICTORS_FILE,
     ladder_lines,
     predictor_errors,
+    status_lines,
+    trust_lines,
     validation_lines,
 )
 
 ROOT = Path(__file__).parents[3]
+FILES = ROOT / "results" / "reproduction"
 B200 = "megatron_b200_llama3.csv"
 
 
@@ -32,6 +36,7 @@ def record(
         "reproduced": None if error is None else 10 * (1 + error),
         "relative_error": error,
         "status_published": "ok",
+        "status_reproduced": "ok",
         "role": role,
         "source": source,
         **other,
@@ -95,9 +100,34 @@ def test_every_file_of_measurements_has_its_source() -> None:
     assert MEASURED in papers()
 
 
+# -- how far to trust a number -------------------------------------------------------------------------------
+
+
+def test_formulas_by_a_papers_convention_are_not_counted_as_sent_bytes() -> None:
+    """LASP's Table 1 counts other methods by a convention of its own, and is 800% off."""
+    (line,) = (line for line in trust_lines(FILES) if line["quantity"].startswith("bytes sent"))
+    assert (line["worst"], line["role"]) == ("0%", f"{line['numbers']} formula")
+    formulas = [r for paper in ("rsa", "lasp", "dsp") for r in read_records(FILES / f"{paper}.csv")]
+    assert 0 < line["numbers"] < sum(r["role"] == "formula" for r in formulas)
+
+
+def test_a_run_that_is_compared_in_several_quantities_counts_once(tmp_path: Path) -> None:
+    records = [
+        *(record("a.csv:1:memory", "m", 0.0), record("a.csv:1:time", "t", 0.0)),
+        record("a.csv:2:memory", "m", None, status_published="oom", status_reproduced="ok"),
+        record("a.csv:3:memory", "m", None, status_published="oom", status_reproduced="oom"),
+        record("a.csv:4:memory", "m", None, status_published="unstated", status_reproduced="oom"),
+    ]
+    for name in papers():
+        write_csv(DataFrame(records if name == "rsa" else records[:0]), tmp_path / f"{name}.csv")
+    of_rsa, *_, of_all = status_lines(tmp_path)
+    assert [*of_rsa.values()] == ["RSA", 3, 2, 2, 1]
+    assert [*of_all.values()] == ["all", 3, 2, 2, 1]
+
+
 # -- the ladder ----------------------------------------------------------------------------------------------
 
-FIELD = ROOT / "results" / "reproduction" / "field.csv"
+FIELD = FILES / "field.csv"
 ALST = {"quantity": "tokens", "published": 1.1e6, "reproduced": 1179648.0}
 
 
@@ -141,9 +171,5 @@ def test_every_price_of_the_scenario_stands_in_the_table() -> None:
 
 def test_the_page_on_long_contexts_has_these_prices() -> None:
     page = (ROOT / "docs" / "long_context.md").read_text()
-    table = page[page.index("## What the switches save, and cost") :].split("\n\n")[2]
-    ratios = [r for r in read_records(FIELD) if r["quantity"] == "ratio" and "gpus 8" in r["table"]]
-    lines = [line.split(" | ") for line in table.splitlines()[3:]]
-    for column, step in ((-2, "8 x 128K"), (-1, "1M")):
-        shown = [line[column].split()[0] for line in lines if line[column].startswith("+")]
-        assert shown == [f"{r['reproduced'] - 1:+.1%}" for r in ratios if f", {step}:" in r["table"]]
+    records = [r for r in read_records(FIELD) if r["scenario"] == "max_seqlen_today"]
+    assert all(f"| {line['step']} |" in page for line in ladder_lines(records))
