@@ -128,16 +128,18 @@ def candidates(
         left_out: counts those that take longer, as :data:`SLOWER`.
     """
     forward_only = question.cell.training.step == "inference"
-    known = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
-    backends = [known[text] for text in estimates.backends]
+    settings_by_text = (
+        {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    )
+    backends = [settings_by_text[text] for text in estimates.backends]
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     for way in ways(question):
-        made = figures_of(estimates, way, question, refused)
-        if made is None:
+        figures_and_options = figures_of(estimates, way, question, refused)
+        if figures_and_options is None:
             continue
-        figures, options = made
+        figures, options = figures_and_options
         for layout in layouts(question, way, estimates.layers, refused):
             times, states = estimates.times(layout, figures), estimates.states(layout, figures)
             activations = estimates.activations(layout)

@@ -117,31 +117,33 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     counts = _counts(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(DEPTHS):
-        made = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
-        most = made[counts[-1]]
-        found = most.memory_measurement()
+        by_count = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
+        most = by_count[counts[-1]]
+        measurement = most.memory_measurement()
         if depth != "small" and usable_memory_bytes(cell) is not None:
-            found.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
-        step = _grown({n: ShallowStep.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
+            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
+        step = _grown(
+            {n: ShallowStep.of(traces) for n, traces in by_count.items()}, cell.training.micro_batches
+        )
     else:
         deep = {
             (d, n): virtual.trace_classes(_with(cell, d * unit, n), events=True)
             for d, n in itertools.product(DEPTHS, counts)
         }
-        found = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
+        measurement = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
         by_depth = [
             _grown({n: ShallowStep.of(deep[d, n]) for n in counts}, cell.training.micro_batches)
             for d in DEPTHS
         ]
         step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
-    _set_bytes(found, cell)
+    _set_bytes(measurement, cell)
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
-    add_step_time(found, cell, step.seconds["step"], breakdown, step.priced_by)
-    found.parts = dict(step.parts)
-    found.bound = bound_of({**found.breakdown, **found.parts})
-    found.mfu = utilization(cell, step.seconds["step"])
-    found.meters[COST] = {"cpu_s": time.process_time() - begun}
-    return found
+    add_step_time(measurement, cell, step.seconds["step"], breakdown, step.priced_by)
+    measurement.parts = dict(step.parts)
+    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
+    measurement.mfu = utilization(cell, step.seconds["step"])
+    measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
+    return measurement
 
 
 def _counts(cell: Cell) -> list[int]:
@@ -157,8 +159,8 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     batch, _ = cell.shape
     batch = batch // cell.training.micro_batches * micro_batches
-    made = cell.model_copy(update={"training": training, "batch": batch})
-    return made if layers is None else with_layers(made, layers)
+    other = cell.model_copy(update={"training": training, "batch": batch})
+    return other if layers is None else with_layers(other, layers)
 
 
 def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
@@ -178,13 +180,13 @@ def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Mea
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"
-    found = Measurement(
+    measurement = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )
     deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
-    found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
-    return found
+    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
+    return measurement
 
 
 def deep_peak(shallow: MemoryLog, deeper: MemoryLog, layers: int) -> int:
@@ -231,15 +233,15 @@ def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
 def _reserved_share(log: MemoryLog, cell: Cell) -> float:
     """What the allocator reserves for a log, over what it gives out at the most."""
     repeated = stretches(log.sizes, log.events, log.streams)
-    found = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
-    return found.peak_reserved / max(1, found.peak_allocated)
+    served = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
+    return served.peak_reserved / max(1, served.peak_allocated)
 
 
-def _set_bytes(found: Measurement, cell: Cell) -> None:
+def _set_bytes(measurement: Measurement, cell: Cell) -> None:
     """Set what the ranks send, by the closed forms of the cell as it is; of all classes that which sends
     most. Traces of fewer micro-batches are held to their own."""
     planned = plan(cell)
     by_class = [planned.formula(each.first) for each in planned.classes]
     most: list[dict[str, Any]] = max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
-    found.formula = most
-    found.communication = []
+    measurement.formula = most
+    measurement.communication = []

@@ -24,14 +24,14 @@ def examine(cell: Cell) -> Measurement:
         Unsupported: the strategy cannot run these sizes.
     """
     traces = virtual.trace_classes(cell, events=can_time(cell))
-    found = traces.memory_measurement()
-    traces.add_time(found)
+    measurement = traces.memory_measurement()
+    traces.add_time(measurement)
     at, least = fullest(traces)
     ranks, log = traces.classes[at], traces.traces[at].memory
     stage = ranks.stage.index if ranks.stage.count > 1 else None
     taken_apart = anatomy(log, allocator_of(cell), least, ranks.ranks, stage)
-    found.meters = {**found.meters, ANATOMY: plain(taken_apart)}
-    return found
+    measurement.meters = {**measurement.meters, ANATOMY: plain(taken_apart)}
+    return measurement
 
 
 def trace_stage(cell: Cell, stage: int) -> Measurement:
