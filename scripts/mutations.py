@@ -3,6 +3,7 @@
     pytest --cov=bench --cov=impls --cov-context=test        # writes .coverage: which test reaches which line
     python scripts/mutations.py --sample 60 --seed 1         # 60 mistakes, one at a time
     python scripts/mutations.py --sample 60 --seed 1 --portion 10    # the next 10 of them
+    python scripts/mutations.py --frozen results/frozen/mutations.jsonl   # those judged before
 
 A mistake is one change of an operator, a boundary, a constant, a condition, a deleted line or a dropped
 argument. It is made in a copy of the tree, and run against the quickest tests that reach its line, and some
@@ -10,7 +11,10 @@ of those that are about its module: code that real ranks run is not in the cover
 counts as killed and is told. Prints the share killed by room, and a diff for each mistake that survived: a
 gap in the tests, or a change that means the same.
 
-Verdicts are appended to a file of JSON lines, and what is in it is not run again.
+Verdicts are appended to a file of JSON lines, and what is in it is not run again. Such a file may be
+committed and judged again on later code with ``--frozen``, without coverage data: each mistake is found by
+its statement, wherever that stands now, and run against the test that killed it then. Exit code 1 where one
+that was killed is alive.
 """
 
 from __future__ import annotations
@@ -46,14 +50,17 @@ def environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def collected_tests(tree: Path) -> set[str]:
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only"]
+    listed = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+    return {re.sub(r"@\w+$", "", line) for line in listed.stdout.splitlines() if "::" in line}
+
+
 class Tests:
     """Which tests are run for a line, from coverage data with a context for each test."""
 
     def __init__(self, tree: Path, coverage: Path):
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only"]
-        listed = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
-        #: those that there are; the data may be older
-        self.known = {re.sub(r"@\w+$", "", line) for line in listed.stdout.splitlines() if "::" in line}
+        self.known = collected_tests(tree)  # those that there are; the data may be older
         data = CoverageData(str(coverage))
         data.read()
         self.tree = tree
@@ -168,6 +175,46 @@ def is_of(row: Row, mutation: Mutation, source: str) -> bool:
     return (row["path"], row["diff"], row["text"]) == (mutation.path, mutation.diff(source), mutation.text)
 
 
+def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s: float) -> Iterable[Row]:
+    """Those that were killed, with the verdict of the same test today: ``gone`` where the statement or the
+    test is no longer there."""
+    sources = {
+        f: f.read_text(encoding="utf-8") for path in paths for f in sorted((tree / path).rglob("*.py"))
+    }
+    collected = collected_tests(tree)
+    for row in rows:
+        if row["verdict"] != "killed":
+            continue
+        place, name = placed_again(row, tree, sources), row["by"].split("::", 1)[-1]
+        tests = [test for test in collected if test.split("::", 1)[-1] == name]
+        verdict = "gone"
+        if place is not None and tests:
+            file = tree / place.path
+            file.write_text(place.applied(sources[file]), encoding="utf-8")
+            try:
+                verdict, _ = run_tests(tree, tests, limit_s)
+            finally:
+                file.write_text(sources[file], encoding="utf-8")
+        yield {**row, "verdict": verdict, "tests": len(tests), **({"path": place.path} if place else {})}
+
+
+def placed_again(row: Row, tree: Path, sources: dict[Path, str]) -> Mutation | None:
+    """The same mistake in today's files, in the file of the same name if several have the statement."""
+
+    def changed(diff: str) -> list[str]:
+        return [line[0] + line[1:].strip() for line in diff.splitlines()[2:] if line[0] in "-+"]
+
+    statement = changed(row["diff"])
+    needle = next((line[1:] for line in statement if line[0] == "-"), "")
+    same_name = sorted(sources, key=lambda file: file.name != Path(row["path"]).name)
+    for file in (file for file in same_name if needle in sources[file]):
+        for mutation in mutations(file.relative_to(tree).as_posix(), sources[file]):
+            same = (mutation.kind, mutation.text) == (row["kind"], row["text"])
+            if same and changed(mutation.diff(sources[file])) == statement:
+                return mutation
+    return None
+
+
 def told(rows: Sequence[Row]) -> str:
     """Killed and others by room, then what survived."""
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
@@ -191,6 +238,21 @@ def counted(verdicts: Counter[str]) -> int:
     return verdicts.total() - verdicts["not judged"]
 
 
+def again(chosen: argparse.Namespace) -> int:
+    """Judge the mistakes of a committed file of verdicts again."""
+    rows = [json.loads(line) for line in chosen.frozen.read_text(encoding="utf-8").splitlines()]
+    verdicts: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree = copied(chosen.tree.resolve(), Path(folder))
+        for row in judged_again(rows, tree, chosen.paths, chosen.limit):
+            verdicts.append(row)
+            print(row["verdict"], f"{row['path']}:{row['line']}", row["kind"], file=sys.stderr)
+    print(told([row for row in verdicts if row["verdict"] != "gone"]))
+    gone = sum(row["verdict"] == "gone" for row in verdicts)
+    print(f"{gone} of {len(verdicts)} gone with their statement or their test")
+    return int(any(row["verdict"] == "survived" for row in verdicts))
+
+
 def main() -> int:
     add = (parser := argparse.ArgumentParser(epilog=__doc__)).add_argument
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -204,7 +266,10 @@ def main() -> int:
     add("--quickest", type=int, default=25, help="tests of a line that are run")
     add("--limit", type=float, default=120.0, help="seconds for one mutation")
     add("--at-least", type=float, default=0.0, help="exit code 1 if a smaller share is killed")
+    add("--frozen", type=Path, help="file of verdicts, each killed one of which is judged again")
     chosen = parser.parse_args()
+    if chosen.frozen:
+        return again(chosen)
     chosen.output.touch()
     rows: list[Row] = [json.loads(line) for line in chosen.output.read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from what pytest-benchmark has written.
+"""The tables of docs/internals/performance.md, from what pytest-benchmark has written.
 
     pytest tests/benchmarks --benchmark-only --benchmark-json results/benchmarks/performance.json
     python scripts/performance_tables.py

@@ -51,13 +51,13 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
-def run(tree: Path, *options: str) -> str:
+def run(tree: Path, *options: str, code: int = 0) -> str:
     command = [sys.executable, str(SCRIPTS / "mutations.py"), "--tree", str(tree), "--paths", "toy"]
     command += ["--coverage", str(tree.parent / "coverage"), "--output", str(tree.parent / "verdicts")]
     # without this project's plug-ins pytest starts in a third of the time
     quick = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
     done = subprocess.run([*command, *options], env={**os.environ, **quick}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
@@ -74,6 +74,22 @@ def test_what_is_killed_and_what_survives(tree: Path) -> None:
     }
     assert "+    return x if (x <= 10) else 10" in whole
     assert (tree / "toy" / "area.py").read_text() == CODE
+
+
+def test_frozen_mistakes_are_found_where_they_stand_now(tree: Path) -> None:
+    run(tree, "--sample", "9")
+    moved, verdicts = tree / "toy" / "moved.py", tree.parent / "verdicts"
+    (tree / "toy" / "area.py").rename(moved)
+    moved.write_text("LINES = 3\n\n\n" + CODE.replace('"""A string, which is left alone."""\n', ""))
+    tests = tree / "tests" / "test_area.py"
+    tests.write_text(TESTS.replace("toy.area", "toy.moved"))
+    again = run(tree, "--frozen", str(verdicts))
+    killed = sum(json.loads(line)["verdict"] == "killed" for line in verdicts.read_text().splitlines())
+    assert killed
+    assert f"{killed} of {killed:4} killed" in again
+    assert f"0 of {killed} gone" in again
+    tests.write_text(tests.read_text().replace("clipped(12) == 10", "clipped(12)"))  # a test that asks less
+    assert "survived" in run(tree, "--frozen", str(verdicts), code=1)
 
 
 def test_a_hang_is_ended_and_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

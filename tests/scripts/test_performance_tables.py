@@ -1,4 +1,4 @@
-"""docs/performance.md holds what was measured."""
+"""docs/internals/performance.md holds what was measured."""
 
 import runpy
 from pathlib import Path
@@ -16,7 +16,7 @@ def script() -> dict[str, Any]:
 
 @pytest.mark.parametrize("marker", ["scale", "engine", "operators", "trackers", "others", "sweeps", "start"])
 def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> None:
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "internals" / "performance.md").read_text()
     shown = page.partition(f"<!-- {marker} -->\n")[2].partition("<!-- end -->")[0]
     lines = script["TABLES"][marker](script["benchmarks"]())
     assert lines
@@ -24,5 +24,5 @@ def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> 
 
 
 def test_all_tables_are_in_the_page(script: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "internals" / "performance.md").read_text()
     assert page.count("<!-- end -->") == len(script["TABLES"])
