@@ -80,7 +80,7 @@ class PaperFindings:
             title += f": {errors_by_role(rows)}" + (f"; status right in {statuses}" if statuses else "")
             yield title, _table_lines(rows)
         if order := self.orders.get(scenario):
-            yield "order of the ways to split a run (Kendall's tau)", order
+            yield "order of the layouts of a run (Kendall's tau)", order
         if formulas:
             yield "formulas", _formula_lines(formulas)
 
