@@ -57,6 +57,8 @@ _COUNTS = (
     "too slow by the estimate, or too large after traces of their strategy",
     *("cannot be run", "traced with few layers", "of these with all layers"),
 )
+#: layouts of a tie that the page names beside the best
+_TIES = 2
 #: the part of the cores' time that may be others', or of starting workers, where a machine counts as idle
 _IDLE = 0.15
 
@@ -125,14 +127,14 @@ def write_page() -> None:
         best.setdefault(line["name"], line)
         if line["tie"] == "True":
             ties.setdefault(line["name"], []).append(f"{line['strategy']} {line['mesh']}")
-    heads = ["model", "GPUs", "length", "best", "step", "floors: compute, links", "tokens/s a GPU", "MFU"]
-    heads += ["tie with", "layouts", "too large", "too slow", "traced", "whole", "s of cores", "s"]
+    heads = ["model", "GPUs", "length", "best", "step", "tokens/s per GPU", "MFU"]
+    heads += ["tie with", "layouts", "search s"]
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
         found = best.get(line["name"])
         cells = [line["model"], f"{line['gpus']} {line['cluster']}", line["seq_len"]]
         if found is None:
-            cells += ["nothing fits", *[""] * 5]
+            cells += ["nothing fits", *[""] * 4]
         else:
             rate = float(found["tokens_per_s"]) / int(line["gpus"])
             others = [
@@ -141,14 +143,12 @@ def write_page() -> None:
             cells += [
                 f"{found['strategy']} {found['mesh']}, {found['backend']}",
                 f"{float(found['step_time_s']):.3g} s",
-                f"{float(found['compute_floor_s'] or 0):.3g}, {float(found['links_floor_s'] or 0):.3g} s",
                 f"{rate:.3g}",
                 f"{float(found['mfu']):.0%}" if found["mfu"] else "",
-                ", ".join(others),
+                ", ".join([*others[:_TIES], *([f"{len(others) - _TIES} more"] if others[_TIES:] else [])]),
             ]
-        looked_at, _, too_large, too_slow, _, traced, whole = (line[name] for name in _COUNTS)
-        seconds = [f"{float(line[name]):.0f}" if line[name] else "" for name in ("cpu_s", "seconds")]
-        cells += [looked_at, too_large, too_slow, traced, whole, *seconds]
+        seconds = f"{float(line['seconds']):.0f}" if line["seconds"] else ""
+        cells += [line["looked at"], seconds]
         rows.append(f"| {' | '.join(cells)} |")
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)

@@ -44,7 +44,7 @@ class Kernel:
         flops: floating-point operations.
         least_bytes: of its arguments and results.
         loaded_bytes: what its programs load and store, each for itself; None where the kernel is not ours.
-        rate: share of the card's bfloat16 rate at which its products can run.
+        rate: share of the card's bfloat16 rate at which its matmuls can run.
     """
 
     name: str
@@ -126,16 +126,12 @@ def rates() -> dict[str, tuple[float, float]]:
 
 
 def models() -> Iterator[tuple[str, list[Kernel]]]:
-    """(name and heads, kernels) of the models of the tables."""
-    for name in ("tnl-0.4b", "tnl-1b", "tnl-7b"):
-        linear_model = LINEAR_MODELS[name]
-        size = linear_model.hidden // linear_model.heads
-        yield f"{name}, Z {linear_model.heads}", [*linear_kernels(linear_model.heads, size, LENGTH)]
-    softmax_model = SOFTMAX_MODELS["causal-transformer-1b"]
-    size = softmax_model.hidden // softmax_model.heads
-    for what, causal in (("own block", True), ("another's block", False)):
-        kernels = [*flash_kernels(softmax_model.heads, size, LENGTH, causal)]
-        yield f"causal-transformer-1b, Z {softmax_model.heads}, {what}", kernels
+    """(name, kernels) of the models of the tables, which have 16 heads of 128."""
+    heads, size = 16, 128
+    for model in (LINEAR_MODELS["tnl-1b"], SOFTMAX_MODELS["causal-transformer-1b"]):
+        assert (model.heads, model.hidden) == (heads, heads * size)
+    yield "tnl-1b", [*linear_kernels(heads, size, LENGTH)]
+    yield "causal-transformer-1b", [*flash_kernels(heads, size, LENGTH, causal=True)]
 
 
 def kernel_table() -> list[Line]:
@@ -151,7 +147,7 @@ def kernel_table() -> list[Line]:
             for flop_rate, byte_rate in cards.values():
                 best = kernel.roofline_s(flop_rate, byte_rate)
                 by_memory = kernel.least_bytes / byte_rate == best
-                line += [f"{best * 1e3:.3f}", "memory" if by_memory else "products"]
+                line += [f"{best * 1e3:.3f}", "memory" if by_memory else "matmul"]
                 line += [f"{kernel.flops / best / flop_rate:.0%}"]
                 line += [f"{best / kernel.roofline_s(flop_rate, byte_rate, loaded):.0%}" if loaded else ""]
             table.append(dict(zip(columns, line, strict=True)))

@@ -11,7 +11,7 @@ overrides what it changes. The hooks are grouped by the question that they answe
 - :class:`ParameterHooks`: over which ranks are parameters split, and their gradients summed?
 - :class:`PlanningHooks`: can it run these sizes, and what does it send?
 
-docs/strategy_hooks.md lists all of them. What is marked ``@final`` follows from the hooks.
+docs/add_strategy.md lists all of them. What is marked ``@final`` follows from the hooks.
 
 Shape letters: B batch, L sequence, H hidden, N ranks in the group.
 """

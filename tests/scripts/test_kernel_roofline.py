@@ -38,7 +38,7 @@ def test_counts_by_hand(script: dict[str, Any]) -> None:
     assert output.flops == 2 * (meets * 64 * 64 * 128 + 2 * 512 * 64 * 64)
 
 
-def test_the_slower_of_memory_and_products_counts(script: dict[str, Any]) -> None:
+def test_the_slower_of_memory_and_matmuls_counts(script: dict[str, Any]) -> None:
     kernel = script["Kernel"]("any", flops=100, least_bytes=10)
     assert kernel.roofline_s(flop_rate=10, byte_rate=10) == 10
     assert kernel.roofline_s(flop_rate=1000, byte_rate=10) == 1

@@ -1,4 +1,4 @@
-"""docs/strategy_hooks.md lists hooks, kinds of sites and collectives as the code has them."""
+"""docs/add_strategy.md lists hooks, kinds of sites and collectives as the code has them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import spbench
 from spbench.impls.layout import MEETINGS, SITE_KINDS
 from spbench.impls.strategies.base import Strategy
 
-PAGE = Path(__file__).parents[3] / "docs" / "strategy_hooks.md"
-HOOKS, SITES, COLLECTIVES = (
-    [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
-        if line.startswith("| `")
-    ]
-    for section in PAGE.read_text(encoding="utf-8").split("\n## ")
-)
+PAGE = Path(__file__).parents[3] / "docs" / "add_strategy.md"
+ROWS = [
+    [set(re.findall(r"`(\w+)`", cell)) for cell in line.split("|")[1:-1]]
+    for line in PAGE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ")
+]
 
 
 def is_hook(name: str, value: Any) -> bool:
@@ -34,19 +31,19 @@ def hooks() -> set[str]:
 
 
 def test_every_hook_is_on_the_page() -> None:
-    assert sorted(name.strip("`") for name, *_ in HOOKS) == sorted(hooks())
+    listed = [row[1] for row in ROWS if len(row) == 3 and not row[0] and not row[2]]
+    assert sorted(name for names in listed for name in names) == sorted(hooks())
 
 
 def test_every_kind_of_site_is_on_the_page() -> None:
-    (row,) = SITES
-    columns = [set(re.findall(r"`(\w+)`", cell)) for cell in row]
-    assert columns[0] == set(MEETINGS)
-    assert columns[1] <= hooks()
-    assert set.union(*columns) == SITE_KINDS
+    (row,) = (row for row in ROWS if len(row) == 3 and all(row))
+    assert row[0] == set(MEETINGS)
+    assert row[1] <= hooks()
+    assert set.union(*row) == SITE_KINDS
 
 
 def test_collectives_lists_what_it_has_for_strategies_alone() -> None:
-    listed = {name.strip("`") for name, *_ in COLLECTIVES}
+    listed = {name for row in ROWS if len(row) == 4 for name in row[0]}
     assert {"all_gather", "reduce_scatter"} < listed <= set(dir(spbench.collectives))
     assert not {"Any", "torch", "dist"} & set(dir(spbench.collectives))
 
