@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -19,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.cell_files import names_a_file, read_model_file, with_documents
 from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
@@ -30,6 +30,9 @@ from spbench.bench.setting_values import (
     Repeats,
     Seconds,
     checked,
+    names_a_file,
+    read_model_file,
+    with_documents,
     with_suffix,
 )
 from spbench.bench.yaml_files import StrictModel
@@ -299,10 +302,16 @@ class Cell(StrictModel):
         """The axes of more than one rank in the order of the mesh, with their ranks, as "dp2xsp8"; or "1"."""
         return spelled(self.mesh_sizes)
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; the copy has a key of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("key", None)
+        return copied
+
+    @cached_property
     def key(self) -> str:
         """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
-        its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.digest`)."""
+        its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.provenance`)."""
         defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
         content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]

@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from spbench.bench.disk_cache import cache_folder
 from spbench.bench.errors import UserError
-from spbench.bench.files import write_whole
+from spbench.bench.files import cache_folder, write_whole
 from spbench.impls.discovery import plugin_files
 
 #: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
@@ -27,7 +26,6 @@ NOT_MEASURING = frozenset(
     {
         *("command_line", "tools", "measure/scenarios", "measure/sweep", "measure/trust", "measure/verify"),
         *(
-            "disk_cache.py",
             "errors.py",
             "git.py",
             "measured_code.py",

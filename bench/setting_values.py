@@ -1,15 +1,24 @@
-"""Values of settings: how sizes may be written, their bounds, and the variables of the environment that a
-training program reads."""
+"""Values of settings: how sizes may be written, their bounds, the variables of the environment, and the files
+that cells name: the config.json of a model, and the lengths of documents.
+
+What a cell keeps of a file of lengths are bins of these, so that its rows do not depend on where the file
+lies.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BeforeValidator, Field
 
-from spbench.bench.errors import shown
+from spbench.bench.errors import UserError, shown
+from spbench.bench.files import decoded, parse_json, read_file
+from spbench.impls.options import LARGEST
 
 #: of a suffix of a size, in either case: 128K is 128 * 1024
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -105,3 +114,126 @@ def checked(option: str, value: str | None) -> str | None:
 def max_split_size_mb(value: str) -> int:
     """N of "max_split_size_mb:N"."""
     return int(value.rpartition(":")[2])
+
+
+_JSON = ".json"
+#: what a folder of a model has its configuration in
+CONFIG = "config.json"
+#: of files that are no folders of models
+_OF_FILES = (_JSON, ".py", ".yaml", ".yml", ".toml", ".sh")
+
+
+def names_a_file(model: str) -> bool:
+    """Whether what a cell calls its model is the path of a file, or of a folder with one, and no name."""
+    return "/" in model or model.endswith(_JSON)
+
+
+def remote_name(model: str) -> str:
+    """What to do about a name of a model on Hugging Face, for the end of a message; "" for other texts."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).suffix in _OF_FILES:
+        return ""
+    return "; if that is its name on Hugging Face, download its config.json and give the path of that"
+
+
+def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
+    """The fields that count of a config.json, as :func:`counting_fields`. UserError if it cannot be read, is
+    no JSON object, or has something that no model here has.
+
+    Args:
+        model: path of the file or of the folder that it lies in.
+        folder: what a relative path starts from.
+    """
+    path = folder / Path(model).expanduser()
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        content = parse_json(path, read_file(path))
+    except UserError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
+    # imports torch, which commands that have no cell do without
+    from spbench.impls.models.huggingface.config import counting_fields
+
+    try:
+        return counting_fields(content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+_LENGTHS = (".csv", ".txt", ".npy")
+#: bins of a file with more lengths than that; each has as many documents as the others
+MOST_BINS = 256
+DOCUMENTS = "documents"
+
+
+def with_documents(content: Any, folder: Path = Path()) -> Any:
+    """The settings of a cell with what lies in the file that its model's option ``documents`` names, if it
+    does; UserError for a file that cannot be read or that holds something else than lengths.
+
+    Args:
+        folder: what a relative path starts from.
+    """
+    options: Any = content.get("model_options") if isinstance(content, Mapping) else None
+    named = options.get(DOCUMENTS) if isinstance(options, Mapping) else None
+    if not isinstance(named, str) or not ("/" in named or named.endswith(_LENGTHS)):
+        return content
+    return {
+        **content,
+        "model_options": {**options, DOCUMENTS: bins_of(lengths_in(folder / Path(named).expanduser()))},
+    }
+
+
+def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
+    """[shortest, longest, how many documents] of each bin: a length each, or MOST_BINS with as many documents
+    each."""
+    values, counts = np.unique(lengths, return_counts=True)
+    if len(values) <= MOST_BINS:
+        return [[int(n), int(n), int(count)] for n, count in zip(values, counts, strict=True)]
+    parts = np.array_split(np.sort(lengths), MOST_BINS)
+    return [[int(part[0]), int(part[-1]), len(part)] for part in parts]
+
+
+def lengths_in(path: Path) -> np.ndarray[Any, Any]:
+    """The lengths that a file holds [documents], each at least 1."""
+    if path.suffix not in _LENGTHS:
+        raise UserError(f"{path}: lengths of documents lie in files {', '.join(_LENGTHS)}")
+    content = read_file(path)
+    lengths = _array(path) if path.suffix == ".npy" else np.array([*_lines(path, content)], dtype=np.int64)
+    if not len(lengths):
+        raise UserError(f"{path}: holds no lengths; write one a line")
+    if (least := int(lengths.min())) < 1:
+        number = int(lengths.argmin()) + 1
+        raise UserError(f"{path}: document {number} has {least} positions, and a document has at least 1")
+    return lengths
+
+
+def _array(path: Path) -> np.ndarray[Any, Any]:
+    """What a .npy file holds."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except Exception as error:  # a damaged header is parsed as Python: tokenizer, syntax, memory, ...
+        raise UserError(f"{path}: not an array as numpy.save writes it, without objects") from error
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        what = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "several arrays"
+        raise UserError(f"{path}: holds {what}; lengths are one array of integers [documents]")
+    return array.astype(np.int64)
+
+
+def _lines(path: Path, content: bytes) -> Iterator[int]:
+    """The lengths of a text, one a line; a word in the first line is the column's name."""
+    first = True
+    for number, line in enumerate(decoded(path, content).splitlines(), 1):
+        if not (word := line.partition("#")[0].strip()):
+            continue
+        of_column, first = first and "," not in word, False
+        try:
+            length = float(word)  # numpy.savetxt writes 1.000000000000000000e+03
+        except ValueError:
+            if of_column:
+                continue
+        else:
+            if length.is_integer() and abs(length) < LARGEST:
+                yield int(length)
+                continue
+        raise UserError(f"{path}:{number}: {word[:40]!r} is no length; write one length, an integer, a line")

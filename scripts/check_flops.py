@@ -18,7 +18,7 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.model_flops import model_flops
+from spbench.bench.measure.engines.step_times import model_flops
 from spbench.bench.measure.sweep.results import read_rows
 
 #: what the product of a row's numbers may be off by, of itself

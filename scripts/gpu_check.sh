@@ -21,7 +21,7 @@ if [ "$device" = cuda ] && [ "$gpus" -eq 0 ]; then
     echo "gpu_check: torch sees no GPU here; spbench doctor says why" >&2
     exit 2
 fi
-name=$(python -c "from spbench.bench.measure.engines.timed_steps import device_name; print(device_name('$device'))")
+name=$(python -c "from spbench.bench.measure.engines.step_times import device_name; print(device_name('$device'))")
 name=$(echo "$name" | tr 'A-Z' 'a-z' | tr -cs 'a-z0-9' '-' | sed 's/^-//; s/-$//')
 out=${1:-results/gpu/$(date +%F)-$name}
 mkdir -p "$out"

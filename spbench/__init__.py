@@ -37,13 +37,11 @@ if TYPE_CHECKING:
     from spbench.bench.command_line.options import printed
     from spbench.bench.command_line.output import Output, Table
     from spbench.bench.errors import UserError
-    from spbench.bench.measure.engines.engine import Engine
+    from spbench.bench.measure.engines.engine import Engine, Quantity
     from spbench.bench.measure.engines.plan import plan
-    from spbench.bench.measure.engines.quantities import Quantity
     from spbench.bench.measure.scenarios.scenario import Scenario
     from spbench.bench.measure.trace.meter import Call, Communication, Meter
     from spbench.bench.measurement import Measurement
-    from spbench.bench.published_number import PublishedNumber
     from spbench.bench.tools.calibrate.log_findings import (
         AttentionSpeed,
         Findings,
@@ -60,6 +58,7 @@ if TYPE_CHECKING:
     from spbench.bench.tools.papers.comparison import Comparison
     from spbench.bench.tools.papers.selector import Selector
     from spbench.bench.tools.papers.sources import PublishedPlace
+    from spbench.bench.yaml_files import PublishedNumber
     from spbench.impls import collectives
     from spbench.impls.backends.backend import Backend, PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
@@ -90,9 +89,9 @@ _HOMES = {
     "spbench.bench.tools.papers.sources": ("PublishedPlace",),
     "spbench.bench.tools.papers.selector": ("Selector",),
     "spbench.bench.tools.papers.answer": ("Answer", "load_scenario"),
-    "spbench.bench.published_number": ("PublishedNumber",),
+    "spbench.bench.yaml_files": ("PublishedNumber",),
     "spbench.bench.measure.scenarios.scenario": ("Scenario",),
-    "spbench.bench.measure.engines.engine": ("Engine",),
+    "spbench.bench.measure.engines.engine": ("Engine", "Quantity"),
     "spbench.bench.measure.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.tools.changes.exported": ("ExportRequest", "Exported"),
@@ -101,7 +100,6 @@ _HOMES = {
     "spbench.bench.tools.jobs.job": ("Argument", "Job", "Setting"),
     "spbench.bench.tools.jobs.job_files": ("JobFile", "JobFiles"),
     "spbench.bench.measurement": ("Measurement",),
-    "spbench.bench.measure.engines.quantities": ("Quantity",),
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),

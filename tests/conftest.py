@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spbench.bench.disk_cache import CACHE_FOLDER, DiskCache
+from spbench.bench.files import CACHE_FOLDER, DiskCache
 from spbench.bench.measure.processes import starting as processes
 from tests.slow import thin
 
@@ -123,11 +123,11 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
-    from spbench.bench.measure.engines import trace_cache
+    from spbench.bench.measure.engines import traces
 
     with pytest.MonkeyPatch.context() as patched:
-        kept = DiskCache(tmp_path_factory.mktemp("traces"), trace_cache.LIMIT_BYTES)
-        patched.setattr(trace_cache, "_cache", kept)
+        kept = DiskCache(tmp_path_factory.mktemp("traces"), traces.LIMIT_BYTES)
+        patched.setattr(traces, "_cache", kept)
         yield
 
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import click
 
-from spbench.bench.command_line.wrapping import for_stream
+from spbench.bench.command_line.output import for_stream
 from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules, installed_version
 from spbench.impls.outside_code import exits_refused, place

@@ -1,14 +1,61 @@
-"""What a command has found, as plain values that a form (:mod:`command_line.forms`) prints.
+"""The result of a command, as plain values that a form (:mod:`command_line.forms`) prints; the table of
+memory, which several commands show; and lines broken between words.
+
+Nothing here imports torch, pandas or rich.
 
 Nothing here imports torch, pandas or rich.
 """
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from spbench.bench.units import gib
+
+#: between columns
+GAP = "  "
+
+
+def wrapped(text: str, width: int, indent: str = "", further: str | None = None) -> list[str]:
+    """A text's lines, those that are longer than the width broken between words; a word that is longer stays
+    whole.
+
+    Args:
+        indent: before the first line of each of the text's.
+        further: before the lines that continue one; None: as far as the line is indented itself, or as what
+            comes after its first gap of two spaces.
+    """
+    lines = []
+    for line in text.splitlines():
+        deeper = _hanging(line, width) if further is None else further
+        lines += textwrap.wrap(
+            line,
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent + deeper,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return lines
+
+
+def _hanging(line: str, width: int) -> str:
+    start = len(line) - len(line.lstrip())
+    gap = line.find(GAP, start)
+    if gap == -1:
+        return " " * start
+    after = gap + len(line[gap:]) - len(line[gap:].lstrip())
+    return " " * (after if after <= width // 2 else start + 2)
+
+
+def for_stream(text: str, stream: TextIO) -> str:
+    """A text as it is written to a stream: broken between words where that is a terminal."""
+    return "\n".join(wrapped(text, shutil.get_terminal_size().columns)) if stream.isatty() else text
 
 
 @dataclass(frozen=True)
@@ -122,3 +169,46 @@ class Output:
     def all_columns(self) -> list[str]:
         """The columns of ``records``, in order."""
         return list(self.columns or dict.fromkeys(name for record in self.records for name in record))
+
+
+def _held(entry: Mapping[str, Any]) -> str:
+    held = sorted(entry["peak_held"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {gib(nbytes)}" for name, nbytes in held)
+
+
+#: of the entries of :attr:`Measurement.by_class`, with the ``cell`` where there are several
+_COLUMNS = (
+    Column("cell", "cell"),
+    Column("rank", "rank"),
+    Column("ranks alike", "ranks"),
+    Column("stage", "stage"),
+    Column("step", "step"),
+    Column("fits", "status", lambda status: "yes" if status == "ok" else "no"),
+    Column("peak GiB", "peak_memory_bytes", gib),
+    Column("in", "peak_phase"),
+    Column("reserved GiB", "reserved_memory_bytes", gib),
+    Column("at the end GiB", "allocated_bytes", gib),
+    Column("on the host GiB", "host_memory_bytes", gib),
+    Column("held at the peak (GiB)", "peak_held", of=_held),
+)
+_IMPORTANT = ("rank", "stage", "step", "fits", "peak GiB", "reserved GiB", "in")
+
+
+def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
+    """A line for the set-up (step 0) and each traced step of each class of ranks that run the same program,
+    of cells whose measurement has them; a sentence if none has.
+
+    Args:
+        measured: measurements as rows have them, by the key of their cell.
+    """
+    entries = []
+    for key, measurement in measured.items():
+        classes = measurement.get("by_class") or ()
+        alike: dict[str, Any] = {} if any(entry["stage"] for entry in classes) else {"stage": None}
+        entries += [{"cell": key if len(measured) > 1 else None, **entry, **alike} for entry in classes]
+    if not entries:
+        return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
+    usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
+    only = next(iter(usable)) if len(usable) == 1 else None
+    title = "Memory of each rank class at each step" + (f", of {gib(only)} GiB" if only else "")
+    return Table.of(title, _COLUMNS, entries, important=_IMPORTANT, below=("cell", "held at the peak (GiB)"))

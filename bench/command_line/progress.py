@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
-from spbench.bench.command_line.wrapping import for_stream
+from spbench.bench.command_line.output import for_stream
 from spbench.bench.row import FAULTS, Row
 from spbench.bench.units import GIB
 

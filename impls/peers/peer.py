@@ -25,7 +25,7 @@ class Peer(Strategy):
 
     A derived class says by ``requires`` which distributions that needs, and imports from them in
     :meth:`load`, so that its module can be imported without them. Its gradients are another's work: it is
-    measured only where verification is green (:mod:`measure.verify.proof`).
+    measured only where verification is green (:mod:`measure.verify.cases`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

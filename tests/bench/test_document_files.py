@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.cell_files import MOST_BINS, bins_of, lengths_in
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.setting_values import MOST_BINS, bins_of, lengths_in
 from spbench.impls.models.model import model_preset
 
 LENGTHS = np.array([100, 2000, 5, 100])

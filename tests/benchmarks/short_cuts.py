@@ -15,12 +15,12 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from spbench.bench.measure.engines import search, trace_cache, tracing, virtual
+from spbench.bench.measure.engines import search, traces, tracing, virtual
 from spbench.bench.measure.engines.extrapolate import NotOneProgram
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.trace import fast_recorder
+from spbench.bench.measure.trace import recorder
 from spbench.impls.layout import Unsupported
 
 
@@ -55,8 +55,8 @@ def _no_key(*_: Any) -> None:
 _simulator = virtual.ClassTraces.simulator
 #: short cut -> what is put in the place of what: module or class, name, other value
 _OFF: dict[str, tuple[Any, str, Any]] = {
-    "remembered operators": (fast_recorder, "key_of", _no_key),
-    "repeated steps": (fast_recorder, "choosing_steps", _nothing_chosen),
+    "remembered operators": (recorder, "key_of", _no_key),
+    "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),
     "folding": (virtual.ClassTraces, "simulator", _every_rank),
     "fast-forward": (virtual.ClassTraces, "simulator", _every_period),
@@ -71,7 +71,7 @@ def _without(name: str) -> None:
         setattr(*_OFF[name])
     elif name.startswith("disk"):
         os.environ["SPBENCH_CACHE"] = tempfile.mkdtemp()
-        trace_cache.use()
+        traces.use()
 
 
 def _seconds(scenario: str, every: int, times: int = 1) -> float:

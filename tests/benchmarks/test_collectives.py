@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.engines.timed_steps import seconds
+from spbench.bench.measure.engines.step_times import seconds
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls import collectives
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 
 #: of one round of :func:`operators`
 OPERATORS = 6

@@ -22,7 +22,7 @@ TINYGRAD_STEP = Path(__file__).with_name("tinygrad_step.py")
 CALCULON = os.environ.get("SPBENCH_CALCULON")
 OURS = """
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.sweep.worker import run_cell
 sizes = Sizes(**{sizes})
 found = run_cell(Cell(model="bert-base", strategy="{strategy}", sizes=sizes, batch=16, seq_len=512,
                  precision="fp32", cluster="dgx-a100"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.sweep.worker import Worker

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.files import CACHE_FOLDER
 
 
 def run(scenario: str, folder: Path) -> None:

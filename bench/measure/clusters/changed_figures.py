@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.disk_cache import cache_folder
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files import write_whole
+from spbench.bench.files import cache_folder, write_whole
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.yaml_files import validate
 from spbench.bench.yaml_text import dump

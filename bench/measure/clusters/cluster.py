@@ -15,13 +15,27 @@ from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
-from spbench.bench.measure.clusters.host import Host
-from spbench.bench.measure.clusters.host_limits import HostMemory
-from spbench.bench.measure.clusters.links import CollectiveModel, Link, NcclSettings, Network
-from spbench.bench.measure.clusters.rates import AttentionRates, OperatorTimes, ProductRate
-from spbench.bench.measure.clusters.sourced import Sourced
-from spbench.bench.published_number import InferredSetting
-from spbench.bench.yaml_files import StrictModel, find_file, merge, packaged, parse_yaml, validate
+from spbench.bench.measure.clusters.rates import (
+    AttentionRates,
+    CollectiveModel,
+    Host,
+    HostMemory,
+    Link,
+    NcclSettings,
+    Network,
+    OperatorTimes,
+    ProductRate,
+    Sourced,
+)
+from spbench.bench.yaml_files import (
+    InferredSetting,
+    StrictModel,
+    find_file,
+    merge,
+    packaged,
+    parse_yaml,
+    validate,
+)
 
 PACKAGE = "spbench.scenarios.clusters"
 

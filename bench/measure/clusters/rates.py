@@ -1,16 +1,102 @@
-"""Rates of a card by the kind of work: matrix products by shape, attention by kernel and length."""
+"""Rates and limits in cluster files, each with its source: of a card by the kind of work, of a host's cores
+and memory, and of links, with what collectives were measured to reach on them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from spbench.bench.errors import suggestion
-from spbench.bench.measure.clusters.sourced import Sourced
-from spbench.bench.yaml_files import StrictModel
+from spbench.bench.yaml_files import InferredSetting, StrictModel
+
+Number = TypeVar("Number")
+
+
+class Sourced(StrictModel, Generic[Number]):
+    """A number, where it comes from, and, where it is not simply read there, how it follows from that.
+
+    Attributes:
+        substitute: what was measured in the place of what the number stands for, as "an RTX 4090's"; "": the
+            number is of the thing itself. Times that rest on it say so
+            (:mod:`measure.simulator.substitutes`).
+        fitted_on: for a calibrated number, the published cells that it was fitted on.
+        inferred_from: for one that was chosen by looking at published numbers, these.
+    """
+
+    value: Number | None
+    source: str
+    note: str = ""
+    substitute: str = ""
+    fitted_on: list[str] = []
+    inferred_from: list[InferredSetting] = []
+
+
+class Host(StrictModel):
+    """A process that launches what its device does, one thread, in eager mode. CUDA graphs and code of
+    ``torch.compile`` launch otherwise and are not modelled.
+
+    Attributes:
+        operator_s: of an operator that launches a kernel, from Python or autograd's engine to the driver.
+        view_s: of an operator that launches nothing, as a view.
+        node_s: of a node of autograd run, beside its operators.
+        module_s: of a call of a module, beside what it calls.
+        collective_s: of a collective, a send or a receive posted.
+        step_s: of a step, beside all these.
+        launch_latency_s: from a launch to the start of its kernel, on a device that waits for it.
+        launches_ahead: how many launches of kernels the driver takes before it makes the host wait.
+        synchronous: kernels run on the host's own thread, as on a CPU: it waits for each of them.
+        scale: what this host takes for each of these, beside the one that they were measured on.
+    """
+
+    operator_s: Sourced[NonNegativeFloat]
+    view_s: Sourced[NonNegativeFloat]
+    node_s: Sourced[NonNegativeFloat]
+    module_s: Sourced[NonNegativeFloat]
+    collective_s: Sourced[NonNegativeFloat]
+    step_s: Sourced[NonNegativeFloat]
+    launch_latency_s: Sourced[NonNegativeFloat]
+    launches_ahead: Sourced[PositiveInt]
+    synchronous: bool = False
+    scale: Sourced[PositiveFloat] = Sourced(value=1.0, source="the host that the figures were measured on")
+
+    def seconds(self, figure: str) -> float:
+        """What one of the figures is on this host; 0 where it is not known."""
+        known: Sourced[float] = getattr(self, figure)
+        return (known.value or 0.0) * (self.scale.value or 1.0)
+
+
+class HostMemory(StrictModel):
+    """The host's memory.
+
+    Attributes:
+        total_bytes: of a node; null: no limit.
+        link_bandwidth_bytes_per_s: of copies between a device and pinned memory, one direction; null: they
+            cannot be timed.
+        pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
+            just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
+        pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.
+        update_bytes_per_s: that AdamW on all cores of a node reads and writes, 28 a float32 parameter; null:
+            a step that updates there cannot be timed.
+        devices_per_link: how many devices share a link, all of which copy at once.
+    """
+
+    total_bytes: Sourced[PositiveInt] = Sourced(value=None, source="not known")
+    link_bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    pageable_to_host_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    pageable_to_device_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    update_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    devices_per_link: PositiveInt = 1
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """A device's share of its link; None: not known."""
+        bandwidth = self.link_bandwidth_bytes_per_s.value
+        return None if bandwidth is None else bandwidth / self.devices_per_link
+
 
 #: kernels of softmax attention that hold no scores; a model's option ``attention`` names one of them, or
 #: "flash" for that which the card's file has as its default
@@ -103,3 +189,108 @@ class AttentionRates(StrictModel):
             return other, rate.mask != mask, abs(rate.head_size - head_size)
 
         return min(rates, key=unlike, default=None)
+
+
+#: collectives whose rates can be given; "any" stands for those that are not
+RatedCollective = Literal[
+    "any", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"
+]
+#: how the time of a collective is computed; see :mod:`measure.simulator.costs`
+CollectiveModel = Literal["ring", "measured", "nccl"]
+#: how NCCL's tables of constants call the generations of NVIDIA's devices
+Generation = Literal["volta", "ampere", "hopper", "blackwell"]
+NcclAlgorithm = Literal["ring", "tree"]
+NcclProtocol = Literal["ll", "ll128", "simple"]
+
+
+class BusRate(StrictModel):
+    """What a collective reaches: seconds = latency + wire bytes / bus bandwidth, as nccl-tests reports it.
+
+    Attributes:
+        ranks: the group's size that it was measured at; None: it holds for all sizes.
+        latency_s: of the smallest message.
+        latency_per_rank_s: added for each rank of the group beyond the first.
+        bandwidth_bytes_per_s: the bus bandwidth of large messages, one way.
+    """
+
+    ranks: PositiveInt | None = None
+    latency_s: Sourced[NonNegativeFloat]
+    latency_per_rank_s: Sourced[NonNegativeFloat] = Sourced(value=0.0, source="in latency_s")
+    bandwidth_bytes_per_s: Sourced[PositiveFloat]
+
+    def latency(self, ranks: int) -> float:
+        """Seconds of the smallest message in a group of that many ranks."""
+        return (self.latency_s.value or 0.0) + (self.latency_per_rank_s.value or 0.0) * (ranks - 1)
+
+
+class Link(StrictModel):
+    """A link, one way.
+
+    Attributes:
+        latency_s: of the smallest message.
+        bandwidth_bytes_per_s: of large messages.
+        collectives: what collectives reach on it, one entry a size of the group, in ascending order. Where a
+            kind is missing, the entries of ``any`` stand for it. null takes away those of an extended file.
+    """
+
+    latency_s: Sourced[NonNegativeFloat]
+    bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    collectives: dict[RatedCollective, list[BusRate]] = {}
+
+    @field_validator("collectives", mode="before")
+    @classmethod
+    def _none(cls, declared: Any) -> Any:
+        return {} if declared is None else declared
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for kind, rates in self.collectives.items():
+            sizes = [rate.ranks for rate in rates]
+            known = [size for size in sizes if size is not None]
+            if not rates or known != sorted(set(known)) or (len(rates) > 1 and len(known) < len(rates)):
+                raise ValueError(
+                    f"collectives.{kind}: give one rate, or one a number of ranks in ascending order"
+                )
+        return self
+
+    def rate_of(self, kind: str, ranks: int) -> BusRate | None:
+        """The rate of a collective in a group of that many ranks: that of the largest size measured which is
+        not larger, else of the smallest; None: none is known."""
+        by_kind = {str(name): rates for name, rates in self.collectives.items()}
+        rates = by_kind.get(kind, by_kind.get("any", []))
+        fitting = [rate for rate in rates if rate.ranks is None or rate.ranks <= ranks]
+        return next(iter([*reversed(fitting), *rates]), None)
+
+
+class Network(Link):
+    """The links of a node to the others.
+
+    Attributes:
+        latency_s, bandwidth_bytes_per_s: of one network card.
+        nics_per_node: how many cards the devices of a node share.
+        one_card_a_part: a group on several nodes that has only some of a node's devices leaves it by one
+            card, however many devices it has there; without it, by a card a device as far as there are any.
+            A hypothesis: no measurement of such a group was found.
+        inferred_from: the published numbers by which one of these was chosen, if it was.
+    """
+
+    nics_per_node: PositiveInt = 1
+    one_card_a_part: bool = False
+    inferred_from: list[InferredSetting] = []
+
+
+class NcclSettings(StrictModel):
+    """What NCCL's tuning model needs to know beside the links; see :mod:`measure.simulator.nccl`.
+
+    Attributes:
+        generation: of the devices, which chooses the constants.
+        cpu: maker of the nodes' processors, on which the rate of LL between nodes depends.
+        channels: of NCCL's rings and trees; null: no limit by channels.
+        algorithms, protocols: those that NCCL may choose from (NCCL_ALGO and NCCL_PROTO).
+    """
+
+    generation: Generation
+    cpu: Literal["intel", "amd"] = "intel"
+    channels: Sourced[PositiveInt] = Sourced(value=None, source="not known")
+    algorithms: list[NcclAlgorithm] = ["ring", "tree"]
+    protocols: list[NcclProtocol] = ["ll", "ll128", "simple"]

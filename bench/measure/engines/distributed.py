@@ -25,8 +25,7 @@ from spbench.bench.cell import Cell, Learning
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step, refuse_variables
-from spbench.bench.measure.engines.step_times import add_step_time
-from spbench.bench.measure.engines.timed_steps import add_timed_steps, remark
+from spbench.bench.measure.engines.step_times import add_step_time, add_timed_steps, remark
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import merged
 from spbench.bench.measure.processes.starting import usable_cores

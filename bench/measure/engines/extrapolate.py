@@ -19,7 +19,7 @@ from functools import cache
 import numpy as np
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.host_memory import host_peaks, part_of_host
+from spbench.bench.measure.engines.rank_memory import host_peaks, part_of_host
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
 

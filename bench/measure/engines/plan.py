@@ -1,4 +1,8 @@
-"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form."""
+"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form.
+
+How much of a card the tensors of a cell can have: what CUDA leaves, less what NCCL takes to connect its
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,10 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.measure.clusters.attention_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import cannot_run
 from spbench.bench.measure.engines.unlike_ranks import loads_along, marked_axis, roles_by_load
+from spbench.bench.measure.simulator.costs import node_of
 from spbench.bench.measure.trace.communication import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
@@ -299,3 +304,34 @@ def model_parameters(cell: Cell) -> int:
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(site.dims["elements"] for site in sites if site.kind == "parameters")
+
+
+def usable_memory_bytes(cell: Cell) -> int | None:
+    """Bytes of a device that the tensors of a cell and the allocator's own waste can have; None: no limit.
+
+    Raises:
+        Unsupported: the cell cannot run as it is, on clusters that know what NCCL takes.
+    """
+    usable = load_cluster(cell.cluster).usable_memory_bytes
+    return None if usable is None else usable - (exchange_memory_bytes(cell) or 0)
+
+
+def exchange_memory_bytes(cell: Cell) -> int | None:
+    """What NCCL's buffers for all-to-alls take of the device of rank 0, which has no fewer peers in its node
+    than others; one communicator counts, that with the most. None: the cluster does not say.
+
+    An all-to-all connects each pair of devices of a node over each of NCCL's channels, with buffers of all
+    protocols at either end (``p2pSendSetup`` and ``p2pRecvSetup`` of src/transport/p2p.cc). Between nodes
+    buffers are shared (src/transport/net.cc), and count as nothing.
+    """
+    cluster = load_cluster(cell.cluster)
+    of_peer = cluster.device.memory_peer_bytes.value
+    if of_peer is None:
+        return None
+    planned, most = plan(cell), 0
+    for entry in planned.traffic_of(0):
+        if entry.collective == "all_to_all":
+            alone = {axis: [0] for axis in planned.sizes if axis not in entry.axes}
+            group = list(global_ranks(planned.sizes, alone))[: entry.group_size(planned.sizes)]
+            most = max(most, sum(node_of(rank, cluster) == 0 for rank in group) - 1)
+    return most * of_peer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.engine import engine_class
-from spbench.bench.measure.processes.rank_job import RankError
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measurement import Measurement, Outcome, shortened
 from spbench.impls.layout import Unavailable, Unsupported
 from spbench.impls.outside_code import exits_refused, printed, told

@@ -1,22 +1,45 @@
-"""A trace: what the meters saw of a rank's step."""
+"""A trace: what the meters saw of a rank's step.
+
+Traces on disk: what has been traced once by the same code is read instead.
+
+A trace depends on the cell without its cluster, on the rank, the code, torch and the processor; so cells that
+differ in the cluster alone are timed from one trace, as are probes of searches that are run again, and cells
+that several scenarios have. Only workers of sweeps use the cache (:func:`use`): these have their code
+from the files that the digest is made of, whereas an interactive session may have changed a class in memory.
+
+The folder is ``traces`` in that of all that is kept (:func:`spbench.bench.files.cache_folder`). A file
+is a digest, then, compressed by zlib, a NumPy archive of a trace's arrays, with one entry of JSON for the
+rest. The digest tells damage that would still read as a trace. No pickle is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import hashlib
+import io
+import json
+import logging
+import platform
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import torch
 
-from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.host_memory import host_peaks
+from spbench.bench.cell import Cell, requirements
+from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import Plan, plan
-from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, needs
-from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.trace.communication import CommunicationMeter
+from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
+from spbench.bench.measure.simulator.program import Group, Program
+from spbench.bench.measure.trace.communication import CommunicationMeter, Operation
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
+from spbench.bench.setting_values import VARIABLES
+from spbench.impls.registries import versions
 
 
 @dataclass(frozen=True)
@@ -96,3 +119,197 @@ class Trace:
 def _same_program(ours: Program, theirs: Program) -> bool:
     pairs = [(getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(Program)]
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+#: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
+LIMIT_BYTES = 2 * 2**30
+
+#: fields of a cell that no trace depends on: what the trace is for, and on which cards it is timed
+_NOT_TRACED = frozenset(
+    {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "variant"}
+)
+
+#: entry of a file's archive that is no array of numbers
+_REST = "rest"
+#: fields of a trace that are logs of memory, and lists of these that are arrays in a file
+_MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places", "streams")
+_PROGRAM = "program."
+#: of SHA-256
+_DIGEST_BYTES = 32
+
+_cache: DiskCache | None = None
+
+_log = logging.getLogger(__name__)
+
+
+def use() -> None:
+    """From now on this process keeps traces on disk, unless nothing is to be kept."""
+    global _cache
+    folder = cache_folder()
+    _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
+
+
+@contextmanager
+def used() -> Iterator[None]:
+    """Inside, as after :func:`use`."""
+    global _cache
+    before = _cache
+    use()
+    try:
+        yield
+    finally:
+        _cache = before
+
+
+@dataclass
+class Kept:
+    """A trace that is kept, or will be; None: it is yet to be made."""
+
+    trace: Trace | None = None
+
+
+@contextmanager
+def making(cell: Cell, rank: int, events: bool) -> Iterator[Kept]:
+    """The trace of a rank of a cell as an earlier run has kept it, and if there is none, the place for the
+    one that is made inside; one process at a time is inside for the same trace.
+
+    Args:
+        events: whether the trace has a program.
+    """
+    if _cache is None:
+        yield Kept()
+        return
+    key = trace_key(cell, rank, events)
+    with _cache.making(key):
+        kept = Kept(earlier := _read(_cache, key, cell))
+        yield kept
+        if kept.trace is not None and kept.trace is not earlier:
+            _cache.write(key, to_bytes(kept.trace))
+
+
+def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
+    content = cache.read(key)
+    if content is None:
+        return None
+    try:
+        return from_bytes(content, cell)
+    except DamagedTrace as error:
+        _log.warning("a kept trace is damaged and made again: %s (%s)", cache.path(key), error)
+        return None
+
+
+def trace_key(cell: Cell, rank: int, events: bool) -> str:
+    """A digest of all that a trace depends on."""
+    settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
+    for name in (*VARIABLES, "alloc_retries"):  # as a cluster's figures, they count afterwards
+        del settings["training"][name]
+    content = {
+        "cell": settings,
+        "rank": rank,
+        "events": events,
+        "code": code_digest(),
+        "torch": torch.__version__,
+        "peers": versions(requirements(cell.strategy)),
+        "processor": platform.machine(),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class DamagedTrace(ValueError):
+    """The content of a file is not a trace."""
+
+
+def to_bytes(trace: Trace) -> bytes:
+    """All of a trace but its cell; see :func:`from_bytes`. It has nothing of further meters."""
+    assert not trace.found, "what further meters found is not kept"
+    meter, program = trace.communication, trace.program
+    arrays: dict[str, np.ndarray] = {}
+    logs: dict[str, Any] = {}
+    for memory in _MEMORIES:
+        log: MemoryLog = getattr(trace, memory)
+        arrays |= {f"{memory}.{name}": np.asarray(getattr(log, name), dtype=np.int64) for name in _OF_LOGS}
+        logs[memory] = {
+            "marks": log.marks,
+            "tags": list(log.tags.items()),
+            "ends": log.ends,
+            "workspaces": list(log.workspaces.items()),
+            "place_names": log.place_names,
+        }
+    rest: dict[str, Any] = {
+        "rank": trace.rank,
+        **logs,
+        "axes": meter.axes,
+        "operations": [[asdict(operation), count] for operation, count in meter.counts.items()],
+        "program": None,
+    }
+    if program is not None:
+        named = {field.name: getattr(program, field.name) for field in fields(program)}
+        arrays |= {f"{_PROGRAM}{name}": x for name, x in named.items() if isinstance(x, np.ndarray)}
+        rest["program"] = {
+            **{name: x for name, x in named.items() if not isinstance(x, np.ndarray)},
+            "groups": [asdict(group) for group in program.groups],
+        }
+    stream = io.BytesIO()
+    text = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
+    # Any: the stub has a keyword of its own among the names of arrays
+    entries: dict[str, Any] = {**arrays, _REST: text}
+    np.savez(stream, **entries)
+    # a sixth of the time of higher levels, or of compressing each array, and as small to a tenth
+    archive = zlib.compress(stream.getvalue(), level=1)
+    return hashlib.sha256(archive).digest() + archive
+
+
+def from_bytes(content: bytes, cell: Cell) -> Trace:
+    """The trace of :func:`to_bytes`, as one of ``cell``.
+
+    Raises:
+        DamagedTrace: the content is not what was written.
+    """
+    digest, archive = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(archive).digest() != digest:
+        raise DamagedTrace("its digest is not that of its content")
+    try:
+        with np.load(io.BytesIO(zlib.decompress(archive)), allow_pickle=False) as arrays:
+            return _trace(dict(arrays), cell)
+    except Exception as error:  # a file that was never a trace: NumPy and zipfile raise what they will
+        raise DamagedTrace(f"{type(error).__name__}: {error}") from error
+
+
+def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
+    rest = json.loads(arrays.pop(_REST).tobytes())
+    memory, host_memory = (_memory_log(name, rest[name], arrays) for name in _MEMORIES)
+    meter = CommunicationMeter(rest["axes"])
+    meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})
+    program = None if rest["program"] is None else _program(rest["program"], arrays)
+    return Trace(cell, rest["rank"], memory, meter, program, {}, host_memory)
+
+
+def _memory_log(memory: str, rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryLog:
+    return MemoryLog(
+        marks=[(name, first) for name, first in rest["marks"]],
+        tags=dict(rest["tags"]),
+        ends=rest["ends"],
+        workspaces=dict(rest["workspaces"]),
+        place_names=rest["place_names"],
+        **{name: arrays[f"{memory}.{name}"].tolist() for name in _OF_LOGS},
+    )
+
+
+def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:
+    groups = [
+        Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"]), tuple(g["steps"]))
+        for g in rest["groups"]
+    ]
+    return Program(
+        **{name.removeprefix(_PROGRAM): x for name, x in arrays.items() if name.startswith(_PROGRAM)},
+        mesh=tuple(rest["mesh"]),
+        names=tuple(rest["names"]),
+        groups=tuple(groups),
+        peers=_tuples(rest["peers"]),
+        marks=tuple((name, first) for name, first in rest["marks"]),
+        unpriced=tuple(rest["unpriced"]),
+    )
+
+
+def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each) for each in lists)

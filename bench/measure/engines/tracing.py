@@ -18,17 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import trace_cache
-from spbench.bench.measure.engines.deep_models import Effort, few_layers
-from spbench.bench.measure.engines.deepened_traces import DeepTrace
+from spbench.bench.measure.engines.deepened_traces import DeepTrace, Effort, few_layers
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import record_step, workspace_bytes
-from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.traces import Trace, making
 from spbench.bench.measure.processes.starting import environment_with
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.bench.measure.trace.meter import meter_classes
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import (
     FakeStore,
     FakeTensorMode,
@@ -132,7 +129,7 @@ def _put_together(cell: Cell, rank: int, events: bool, effort: Effort) -> Trace 
 
 def _kept(cell: Cell, rank: int, events: bool) -> Trace:
     """The trace with all layers of the cell, from disk if it is there."""
-    with trace_cache.making(cell, rank, events) as kept:
+    with making(cell, rank, events) as kept:
         if kept.trace is None:
             kept.trace = _traced(cell, rank, events)
     return kept.trace

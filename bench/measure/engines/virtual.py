@@ -10,14 +10,20 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
-from spbench.bench.measure.engines.host_memory import limit_by_host
 from spbench.bench.measure.engines.pipeline_stages import stage_traces
-from spbench.bench.measure.engines.plan import RankClass, model_parameters, plan, rank_classes, sending_class
+from spbench.bench.measure.engines.plan import (
+    RankClass,
+    model_parameters,
+    plan,
+    rank_classes,
+    sending_class,
+    usable_memory_bytes,
+)
+from spbench.bench.measure.engines.rank_memory import limit_by_host
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
 from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement

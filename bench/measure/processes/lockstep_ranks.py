@@ -33,8 +33,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.utils._mode_utils import no_dispatch
 
-from spbench.bench.measure.processes.rank_job import RankAnswer, RankJob, collect
 from spbench.bench.measure.processes.rank_pool import Ranks
+from spbench.bench.measure.processes.stacks import RankAnswer, RankJob, collect
 from spbench.impls.axes import device_mesh
 from spbench.impls.outside_code import printed, told
 

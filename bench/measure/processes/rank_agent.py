@@ -33,9 +33,8 @@ import torch.distributed as dist
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import when_parent_is_gone
-from spbench.bench.measure.processes.rank_job import RankAnswer, RankJob
 from spbench.bench.measure.processes.rank_pool import RankProcess, Rendezvous
-from spbench.bench.measure.processes.stacks import STACKS_FOLDER, stacks_of
+from spbench.bench.measure.processes.stacks import STACKS_FOLDER, RankAnswer, RankJob, stacks_of
 from spbench.bench.measure.processes.starting import starting_context
 
 #: seconds between two signs of life of an agent, and without one until its machine is taken for lost

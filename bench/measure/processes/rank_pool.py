@@ -27,9 +27,12 @@ import torch.distributed as dist
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
-from spbench.bench.measure.processes.rank_job import RankAnswer, RankError, RankJob, collect
 from spbench.bench.measure.processes.stacks import (
     STACKS_FOLDER,
+    RankAnswer,
+    RankError,
+    RankJob,
+    collect,
     stacks_of,
     write_collectives_on_signal,
     write_stacks_on_signal,

@@ -25,9 +25,16 @@ import torch.distributed as dist
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import Child, when_parent_is_gone
 from spbench.bench.measure.processes.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for
-from spbench.bench.measure.processes.rank_job import AGENTS, GRACE_S, RankAnswer, RankError, RankJob, collect
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks, Rendezvous, loopback_store
-from spbench.bench.measure.processes.stacks import STACKS_S
+from spbench.bench.measure.processes.stacks import (
+    AGENTS,
+    GRACE_S,
+    STACKS_S,
+    RankAnswer,
+    RankError,
+    RankJob,
+    collect,
+)
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.impls.layout import Unavailable
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions, requirements
-from spbench.bench.cell_files import remote_name
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import resolved
-from spbench.bench.measure.engines.engine import engine_class, engines
+from spbench.bench.measure.engines.engine import Candidates, engine_class, engines, quantities
 from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.quantities import Candidates, quantities
 from spbench.bench.measure.trace.meter import meters
+from spbench.bench.setting_values import remote_name
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import models, unchanged_model

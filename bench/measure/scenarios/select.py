@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
-from spbench.bench.cell_files import names_a_file, read_model_file
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.choices import cell_names, check_known, names, strategy_problem
-from spbench.bench.measure.scenarios.engine_settings import Asked, ignored, on_device, playing_rank
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.setting_changes import changed, given
-from spbench.bench.setting_values import size
+from spbench.bench.measure.scenarios.expand import Asked, ignored, on_device, playing_rank
+from spbench.bench.measure.scenarios.scenario import Scenario, changed, given
+from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
 
 ALL = "all"

@@ -18,8 +18,12 @@ from typing import TypeVar
 import numpy as np
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
-from spbench.bench.measure.clusters.links import CollectiveModel
-from spbench.bench.measure.clusters.rates import AttentionRates, ProductRate, operator_seconds
+from spbench.bench.measure.clusters.rates import (
+    AttentionRates,
+    CollectiveModel,
+    ProductRate,
+    operator_seconds,
+)
 from spbench.bench.measure.simulator import flash_attention_grid as grid
 from spbench.bench.measure.simulator.attention_calls import attention_calls
 from spbench.bench.measure.simulator.collective_costs import (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.clusters.host import Host
+from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.periods import Periods
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, RECORD, WAIT, Program

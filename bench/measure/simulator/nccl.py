@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.clusters.links import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
+from spbench.bench.measure.clusters.rates import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
 from spbench.bench.measure.simulator.collective_costs import GroupLinks, pairwise_seconds
 
 _US, _GB = 1e-6, 1e9

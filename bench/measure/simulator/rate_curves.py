@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
-from spbench.bench.measure.clusters.links import Link
-from spbench.bench.measure.clusters.rates import AttentionRate
+from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import MATRIX_PRODUCT
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder

@@ -17,9 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.measure.clusters.cluster import Grade
-from spbench.bench.measure.clusters.links import Link
-from spbench.bench.measure.clusters.rates import AttentionRate
-from spbench.bench.measure.clusters.sourced import Sourced
+from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.attention_calls import AttentionCall, attention_calls
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import (

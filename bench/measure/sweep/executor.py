@@ -19,12 +19,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.run_cell import Run
-from spbench.bench.measure.processes.rank_job import AGENTS
-from spbench.bench.measure.processes.stacks import STACKS_FOLDER
+from spbench.bench.measure.processes.stacks import AGENTS, STACKS_FOLDER
 from spbench.bench.measure.sweep.dask_task import (
     Installation,
     OtherInstallation,

@@ -11,9 +11,15 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.engines.run_cell import Run, run_cell
 from spbench.bench.measure.processes.starting import usable_cores
-from spbench.bench.measure.sweep.digest import Digesting, digest, digests_of_a_run, is_final
 from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.provenance import project_commit, provenance
+from spbench.bench.measure.sweep.provenance import (
+    Digesting,
+    digest,
+    digests_of_a_run,
+    is_final,
+    project_commit,
+    provenance,
+)
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.verify.proof import reasons_against

@@ -26,8 +26,12 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_property
 from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
-from spbench.bench.measure.processes.rank_job import NO_END
-from spbench.bench.measure.processes.stacks import STACKS_FOLDER, write_stacks_on_signal, written_stacks
+from spbench.bench.measure.processes.stacks import (
+    NO_END,
+    STACKS_FOLDER,
+    write_stacks_on_signal,
+    written_stacks,
+)
 from spbench.bench.measurement import Outcome, shortened
 
 #: seconds that a worker has to end its own processes before it is killed
@@ -167,10 +171,10 @@ def _serve_cells(connection: Connection, pickled_run: bytes, folder: Path) -> No
     run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
-    from spbench.bench.measure.engines import trace_cache
+    from spbench.bench.measure.engines import traces
 
     torch.set_num_threads(1)  # the workers share the cores
-    trace_cache.use()
+    traces.use()
     with suppress(OSError):
         for cell, other in requests(connection):
             connection.send_bytes(pickle.dumps(None))

@@ -27,9 +27,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from spbench.bench.cell_files import names_a_file, read_model_file
-from spbench.bench.measure.processes.rank_job import NO_END, RankError
 from spbench.bench.measure.processes.rank_pool import Ranks
+from spbench.bench.measure.processes.stacks import NO_END, RankError
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.processes.torchrun import ranks_for, shared_backend
 from spbench.bench.measure.verify.explanation import explain_failure, explain_values
@@ -44,6 +43,7 @@ from spbench.bench.measure.verify.judged import (
 from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
+from spbench.bench.setting_values import names_a_file, read_model_file
 from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.processes.rank_job import RankError
 from spbench.bench.measure.processes.rank_pool import Ranks
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.trace.communication import communication_of
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
 from spbench.bench.measure.verify.judged import Discrepancy, limits, relative_errors

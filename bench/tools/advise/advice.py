@@ -10,7 +10,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.setting_changes import written
+from spbench.bench.measure.scenarios.scenario import written
 from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
 from spbench.bench.tools.advise.possible import Absence
 from spbench.bench.tools.advise.question import Question

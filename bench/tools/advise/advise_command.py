@@ -90,7 +90,7 @@ def command(
     figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
     is kept, so that the same command goes on where it was stopped.
     """
-    from spbench.bench.measure.scenarios.setting_changes import given
+    from spbench.bench.measure.scenarios.scenario import given
     from spbench.bench.tools.advise.advise_report import check_figure, report
     from spbench.bench.tools.advise.ask import answered
     from spbench.bench.tools.advise.question import question, whole_numbers

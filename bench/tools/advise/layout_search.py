@@ -18,7 +18,7 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.setting_changes import changed
+from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates, ordered
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Way, settings_of

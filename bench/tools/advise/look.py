@@ -17,12 +17,11 @@ from typing import Any, Literal, TypeVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.deep_models import stage_layers, with_layers
+from spbench.bench.measure.engines.deepened_traces import stage_layers, with_layers
 from spbench.bench.measure.engines.extrapolate import DEPTHS, PeakModel
-from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.plan import plan, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.repeated_events import stretches
 from spbench.bench.measure.memory.replay import replay

@@ -13,7 +13,7 @@ from spbench.bench.measure.clusters.changed_figures import changed_cluster
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.scenarios.choices import names, unknown
-from spbench.bench.measure.scenarios.setting_changes import given_once, option_values, written
+from spbench.bench.measure.scenarios.scenario import given_once, option_values, written
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_attention

@@ -10,9 +10,9 @@ from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.attention_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.setting_changes import changed, written
+from spbench.bench.measure.clusters.kinds_of_work import cannot_run
+from spbench.bench.measure.scenarios.scenario import changed, written
 from spbench.bench.tools.advise.look import looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.fit.asking import Asking

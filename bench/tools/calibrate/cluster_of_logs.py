@@ -8,10 +8,8 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.measure.clusters.links import Link
-from spbench.bench.measure.clusters.rates import AttentionKernel
-from spbench.bench.tools.calibrate.log_findings import Findings
-from spbench.bench.tools.calibrate.plausible import ROUNDING, check_plausible, one_card
+from spbench.bench.measure.clusters.rates import AttentionKernel, Link
+from spbench.bench.tools.calibrate.log_findings import ROUNDING, Findings, check_plausible, one_card
 from spbench.bench.tools.calibrate.rate_fits import (
     LARGE_PASS_BYTES,
     Rate,

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.distributed import SEED
 from spbench.bench.measure.engines.setup import set_up
-from spbench.bench.measure.engines.timed_steps import seconds
+from spbench.bench.measure.engines.step_times import seconds
 from spbench.impls.training.step import PRECISIONS, initialize
 
 _KIB, _MIB = 2**10, 2**20

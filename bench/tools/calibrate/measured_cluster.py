@@ -13,10 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import Cluster, Device, MeasuredRate
-from spbench.bench.measure.clusters.host import Host
-from spbench.bench.measure.clusters.links import BusRate, Link, Network, RatedCollective
-from spbench.bench.measure.clusters.rates import ProductRate
-from spbench.bench.measure.clusters.sourced import Sourced
+from spbench.bench.measure.clusters.rates import (
+    BusRate,
+    Host,
+    Link,
+    Network,
+    ProductRate,
+    RatedCollective,
+    Sourced,
+)
 from spbench.bench.measure.engines import distributed, tracing
 from spbench.bench.measure.simulator.program import KERNEL
 from spbench.bench.measure.sweep.provenance import cpu_model
@@ -28,9 +33,14 @@ from spbench.bench.tools.calibrate.collective_rates import (
     ranks_per_node,
 )
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint, RateSweep, compute_rates
-from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, operator_points
+from spbench.bench.tools.calibrate.operator_times import (
+    INSIDE_STEPS,
+    host_figures,
+    operator_points,
+    operator_times,
+    product_fit,
+)
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
-from spbench.bench.tools.calibrate.step_figures import host_figures, operator_times, product_fit
 
 #: digits of a measured rate
 _DIGITS = 4

@@ -4,7 +4,7 @@ Results are joined by cell key, published numbers by claim and cells. Worse is: 
 bytes, a formula no longer met, more peak or reserved memory or a longer step on virtual ranks, a smaller
 answer of a search, a larger absolute error against what was published, a number that is not finite, and
 whatever is gone. Bytes and answers are compared exactly, simulated times and errors to a tolerance; times and
-memory of real ranks differ from run to run, so :mod:`tools.changes.measured_change` judges them.
+memory of real ranks differ from run to run, so :mod:`tools.changes.change_evidence` judges them.
 Provenance, order, reasons and elapsed times are not judged.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.measured_code import code_digest, is_baseline, refuse_unmeasured_checkout
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.change_explanation import why
-from spbench.bench.tools.changes.measured_change import measured_changes
+from spbench.bench.tools.changes.change_evidence import measured_changes, why
 from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Difference, Verdict, readings
 from spbench.bench.tools.changes.result_files import Results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE

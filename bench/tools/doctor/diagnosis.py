@@ -2,6 +2,9 @@
 
 What a check needs it imports itself: a library that is missing, crashes or hangs as it is imported is what it
 observes.
+
+Checks of Python, of the libraries that are installed, and of what the system gives: room on disks, shared
+memory, open files, cores and memory.
 """
 
 from __future__ import annotations
@@ -9,16 +12,26 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 from typing import Literal
 
-from spbench.bench.measure.processes.starting import environment_of_child
+from spbench.bench.files import CACHE_FOLDER, cache_folder
+from spbench.bench.measure.processes.starting import environment_of_child, usable_cores
+from spbench.bench.measure.sweep.provenance import memory_bytes
+from spbench.bench.units import GIB, MIB
+from spbench.impls.discovery import installed_version
 
 #: what the child runs: the function's module and name are its arguments
 _CHILD = "from spbench.bench.tools.doctor.diagnosis import print_observations; print_observations()"
@@ -140,3 +153,178 @@ def print_observations() -> None:
     with redirect_stdout(sys.stderr):
         observations = [asdict(each) for each in getattr(importlib.import_module(module), function)()]
     print(json.dumps(observations))
+
+
+_OLDEST_PYTHON = (3, 11)
+#: compute capabilities for which a kernel is compiled: P100, V100, A100, H100, B200
+_CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
+#: what an extra is for, in the words of a remedy
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+#: below these a disk is full, or soon will be: a sweep's rows take a few MiB, its traces up to 2 GiB
+_FULL_BYTES, _LITTLE_BYTES = 50 * MIB, 2 * GIB
+#: shared memory that NCCL and data loaders can do with
+_SHARED_BYTES = GIB
+#: open files that some dozens of ranks need, with their sockets
+_OPEN_FILES = 1024
+
+
+def python() -> Iterator[Observation]:
+    """The interpreter and the system."""
+    text = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
+    remedy = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
+    yield Observation.judged("Python", sys.version_info >= _OLDEST_PYTHON, text, remedy, "missing", True)
+
+
+def packages() -> Iterator[Observation]:
+    """The distributions that spbench declares: those that it needs, and those of each extra."""
+    try:
+        declared = requires("spbench") or []
+    except PackageNotFoundError:
+        yield Observation("spbench", "warning", "not installed, only text on the path", "pip install -e .")
+        return
+    versions: dict[str, dict[str, str | None]] = {}
+    for requirement in declared:
+        marked = _EXTRA.search(requirement)
+        name = re.split(r"[\s;<>=!~\[(]", requirement, maxsplit=1)[0]
+        versions.setdefault(marked[1] if marked else "", {})[name] = installed_version(name)
+    for extra, installed in versions.items():
+        absent = [name for name, version in installed.items() if version is None]
+        there = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
+        subject = f"packages of the extra {extra}" if extra else "packages"
+        remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
+        if absent:
+            there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
+        yield Observation.judged(subject, not absent, there, remedy, "missing", not extra)
+
+
+def py_spy() -> Iterator[Observation]:
+    """The program that reads the stacks of a process that hangs, Python's and C's."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        remedy = "pip install py-spy; without it the stacks of a rank that hangs are Python's alone"
+        yield Observation("py-spy", "missing", "not installed", remedy)
+        return
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+    yield Observation("py-spy", "ok", f"{done.stdout.strip()}, {program}")
+
+
+def torch() -> Iterator[Observation]:
+    """The build of torch, and Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    yield Observation("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    text = "in this build of torch" if has_gloo else "not in this build of torch"
+    remedy = "install a build of torch with torch.distributed and Gloo"
+    yield Observation.judged("Gloo", has_gloo, text, remedy, "missing", True)
+
+
+def triton() -> Iterator[Observation]:
+    """Triton, and for which GPUs it compiles a kernel of ours; that needs no GPU."""
+    try:
+        import triton
+    except ImportError as error:
+        remedy = "pip install triton (Linux); linear attention is slower on GPUs without it"
+        yield Observation("Triton", "missing", f"cannot be imported: {error}", remedy)
+        return
+    failed: dict[str, str] = {}
+    for card, capability in _CAPABILITIES.items():
+        try:
+            _compile(capability)
+        except Exception as error:  # of a compiler anything can be raised
+            failed[card] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    works = ", ".join(f"{card} (sm_{_CAPABILITIES[card]})" for card in _CAPABILITIES if card not in failed)
+    text = f"{triton.__version__}, compiles for {works or 'none'}"
+    text += next((f"; not for {card}: {why}" for card, why in failed.items()), "")
+    remedy = f"another version of Triton, if you have one of these: {', '.join(failed)}"
+    yield Observation.judged("Triton", not failed, text, remedy)
+
+
+def _compile(capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from spbench.impls.kernels import linear_attention_triton as kernels
+
+    scan = kernels._scan
+    constants = {"SIZE": 64 * 64, "BACKWARD": False, "TS": kernels.SCANNED}
+    types = {"states": "*fp32", "rates": "*fp32"}
+    source = triton.compiler.ASTSource(
+        scan,
+        {name: "constexpr" if name in constants else types.get(name, "i32") for name in scan.arg_names},
+        {(place,): constants[name] for place, name in enumerate(scan.arg_names) if name in constants},
+    )
+    triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+# -- what the system gives -------------------------------------------------------------------------------
+
+
+def disks() -> Iterator[Observation]:
+    """Where results and the cache go, and temporary files: can they be written, and how much is free?"""
+    yield _disk("disk of results", Path("results"), "run spbench in a folder with room, or give --output")
+    cache = cache_folder()
+    if cache is None:
+        remedy = f"set {CACHE_FOLDER} to a folder"
+        yield Observation("disk of the cache", "warning", "traces are not kept", remedy)
+    else:
+        remedy = f"point {CACHE_FOLDER} to a folder with room; without it every cell is traced again"
+        yield _disk("disk of the cache", cache, remedy, is_needed=False)
+    yield _disk("temporary files", Path(tempfile.gettempdir()), "point TMPDIR to a folder with room")
+
+
+def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Observation:
+    """The room in the folder, or where it is not there yet, in the one in which it would be made."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"spbench")
+            probe.flush()
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        return Observation(subject, "missing", f"{there}: {error.strerror}", remedy, is_needed)
+    text = f"{free / GIB:.1f} GiB free in {there}"
+    if free < _FULL_BYTES:
+        return Observation(subject, "missing", text, remedy, is_needed)
+    return Observation.judged(subject, free >= _LITTLE_BYTES, text, remedy)
+
+
+def shared_memory() -> Iterator[Observation]:
+    """/dev/shm, through which the ranks of a node talk under NCCL."""
+    what, folder = "shared memory", Path("/dev/shm")
+    if not folder.is_dir():
+        yield Observation(what, "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it")
+        return
+    size = shutil.disk_usage(folder)
+    text = f"{size.free / GIB:.1f} of {size.total / GIB:.1f} GiB free in {folder}"
+    enough = size.free >= _SHARED_BYTES
+    yield Observation.judged(what, enough, text, "in a container: docker run --shm-size=8g")
+
+
+def open_files() -> Iterator[Observation]:
+    """How many files, and so sockets, a process may have open."""
+    try:
+        import resource
+    except ImportError:
+        yield Observation("open files", "warning", "this system does not say how many may be open")
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
+    text = f"{limit} a process, of at most {most}"
+    enough = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
+    yield Observation.judged("open files", enough, text, "ulimit -n 65536 before you start many ranks")
+
+
+def machine() -> Iterator[Observation]:
+    """Cores that this process may use, and memory."""
+    text = f"{usable_cores()} of {os.cpu_count()} cores"
+    if (memory := memory_bytes()) is not None:
+        text += f", {memory / GIB:.1f} GiB of memory"
+    remedy = "two ranks share one core: their times mean little"
+    yield Observation.judged("machine", usable_cores() > 1, text, remedy)

@@ -9,24 +9,24 @@ import click
 from spbench.bench.command_line.options import WORDS, many, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.tools.doctor import gpu_checks, installation_checks, rank_checks
+from spbench.bench.tools.doctor import device_checks, diagnosis
 from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
 
 #: by name, in the order of the diagnosis
 CHECKS = {
-    "python": Check(installation_checks.python, is_needed=True),
-    "packages": Check(installation_checks.packages, is_needed=True),
-    "py-spy": Check(installation_checks.py_spy),
-    "torch": Check(installation_checks.torch, is_needed=True),
-    "triton": Check(installation_checks.triton, limit_s=120),
-    "driver": Check(gpu_checks.driver),
-    "cuda": Check(gpu_checks.cuda, limit_s=180),
-    "virtual": Check(rank_checks.virtual_ranks, is_needed=True, limit_s=120),
-    "distributed": Check(rank_checks.real_ranks, is_needed=True, limit_s=120),
-    "disk": Check(installation_checks.disks, is_needed=True),
-    "shared-memory": Check(installation_checks.shared_memory),
-    "open-files": Check(installation_checks.open_files),
-    "machine": Check(installation_checks.machine),
+    "python": Check(diagnosis.python, is_needed=True),
+    "packages": Check(diagnosis.packages, is_needed=True),
+    "py-spy": Check(diagnosis.py_spy),
+    "torch": Check(diagnosis.torch, is_needed=True),
+    "triton": Check(diagnosis.triton, limit_s=120),
+    "driver": Check(device_checks.driver),
+    "cuda": Check(device_checks.cuda, limit_s=180),
+    "virtual": Check(device_checks.virtual_ranks, is_needed=True, limit_s=120),
+    "distributed": Check(device_checks.real_ranks, is_needed=True, limit_s=120),
+    "disk": Check(diagnosis.disks, is_needed=True),
+    "shared-memory": Check(diagnosis.shared_memory),
+    "open-files": Check(diagnosis.open_files),
+    "machine": Check(diagnosis.machine),
 }
 
 

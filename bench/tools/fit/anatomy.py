@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic.dataclasses import dataclass
 
+from spbench.bench.measure.engines.plan import usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator
 from spbench.bench.measure.memory.repeated_events import stretches

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spbench.bench.cell_files import CONFIG, names_a_file, remote_name
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file
 from spbench.bench.measure.scenarios.choices import names
 from spbench.bench.measure.scenarios.scenario import PACKAGE
+from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.torchtitan_files import has_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml

@@ -7,11 +7,10 @@ import math
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.extrapolate import PeakModel
-from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.plan import rank_classes, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.fit.anatomy import ANATOMY, anatomy, fullest, plain

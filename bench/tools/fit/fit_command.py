@@ -41,7 +41,7 @@ def _asking(command: Function) -> Function:
         variant: str | None,
         **others: Any,
     ) -> Any:
-        from spbench.bench.measure.scenarios.setting_changes import given
+        from spbench.bench.measure.scenarios.scenario import given
         from spbench.bench.tools.fit.asked import Asked
 
         sizes = {name: others.pop(name) for name in ("seq_len", "batch")}

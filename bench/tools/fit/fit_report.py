@@ -8,9 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.memory_table import memory_table
-from spbench.bench.command_line.output import Column, Output, Table, records
-from spbench.bench.measure.scenarios.setting_changes import written
+from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
+from spbench.bench.measure.scenarios.scenario import written
 from spbench.bench.measure.trust.bands import (
     PEAK,
     RESERVED,

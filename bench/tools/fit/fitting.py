@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import cache_folder
 from spbench.bench.errors import UserError
+from spbench.bench.files import cache_folder
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.fit.anatomy import plain
 from spbench.bench.tools.fit.asked import Asked

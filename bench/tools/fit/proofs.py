@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.setting_changes import changed, written
+from spbench.bench.measure.scenarios.scenario import changed, written
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard, within
 from spbench.bench.tools.fit.examine import attempt
 from spbench.bench.tools.fit.fit_verdict import Verdict

@@ -10,7 +10,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.files import write_whole
-from spbench.bench.measure.engines import trace_cache, tracing
+from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.memory.allocator import CachingAllocator
@@ -27,7 +27,7 @@ def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    with trace_cache.used():
+    with traces.used():
         log = tracing.trace(cell, rank, events=can_time(cell)).memory
     return write_whole(path, pickle.dumps(snapshot(log, allocator_of(cell))))
 

@@ -12,15 +12,14 @@ from typing import Any
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.attention_kernels import usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
 from spbench.bench.measure.scenarios.choices import names, refusal
 from spbench.bench.measure.scenarios.expand import Problem, expand
-from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.scenarios.scenario import changed, load_scenario, written
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.scenarios.setting_changes import changed, written
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.suggestions import usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, Given, key_account
+from spbench.bench.tools.jobs.account import Account, Given, key_account, variables
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
     ProgramArgument,
@@ -22,7 +22,6 @@ from spbench.bench.tools.jobs.argument_tables import (
 from spbench.bench.tools.jobs.job import Argument, Job, Outcome
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
-from spbench.bench.tools.jobs.variables import variables
 
 #: of which a configuration has some, and that no other kind has
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}

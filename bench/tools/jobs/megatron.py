@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, Given
+from spbench.bench.tools.jobs.account import Account, Given, variables
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
@@ -18,7 +18,6 @@ from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_m
 from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word, unknown_in
-from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import parse_yaml
 
 _PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")

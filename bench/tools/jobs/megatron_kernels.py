@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.attention_kernels import engines_choice, generation_of
 from spbench.bench.measure.clusters.cluster import Device, load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import engines_choice, generation_of
 from spbench.bench.tools.jobs.account import Account
 
 #: the variable that says the release of NVIDIA's container of PyTorch, and which it sets itself: "24.01"

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS
-from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.account import ALLOCATOR, Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan_files import content_of
-from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
 #: by context_parallel_rotate_method; with the strategy's own options

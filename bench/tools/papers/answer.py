@@ -23,11 +23,10 @@ from spbench.bench.measure.scenarios.expand import Problem
 from spbench.bench.measure.scenarios.scenario import Document, Scenario
 from spbench.bench.measure.scenarios.scenario import load_scenario as load_cells
 from spbench.bench.measurement import Measurement
-from spbench.bench.published_number import InferredSetting, PublishedNumber
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
 from spbench.bench.tools.papers.selector import Selector
-from spbench.bench.yaml_files import StrictModel
+from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel
 from spbench.impls.discovery import named_classes
 
 KINDS_PACKAGE = "spbench.bench.tools.papers.answers"

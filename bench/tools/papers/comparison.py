@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
-from spbench.bench.published_number import finite
+from spbench.bench.yaml_files import finite
 
 if TYPE_CHECKING:
     from pandas import DataFrame

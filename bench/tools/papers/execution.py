@@ -15,14 +15,14 @@ import click
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.progress import SweepProgress, message, remark
-from spbench.bench.measure.clusters.attention_kernels import usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
 from spbench.bench.measure.scenarios.choices import option_mistakes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
 from spbench.bench.measure.sweep import sweep
-from spbench.bench.measure.sweep.digest import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.executor import Executor, opened
+from spbench.bench.measure.sweep.provenance import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import priced_by_in_words

@@ -11,9 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import rank_classes
-from spbench.bench.published_number import finite
 from spbench.bench.tools.papers.answer import QUANTITIES, Mistake, unknown_quantity
-from spbench.bench.yaml_files import StrictModel
+from spbench.bench.yaml_files import StrictModel, finite
 
 #: fields of the entries of :attr:`Measurement.by_class`
 CLASS_QUANTITIES = ("peak_memory_bytes", "reserved_memory_bytes", "allocated_bytes")

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.published_number import PublishedNumber, finite
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
-from spbench.bench.yaml_files import StrictModel, packaged
+from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packaged
 
 #: where published files of the package are: those of papers, of measurements on real machines, and of step
 #: times that others published

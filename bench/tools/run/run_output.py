@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.memory_table import memory_table
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.digest import digests_of_a_run, is_final, outdated
-from spbench.bench.measure.sweep.frames import flat, flat_rows
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.measure.sweep.provenance import digests_of_a_run, is_final, outdated
+from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, flat_rows, read_rows
 from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.memory_table import memory_table
-from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.output import Output, memory_table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster

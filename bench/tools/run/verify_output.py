@@ -12,7 +12,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from spbench.bench.cell_files import names_a_file
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
@@ -23,8 +22,8 @@ from spbench.bench.measure.scenarios.choices import (
     option_mistakes,
     strategy_problem,
 )
-from spbench.bench.measure.scenarios.engine_settings import Asked, chosen_device
-from spbench.bench.measure.scenarios.setting_changes import option_values
+from spbench.bench.measure.scenarios.expand import Asked, chosen_device
+from spbench.bench.measure.scenarios.scenario import option_values
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases
 from spbench.bench.measure.verify.verdicts import (
@@ -36,6 +35,7 @@ from spbench.bench.measure.verify.verdicts import (
     verified_code,
 )
 from spbench.bench.row import finite
+from spbench.bench.setting_values import names_a_file
 from spbench.impls.models.model import models as all_models
 from spbench.impls.registries import absent, peers
 from spbench.impls.strategies.nesting import pairs as all_pairs

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.attention_kernels import cannot_run, usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import cannot_run, usual_kernel
 from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.setting_changes import changed
+from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.fit.subject import ATTENTION, with_usual_attention
 
 

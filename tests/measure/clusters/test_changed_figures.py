@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spbench.bench.disk_cache import CACHE_FOLDER
 from spbench.bench.errors import UserError
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.changed_figures import changed_cluster, is_figure, sweep
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
 from spbench.bench.yaml_files import validate

@@ -17,8 +17,8 @@ from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.processes.rank_job import RankError
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.strategies.base import Unsupported

@@ -9,8 +9,8 @@ import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.host_memory import host_peaks, limit_by_host
 from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.rank_memory import host_peaks, limit_by_host
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.trace.memory import PAGEABLE

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import deep_models, pipeline_stages, trace_cache, tracing, virtual
+from spbench.bench.measure.engines import deepened_traces, pipeline_stages, traces, tracing, virtual
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.trace_export import trace_events
-from spbench.bench.measure.trace import step_records, uncut_pieces
-from spbench.bench.measure.trace.recorded_streams import RecordedEvent, Streams
+from spbench.bench.measure.trace import operator_results, step_records
+from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
 from spbench.impls import rings
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.optimizer import Optimizer
@@ -51,8 +51,8 @@ TINY = [name for name in models() if "-tiny" in name]
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    for effort in deep_models.LEAST:
-        monkeypatch.setitem(deep_models.LEAST, effort, LAYERS)
+    for effort in deepened_traces.LEAST:
+        monkeypatch.setitem(deepened_traces.LEAST, effort, LAYERS)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         patched.setattr(pipeline, "keyed_steps", choosing("micro_batches"))
         patched.setattr(virtual, "stage_traces", stages)
         notes(tracing, "_put_together", "layers")
-        notes(uncut_pieces._Uncut, "side_by_side", "pieces")
+        notes(operator_results._Uncut, "side_by_side", "pieces")
         yield taken
 
 
@@ -241,7 +241,7 @@ def test_a_guess_is_put_together_without_a_proof(monkeypatch: pytest.MonkeyPatch
 def test_a_trace_on_disk_is_of_few_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """A model of yet another depth is put together from the same ones."""
     monkeypatch.setenv("SPBENCH_CACHE", str(tmp_path))
-    with trace_cache.used():
+    with traces.used():
         tracing.trace(deep("single"))
         monkeypatch.setattr(tracing, "_traced", lambda *_: pytest.fail("traced"))
         ours = tracing.trace(deep("single", model_options={"layers": LAYERS + 1}))
@@ -348,7 +348,7 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
         "by",
         lambda by: lambda self, layers: by(self, max(1, layers - 1)),
     ),
-    "pieces are copied": ("columns", uncut_pieces._Uncut, "side_by_side", copied),
+    "pieces are copied": ("columns", operator_results._Uncut, "side_by_side", copied),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
-from spbench.bench.measure.engines.quantities import Candidates
+from spbench.bench.measure.engines.engine import Candidates
 from spbench.bench.measure.engines.search import largest_that_fits
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.scenarios.scenario import load_scenario

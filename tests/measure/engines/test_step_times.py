@@ -1,15 +1,81 @@
-"""The time of a step in a measurement: model FLOPs, what bounds it, what its rates are."""
+"""The time of a step in a measurement: model FLOPs, what bounds it, what its rates are.
+
+What steps on a real device say beside their times.
+
+The clock of real ranks: samples of the slowest rank, the same on all, in seconds of one call.
+"""
 
 from __future__ import annotations
 
-import pytest
+import time
 
-from spbench.bench.cell import Cell, Sizes, TrainingOptions
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell, Sizes, Timing, TrainingOptions
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines.model_flops import forward_flops
-from spbench.bench.measure.engines.step_times import bound_of, utilization
+from spbench.bench.measure.engines import step_times
+from spbench.bench.measure.engines.step_times import (
+    add_timed_steps,
+    bound_of,
+    forward_flops,
+    remark,
+    seconds,
+    utilization,
+)
 from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measurement import Measurement
 from tests.measure.simulator.step_programs import cluster
+
+
+def test_steps_on_a_cpu() -> None:
+    calls: list[None] = []
+    metered, timing = Measurement(peak_memory_bytes=7), Timing(warmup=2, samples=3)
+    timed = add_timed_steps(metered, 1, lambda: calls.append(None), timing, "cpu")
+    assert len(calls) == 5
+    assert len(timed.step_time_samples_s) == 3
+    assert (timed.ranks[0]["rank"], timed.ranks[0]["device"], timed.peak_memory_bytes) == (1, "cpu", 7)
+    assert "telemetry" not in timed.ranks[0]
+
+
+def test_a_row_says_on_which_rank_clocks_fell() -> None:
+    quiet = {"rank": 0, "telemetry": {"clocks_note": None}}
+    hot = {"rank": 5, "telemetry": {"clocks_note": "clocks fell to 1200 MHz (thermal)"}}
+    assert remark([quiet, {"rank": 1}]) == ""
+    assert remark([quiet, hot]) == "rank 5: clocks fell to 1200 MHz (thermal)"
+
+
+#: the second far beyond what a busy machine delays a barrier by
+_LONG_S, _LATE_S = 0.04, 2.0
+
+
+def uneven_steps(mesh: DeviceMesh) -> tuple[list[float], list[float]]:
+    """Steps of which rank 1's are long, and steps that only communicate, to which rank 1 comes late."""
+    rank = dist.get_rank()
+    uneven = seconds(lambda: time.sleep(_LONG_S * rank), mesh.device_type, repeats=3)
+    time.sleep(_LATE_S * rank)
+    return uneven, seconds(dist.barrier, mesh.device_type, repeats=3)
+
+
+def test_a_step_is_as_long_as_on_the_slowest_rank(pool: RankPool) -> None:
+    (first, after_waiting), *others = pool.run({"dp": 2}, uneven_steps)
+    assert others == [(first, after_waiting)]
+    assert len(first) == 3
+    assert min(first) >= _LONG_S
+    assert max(after_waiting) < _LATE_S / 2  # none begins before all are there
+
+
+@pytest.mark.parametrize("burst", [1, 4])
+def test_a_sample_is_one_call(burst: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that calls alone move, as a busy machine has other times."""
+    calls: list[float] = []
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: sum(calls))
+    samples = seconds(lambda: calls.append(_LONG_S), "cpu", repeats=2, burst=burst)
+    assert len(calls) == 2 * burst
+    assert samples == pytest.approx([_LONG_S] * 2)  # not the burst's
+
 
 #: of one layer, forward: products of 2 x 32 tokens, H 128
 TINY = {"model": "bert-tiny", "batch": 2, "seq_len": 32, "cluster": "a100-nodes"}

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measure.engines import trace_cache, tracing
+from spbench.bench.files import CACHE_FOLDER
+from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.engines.trace_cache import DamagedTrace, from_bytes, to_bytes, trace_key
-from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.traces import DamagedTrace, Trace, from_bytes, to_bytes, trace_key
 from tests.measure.engines.short_cut_cells import SMALL, cell
 from tests.measure.trace.same_traces import differences
 
@@ -28,8 +27,8 @@ RSA = cell("ring_self_attention")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a cache that this process uses."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
-    monkeypatch.setattr(trace_cache, "_cache", None)
-    trace_cache.use()
+    monkeypatch.setattr(traces, "_cache", None)
+    traces.use()
     return tmp_path / "traces"
 
 
@@ -87,7 +86,7 @@ def test_cells_that_differ_in_the_cluster_are_timed_from_one_trace(folder: Path,
     assert first.communication == second.communication
     assert None not in (first.step_time_s, second.step_time_s)
     assert first.step_time_s != second.step_time_s
-    trace_cache._cache = None
+    traces._cache = None
     assert run_cell(on_p100) == second
     assert run_cell(on_a100) == first
     assert made == [on_a100, on_p100, on_a100]
@@ -116,7 +115,7 @@ def test_another_cell_is_another_trace(field: str) -> None:
 
 def test_every_field_of_a_cell_is_part_of_a_trace_or_is_known_not_to_be() -> None:
     """A field that is new changes traces until it is said not to."""
-    assert {*CHANGES} | trace_cache._NOT_TRACED | {"timeout_s"} == {*Cell.model_fields}
+    assert {*CHANGES} | traces._NOT_TRACED | {"timeout_s"} == {*Cell.model_fields}
 
 
 def test_what_else_makes_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +123,7 @@ def test_what_else_makes_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({key, trace_key(RSA, 1, True), trace_key(RSA, 0, False)}) == 3
     for name, other in (("code_digest", lambda: "other"), ("torch.__version__", "99")):
         with monkeypatch.context() as patched:
-            patched.setattr(f"spbench.bench.measure.engines.trace_cache.{name}", other)
+            patched.setattr(f"spbench.bench.measure.engines.traces.{name}", other)
             assert trace_key(RSA, 0, True) != key
 
 
@@ -185,14 +184,14 @@ def test_plain_traces_and_meters_of_others_read_nothing(
 def test_only_who_asks_keeps_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(CACHE_FOLDER, raising=False)
-    monkeypatch.setattr(trace_cache, "_cache", None)
+    monkeypatch.setattr(traces, "_cache", None)
     tracing.trace(RSA)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(CACHE_FOLDER, "off")
-    trace_cache.use()
+    traces.use()
     tracing.trace(RSA)
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv(CACHE_FOLDER)
-    trace_cache.use()
+    traces.use()
     tracing.trace(RSA)
     assert len(list((tmp_path / "spbench" / "traces").glob("??/*"))) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.model_flops import checked_flops, forward_flops
 from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.step_times import checked_flops, forward_flops
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis, work_error
 from spbench.bench.measure.engines.virtual import ClassTraces, VirtualEngine, trace_classes

@@ -16,10 +16,10 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of
-from spbench.bench.measure.engines.trace_cache import trace_key
+from spbench.bench.measure.engines.traces import trace_key
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.impls.kernels.projection import accumulate_mm_, te_accumulate_mm_, te_mm
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.strategies.base import Unsupported

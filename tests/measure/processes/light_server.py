@@ -5,5 +5,5 @@ from types import ModuleType
 
 sys.modules["torch"] = torch = ModuleType("torch")
 torch.set_num_threads = lambda number: None  # type: ignore[attr-defined]
-sys.modules["spbench.bench.measure.engines.trace_cache"] = cache = ModuleType("trace_cache")
+sys.modules["spbench.bench.measure.engines.traces"] = cache = ModuleType("trace_cache")
 cache.use = lambda: None  # type: ignore[attr-defined]

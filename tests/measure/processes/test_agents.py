@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.processes import rank_job, torchrun
+from spbench.bench.measure.processes import stacks, torchrun
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_agent import BEAT_S, Launched, serve
-from spbench.bench.measure.processes.rank_job import AGENTS, RankError
 from spbench.bench.measure.processes.rank_pool import Rendezvous
+from spbench.bench.measure.processes.stacks import AGENTS, RankError
 from spbench.bench.measure.processes.torchrun import check_gpus, coordinating, ranks_for, shared_backend
 from spbench.impls import loose_files
 from spbench.impls.layout import Unavailable
@@ -48,7 +48,7 @@ def agent() -> Iterator[BaseProcess]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torchrun, "when_parent_is_gone", lambda act: None)  # its thread would stay
         patched.setattr(torchrun, "LOST_S", 5 * BEAT_S)  # also where a busy machine delays a beat
-        patched.setattr(rank_job, "GRACE_S", 0.5)  # of the other rank, when one is lost
+        patched.setattr(stacks, "GRACE_S", 0.5)  # of the other rank, when one is lost
         with coordinating(Launched(0, 0, 2, place)):
             agent = Child(be_agent, Launched(1, 1, 2, place))
             yield agent.process

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.lockstep_ranks import LOCKSTEP, LockstepRanks
-from spbench.bench.measure.processes.rank_job import RankError
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.verify.cases import verify
 from spbench.impls import collectives
 from spbench.impls.strategies.ring_attention import RingAttention

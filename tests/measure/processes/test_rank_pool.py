@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.child import Child
-from spbench.bench.measure.processes.rank_job import GRACE_S, RankAnswer, collect
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
-from spbench.bench.measure.processes.stacks import STACKS_FOLDER, STACKS_S
+from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
 from spbench.impls.axes import MESH_AXES, Place
 from tests.bench.processes import left_of, needs_proc, until
 

@@ -9,7 +9,7 @@ import yaml
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.scenarios.engine_settings import _PROBLEMS, ignored
+from spbench.bench.measure.scenarios.expand import _PROBLEMS, ignored
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 

@@ -8,7 +8,7 @@ import torch
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.scenarios.engine_settings import on_device, playing_rank
+from spbench.bench.measure.scenarios.expand import on_device, playing_rank
 from spbench.bench.measure.verify.cases import verify
 
 VIRTUAL = Cell(model="bert-tiny", strategy="ulysses", sizes=Sizes(sp=4), batch=2, seq_len=24)

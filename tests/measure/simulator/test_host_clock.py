@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
-from spbench.bench.measure.clusters.host import Host
+from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.simulator import host_clock
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, WAIT, Program

@@ -18,8 +18,7 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.rank_events import stream_names
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import trace_events
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from tests.measure.simulator.step_programs import cluster, everyone, timed
 
 GATHER, COPY = 1, 2

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
+from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.impls import rings
 from spbench.impls.collectives import Ring, exchange, ring
 from spbench.impls.keyed_steps import Key, keyed_steps

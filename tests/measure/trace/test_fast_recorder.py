@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.trace import fast_recorder, uncut_pieces
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
+from spbench.bench.measure.trace import operator_results, recorder
 from spbench.bench.measure.trace.operator_results import described, worked_out
+from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.bench.measure.trace.torch_internals import FakeTensor, fsdp_collectives
 from tests.measure.engines.short_cut_cells import cell
 from tests.measure.trace.same_traces import differences
@@ -25,7 +25,7 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
     with tracing.only_plain_traces():
         expected = tracing.trace(asked, events=True)
     tracing.trace(asked, events=True)
-    wrong = dict(fast_recorder.MEMORY)
+    wrong = dict(recorder.MEMORY)
     for key, remembered in wrong.items():
         if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
             assert remembered is not None
@@ -33,7 +33,7 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
             new = remembered.results[0]
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
-    monkeypatch.setattr(fast_recorder, "MEMORY", wrong)
+    monkeypatch.setattr(recorder, "MEMORY", wrong)
     assert "sizes" in differences(tracing.trace(asked, events=True), expected)
 
 
@@ -114,8 +114,8 @@ def test_what_the_mode_knows_better_is_not_worked_out() -> None:
 
 @pytest.mark.parametrize("most", [0, 5])
 def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_recorder, "MEMORY", memory := {})
-    monkeypatch.setattr(fast_recorder, "MOST_ENTRIES", most)
+    monkeypatch.setattr(recorder, "MEMORY", memory := {})
+    monkeypatch.setattr(recorder, "MOST_ENTRIES", most)
     mode = FakeTensorMode()
     with mode, FastRecorder(mode):
         for size in range(1, 10):
@@ -124,7 +124,7 @@ def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.
 
 
 def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
-    with uncut_pieces.nothing_cut():
+    with operator_results.nothing_cut():
         ours = fsdp_collectives.torch
         real, fake = torch.arange(24.0).view(4, 6), FakeTensorMode().from_tensor(torch.empty(4, 6))
         assert torch.equal(
@@ -134,6 +134,6 @@ def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
             pieces = ours.chunk(whole, number, dim=dim)
             assert all(type(piece) is FakeTensor for piece in pieces)
         made = ours.cat(ours.chunk(fake, 3, dim=1), dim=0)
-        assert type(ours.chunk(fake, 3, dim=1)) is uncut_pieces._Uncut
+        assert type(ours.chunk(fake, 3, dim=1)) is operator_results._Uncut
         assert made.shape == (12, 2)
     assert fsdp_collectives.torch is torch

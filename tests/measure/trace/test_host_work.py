@@ -8,8 +8,7 @@ from torch import nn
 
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.simulator.program import HOST_WORK, Program
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode
 from tests.measure.trace.same_traces import differing_fields
 

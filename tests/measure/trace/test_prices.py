@@ -10,10 +10,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.engines.trace_cache import from_bytes, to_bytes
+from spbench.bench.measure.engines.traces import from_bytes, to_bytes
 from spbench.bench.measure.trace import torch_internals
-from spbench.bench.measure.trace.fast_recorder import FastRecorder
 from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
+from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode, check_internals
 from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.ranged_attention import Size

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.measure.sweep.frames import flat
+from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust.bands import (
     PEAK,
     RESERVED,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measurement import Measurement

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.files import CACHE_FOLDER
 from tests.bench.processes import needs_proc
 from tests.measure.processes.command_process import ROOT
 from tests.measure.processes.dask_processes import DaskProcesses

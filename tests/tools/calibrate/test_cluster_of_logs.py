@@ -11,7 +11,7 @@ import yaml
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_of_content, load_cluster
-from spbench.bench.measure.clusters.links import BusRate
+from spbench.bench.measure.clusters.rates import BusRate
 from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of_logs
 from spbench.bench.tools.calibrate.log_findings import (
     Findings,
@@ -19,8 +19,8 @@ from spbench.bench.tools.calibrate.log_findings import (
     TimedPass,
     TimedProduct,
     findings_of,
+    is_same_card,
 )
-from spbench.bench.tools.calibrate.plausible import is_same_card
 from spbench.bench.tools.calibrate.rate_fits import least_squares
 from tests.tools.calibrate.logs import Trace, flash_log, mamf_log, nccl_log
 

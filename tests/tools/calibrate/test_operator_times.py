@@ -27,9 +27,11 @@ from spbench.bench.tools.calibrate.operator_times import (
     STEP,
     VIEW,
     WITH_NODE,
+    host_figures,
+    operator_times,
     points_of,
+    product_fit,
 )
-from spbench.bench.tools.calibrate.step_figures import host_figures, operator_times, product_fit
 from tests.tools.calibrate.machines import machine
 
 _GELU = ("gelu", MEMORY_BOUND, 800, 0, 2, (0, 0, 0, 0), (400,))

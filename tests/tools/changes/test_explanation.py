@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.sweep.sweep import as_row
-from spbench.bench.tools.changes.change_explanation import STEP_PARTS, why
+from spbench.bench.tools.changes.change_evidence import STEP_PARTS, why
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.judgement_report import grouped, shown_pair
 from spbench.bench.tools.changes.result_files import Results

@@ -12,8 +12,8 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
+from spbench.bench.tools.changes.change_evidence import FEWEST, measured_changes
 from spbench.bench.tools.changes.judgement import judge
-from spbench.bench.tools.changes.measured_change import FEWEST, measured_changes
 from spbench.bench.tools.changes.metrics import merged_rounds, readings
 from spbench.bench.tools.changes.result_files import read_results
 from tests.tools.changes.noise import Machine
@@ -196,7 +196,7 @@ def test_a_file_of_pytest_benchmark(tmp_path: Path, capsys: pytest.CaptureFixtur
     benchmarks(old, 1.0, "2026-01-01", "test_a", "test_b", "test_gone")
     benchmarks(new, 3.0, "2026-01-02", "test_a")
     results = read_results(old)
-    assert (results.commits, results.machines) == (["a" * 12], ["here, CPU"])
+    assert (results.commits, results.machines) == (["a" * 12], ["here (CPU)"])
     assert len(readings(results.cells["tests/test_x.py::test_a"])["time_s"].samples) == 10
     assert exit_code(["compare", str(old), str(new)]) == 1
     out = capsys.readouterr().out

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spbench.bench.command_line.memory_table import memory_table
-from spbench.bench.command_line.output import Table
+from spbench.bench.command_line.output import Table, memory_table
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measure.engines import trace_cache, tracing
+from spbench.bench.files import CACHE_FOLDER
+from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
@@ -55,7 +55,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     """In this process, which keeps traces as a worker does."""
     (tmp_path / "small.yaml").write_text(SMALL)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", trace_cache.used()(sweep_here))
+    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", traces.used()(sweep_here))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)
     assert tracing.PLAIN_TRACE not in os.environ
 

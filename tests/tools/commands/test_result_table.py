@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.forms.screen import markdown
 from spbench.bench.command_line.output import Output
-from spbench.bench.measure.sweep.frames import flat_rows
+from spbench.bench.measure.sweep.results import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.trust.bands import TIE, packaged_model
 from spbench.bench.measurement import Measurement, Outcome

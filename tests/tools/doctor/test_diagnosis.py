@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.doctor import installation_checks as installation
-from spbench.bench.tools.doctor import rank_checks as ranks
+from spbench.bench.tools.doctor import device_checks as ranks
+from spbench.bench.tools.doctor import diagnosis as installation
 from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
 from spbench.bench.tools.doctor.doctor_command import CHECKS
 from tests.tools.doctor import planted

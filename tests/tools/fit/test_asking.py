@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import CACHE_FOLDER
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit import asking
 from spbench.bench.tools.fit.asking import COST, Asking, Task

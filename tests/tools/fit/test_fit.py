@@ -17,7 +17,7 @@ import torch.cuda._memory_viz as viewer
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.scenarios.setting_changes import changed, given
+from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.fit import fitting as module
 from spbench.bench.tools.fit.asked import Asked

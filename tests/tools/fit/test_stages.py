@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.disk_cache import CACHE_FOLDER
-from spbench.bench.measure.engines import trace_cache, tracing
+from spbench.bench.files import CACHE_FOLDER
+from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.tools.fit import fitting
 from spbench.bench.tools.fit.asking import Task
@@ -45,7 +45,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_traced", noted)
-    with trace_cache.used():
+    with traces.used():
         yield ranks
 
 
@@ -70,7 +70,7 @@ def test_a_stage_that_another_worker_has_traced_is_not_traced_again(
     assert max(Counter(traced).values()) == 1
     assert len(traced) == 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace_cache, "_cache", None)
+        patch.setattr(traces, "_cache", None)
         assert examine(cell) == found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.setting_changes import changed, given, written
+from spbench.bench.measure.scenarios.scenario import changed, given, written
 from spbench.bench.tools.fit.suggestions import single_changes
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies

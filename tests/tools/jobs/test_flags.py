@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.setting_changes import changed
+from spbench.bench.measure.scenarios.scenario import changed, load_scenario
 from spbench.bench.tools.jobs import to_megatron
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, program_flags

@@ -37,14 +37,13 @@ from pydantic import Field
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.published_number import PublishedNumber, Scalar, stands_for
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.quantity_columns import WHOLE_RUN, PublishedRow, QuantityColumn, RankNumber
 from spbench.bench.tools.papers.selector import FIELDS, field_value, has_fields, is_one, is_option
 from spbench.bench.tools.papers.sources import published_file
-from spbench.bench.yaml_files import StrictModel
+from spbench.bench.yaml_files import PublishedNumber, Scalar, StrictModel, stands_for
 
 #: the word for a run that a paper shows, as a bar or in words, without a number that could be copied
 UNSTATED = "unstated"

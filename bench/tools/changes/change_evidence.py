@@ -1,0 +1,347 @@
+"""Whether a number of a cell has changed, by a statistical test on samples with a least effect; and why, as
+far as the two rows say: which part of the step, which setting, which code.
+
+**The unit is the process.** Samples of one process differ less than those of two, so a test that took each
+sample for an observation would find a change in every rerun. Where a row is of several rounds
+(:func:`~spbench.bench.tools.changes.metrics.merged_rounds`), each round counts once, by its median.
+
+**The test** is Student's t on logarithms of times, since a change multiplies a time. Where the rounds of both
+sides took turns, it is of pairs (one round of each, next to each other in time), so that what slows the
+machine for a while slows both of a pair. If nothing has changed, the two of a pair could be exchanged: the
+logarithm of their ratio is symmetric about zero however skewed the times are, which is what the test needs
+with few rounds. Rank tests need no such thing, but with n pairs their p-value is never below 2 / 2^n, too
+much to survive the correction for many metrics with fewer than 15 rounds. Rounds that did not take turns are
+compared by Welch's test, without pairs.
+
+**Many comparisons**: p-values are corrected together (Benjamini and Hochberg 1995), so that of all changes
+that are reported the expected part that is none is :data:`ALPHA`; where nothing at all has changed, that is
+the probability of any report.
+
+**The least effect**: a change is reported only if it is also larger than what anyone would act on.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from spbench.bench.row import Row
+from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
+from spbench.bench.tools.changes.result_files import origin_of
+from spbench.bench.units import shown_bytes, shown_time
+
+#: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
+ALPHA = 0.01
+#: relative, of times measured in rounds; well below 5%, so that changes of 5% are not lost to it
+LEAST_EFFECT = 0.03
+#: relative, of memory, which no sample stands for: Megatron-LM's own regression tests allow as much
+LEAST_MEMORY_EFFECT = 0.05
+#: relative, of times of one process a side, whose difference from other processes is unknown: it must be seen
+#: in the median and in the smallest sample, which a busy machine disturbs least
+LEAST_EFFECT_OF_ONE_PROCESS = 1.0
+#: rounds, or samples of one process, that a side needs
+FEWEST = 5
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """A metric before the correction; ``effect`` and ``interval`` are logarithms of ratios, new to base."""
+
+    key: str
+    base: Reading
+    new: Reading
+    effect: float
+    interval: tuple[float, float]
+    p: float
+    least: float
+
+    def difference(self, p: float) -> Difference:
+        """With the corrected p-value."""
+        sign = 1 if self.base.metric.better == "smaller" else -1
+        low, high = sorted(sign * math.expm1(bound) for bound in self.interval)
+        effect = sign * math.expm1(self.effect)
+        return replace(_difference(self.key, self.base, self.new, effect), interval=(low, high), p=p)
+
+
+def _difference(key: str, base: Reading, new: Reading, change: float) -> Difference:
+    verdict: Verdict = "worse" if change > 0 else "better"
+    return Difference(verdict, key, base.metric.name, base.value, new.value, change)
+
+
+def measured_changes(
+    base: Mapping[str, Row], new: Mapping[str, Row]
+) -> tuple[dict[str, list[Difference]], set[str], list[str]]:
+    """The measured metrics that differ, by cell, of cells that both sides have with the same status; the
+    cells of which a metric could not be judged; and why, a line each."""
+    tested: list[_Tested] = []
+    changes: dict[str, list[Difference]] = defaultdict(list)
+    unjudged: set[str] = set()
+    reasons: Counter[str] = Counter()
+    for key in base.keys() & new.keys():
+        for pair in _measured_on_both(base[key], new[key]):
+            if why := _why_not(base[key], new[key], *pair):
+                reasons[why] += 1
+                unjudged.add(key)
+            elif pair[0].metric.unit == "bytes":
+                change = pair[0].metric.excess(pair[0].value, pair[1].value)
+                if abs(change) > LEAST_MEMORY_EFFECT:
+                    changes[key].append(_difference(key, *pair, change))
+            else:
+                tested.append(_test(key, *pair, in_turns=_in_turns(base[key], new[key])))
+    for judged, p in zip(tested, _corrected(tested), strict=True):
+        if p < ALPHA and abs(math.expm1(judged.effect)) > judged.least:
+            changes[judged.key].append(judged.difference(p))
+    notes = [f"{_metrics(count)} not judged: {why}" for why, count in reasons.items()]
+    return changes, unjudged, [*notes, *_precision(tested)]
+
+
+def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
+    if base["status"] != new["status"]:
+        return
+    now = readings(new)
+    for name, before in readings(base).items():
+        is_measured = before.metric.judged and not before.exact and name in now and not now[name].exact
+        if is_measured and now[name].is_finite:  # of others the judgement has a line
+            yield before, now[name]
+
+
+def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
+    """Why a metric cannot be judged; "" if it can."""
+    origins = origin_of(base_row), origin_of(new_row)
+    if not origins[0].is_same_machine(origins[1]):
+        was, is_now = (origin.machine_name or "an unknown machine" for origin in origins)
+        return f"base is of {was}, new of {is_now}; spbench compare --run measures both on one machine"
+    if base.metric.unit == "bytes":
+        return ""
+    if not base.rounds or not new.rounds:
+        return "there are no samples"
+    if min(*base.samples, *new.samples) <= 0:
+        return "a sample is not positive"
+    what = "samples" if _is_one_process(base, new) else "rounds"
+    if min(len(_units(reading, what)) for reading in (base, new)) < FEWEST:
+        return f"fewer than {FEWEST} {what} a side"
+    return ""
+
+
+def _is_one_process(base: Reading, new: Reading) -> bool:
+    return len(base.rounds) == len(new.rounds) == 1
+
+
+def _units(reading: Reading, what: str) -> Sequence[float]:
+    """What counts as an observation: samples, or medians of rounds."""
+    return reading.samples if what == "samples" else [statistics.median(round_) for round_ in reading.rounds]
+
+
+def _in_turns(base: Row, new: Row) -> bool:
+    """Whether the rounds of two rows took turns: in order of time, each two are one of either side."""
+    times = [(str(round_.get("time", "")), side) for side in (base, new) for round_ in side.get("rounds", ())]
+    is_base = [side is base for _, side in sorted(times, key=lambda entry: entry[0])]
+    return len(is_base) % 2 == 0 and all(
+        first != second for first, second in zip(is_base[::2], is_base[1::2], strict=True)
+    )
+
+
+def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
+    import numpy as np
+    from scipy import stats  # takes a second, which comparisons of exact metrics alone need not wait for
+
+    alone = _is_one_process(base, new)
+    before, now = (np.log(_units(reading, "samples" if alone else "rounds")) for reading in (base, new))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of observations that are all alike
+        if in_turns and len(before) == len(now) and not alone:
+            result, effect = stats.ttest_1samp(now - before, 0), np.mean(now - before)
+        else:
+            result, effect = stats.ttest_ind(now, before, equal_var=False), now.mean() - before.mean()
+        interval = result.confidence_interval(1 - ALPHA)
+    if alone:
+        seen = [np.median(now) - np.median(before), now.min() - before.min()]
+        effect = min(seen, key=abs) if seen[0] * seen[1] > 0 else 0.0
+    p = 1.0 if math.isnan(result.pvalue) else float(result.pvalue)  # the same constant on both sides
+    bounds = (effect, effect) if math.isnan(interval.low) else (interval.low, interval.high)
+    least = LEAST_EFFECT_OF_ONE_PROCESS if alone else LEAST_EFFECT
+    return _Tested(key, base, new, float(effect), (float(bounds[0]), float(bounds[1])), p, least)
+
+
+def _corrected(tested: Sequence[_Tested]) -> Sequence[float]:
+    """Their p-values, corrected for how many there are."""
+    if not tested:
+        return []
+    from scipy.stats import false_discovery_control
+
+    return [float(p) for p in false_discovery_control([judged.p for judged in tested])]
+
+
+def _precision(tested: Sequence[_Tested]) -> Iterable[str]:
+    """How much a change could be seen: a line for metrics in rounds, one for those of one process a side."""
+    by_rounds = [judged for judged in tested if not _is_one_process(judged.base, judged.new)]
+    if by_rounds:
+        rounds = min(len(reading.rounds) for judged in by_rounds for reading in (judged.base, judged.new))
+        widths = [math.expm1((judged.interval[1] - judged.interval[0]) / 2) for judged in by_rounds]
+        yield (
+            f"{_metrics(len(by_rounds))} judged by {rounds} rounds a side: half of them to within "
+            f"{statistics.median(widths):.1%} or less, the least certain to within {max(widths):.1%}"
+        )
+    if alone := len(tested) - len(by_rounds):
+        yield (
+            f"{_metrics(alone)} of one process a side: only changes of more than "
+            f"{LEAST_EFFECT_OF_ONE_PROCESS:.0%} are judged; rounds show smaller ones (spbench compare --run)"
+        )
+
+
+def _metrics(count: int) -> str:
+    return "1 measured metric" if count == 1 else f"{count} measured metrics"
+
+
+#: the parts of a simulated step that add up to it, by their names in ``parts`` and ``breakdown`` of a row
+STEP_PARTS = {
+    "products_s": "matrix products",
+    "attention_s": "attention kernels",
+    "memory_bound_s": "memory-bound operators",
+    "within_nodes_s": "waits for links within a node",
+    "across_nodes_s": "waits for links across nodes",
+    "bubble_s": "pipeline bubble",
+    "overhead_s": "overhead of the step",
+    "host_s": "waits for the host's launches",
+}
+
+#: of all that moved; what moved by less is rounding, or beside the point
+_LEAST_SHARE = 0.05
+#: parts that are named, those that moved most
+_NAMED = 3
+
+
+class Why(NamedTuple):
+    """Why a number changed.
+
+    Attributes:
+        moved: names of what moved, most first: the same for cells that changed in the same way.
+        text: the same with amounts; "" where the rows do not say.
+    """
+
+    moved: tuple[str, ...] = ()
+    text: str = ""
+
+
+def why(quantity: str, base: Row, new: Row) -> Why:
+    """Why a metric, or the status, of a cell differs between two rows of it."""
+    was, now = base["measurement"], new["measurement"]
+    match quantity:
+        case "status":
+            return _status(base, new)
+        case "sent_bytes":
+            return _moved(_sent(was), _sent(now), shown_bytes)
+        case "formula_differences":
+            return Why((), _beside_the_form(now) or _beside_the_form(was))
+        case "peak_memory_bytes":
+            return _peak(was, now)
+        case "reserved_memory_bytes":
+            return _reserved(was, now)
+        case "step_time_s":
+            return _moved(_step(was), _step(now), shown_time)
+        case "answer":
+            return _answer(was, now)
+        case _:
+            return Why()
+
+
+def _status(base: Row, new: Row) -> Why:
+    """The reason of the status that is not ok, with the bytes where that is a mismatch."""
+    reasons = [_beside_the_form(row["measurement"]) or str(row.get("reason") or "") for row in (new, base)]
+    moved = f"{base['status']} -> {new['status']}"
+    if reasons[0] or not reasons[1]:
+        return Why((moved,), reasons[0])
+    return Why((moved,), f"was: {reasons[1]}")
+
+
+def _beside_the_form(measured: Mapping[str, Any]) -> str:
+    """The first message whose bytes are not those of the closed form, and how many more there are; "" where
+    there is none."""
+    wrong = measured.get("formula_difference") or []
+    if not wrong or not {"phase", "collective", "metered_bytes", "formula_bytes"} <= wrong[0].keys():
+        return ""
+    first = wrong[0]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return (
+        f"{first['collective']} in {first['phase']}: {first['metered_bytes']:,.0f} bytes sent, "
+        f"{first['formula_bytes']:,.0f} by the closed form{more}"
+    )
+
+
+def _sent(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes sent by collective, phase and axis, in words."""
+    sent: dict[str, float] = {}
+    for entry in measured.get("communication") or ():
+        over = f" over {entry['axis']}" if entry.get("axis") else ""
+        name = f"{entry.get('collective', 'messages')} in {entry.get('phase', 'the step')}{over}"
+        sent[name] = sent.get(name, 0) + entry["sent_bytes"]
+    return {name: value for name, value in sent.items() if value}
+
+
+def _step(measured: Mapping[str, Any]) -> dict[str, float]:
+    seconds = {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})}
+    return {words: seconds[name] or 0.0 for name, words in STEP_PARTS.items() if name in seconds}
+
+
+def _held(measured: Mapping[str, Any]) -> dict[str, float]:
+    return {name.replace("_", " "): value for name, value in (measured.get("peak_held") or {}).items()}
+
+
+def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
+    parts = _moved(_held(was), _held(now), shown_bytes)
+    phases = [measured.get("peak_phase") for measured in (was, now)]
+    if all(phases) and phases[0] != phases[1]:
+        to = f"the peak is in {phases[1]}, was in {phases[0]}"
+        return Why((*parts.moved, to), "; ".join(filter(None, (parts.text, to))))
+    return parts
+
+
+def _reserved(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
+    """Whether more is allocated at the peak, or more is reserved beside that."""
+    parts = [
+        {"allocated at the peak": peak, "reserved beside it": reserved - peak}
+        for measured in (was, now)
+        if (peak := measured.get("peak_memory_bytes")) is not None
+        and (reserved := measured.get("reserved_memory_bytes")) is not None
+    ]
+    return _moved(parts[0], parts[1], shown_bytes) if len(parts) == 2 else Why()
+
+
+def _answer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
+    """The smallest value that was probed on both sides and now has another status; else the first that does
+    not fit now."""
+    before, after = ({p.get("value"): p for p in measured.get("proof") or ()} for measured in (was, now))
+    for value in sorted(value for value in before.keys() & after.keys() if value is not None):
+        a, b = before[value], after[value]
+        if a.get("status") != b.get("status"):
+            peaks = [
+                f"{p['status']} ({shown_bytes(p['peak_memory_bytes'])})"
+                if p.get("peak_memory_bytes")
+                else str(p.get("status"))
+                for p in (a, b)
+            ]
+            return Why((), f"at {value}: {' -> '.join(peaks)}")
+    full = [p for p in after.values() if p.get("status") == "oom" and p.get("reason")]
+    return Why((), f"at {full[0]['value']}: {full[0]['reason'].split(';')[0]}") if full else Why()
+
+
+def _moved(before: Mapping[str, float], after: Mapping[str, float], shown: Any) -> Why:
+    """The parts that differ most.
+
+    Args:
+        shown: an amount as text.
+    """
+    changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
+    total = math.fsum(map(abs, changes.values()))
+    most = sorted(changes, key=lambda name: -abs(changes[name]))
+    named = [name for name in most if abs(changes[name]) > _LEAST_SHARE * total][:_NAMED]
+    return Why(tuple(named), ", ".join(f"{name} {_signed(changes[name], shown)}" for name in named))
+
+
+def _signed(amount: float, shown: Any) -> str:
+    return f"{'+' if amount >= 0 else '-'}{shown(abs(amount))}"
