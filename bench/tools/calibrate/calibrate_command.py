@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from spbench.bench.command_line.options import WORDS, many, numbers, path_option, printed, refuse_given
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.measure.clusters.cluster import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of_logs, heading
 from spbench.bench.tools.calibrate.log_findings import findings_of
 from spbench.bench.yaml_text import comment, dump
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.clusters.cluster import Calibration
-    from spbench.bench.tools.calibrate.fit import Residual
 
 
 def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -> Output:
@@ -179,60 +172,6 @@ def command(
         return measured_machine(asked, output)
     if scenario is None or table is None or not fits:
         raise UserError("--scenario, --table and --fit go together")
-    return _fitted(scenario, table, quantity, fits)
+    from spbench.bench.tools.calibrate.fit import fitted_to_published
 
-
-def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
-    import torch
-
-    from spbench.bench.tools.calibrate.fit import Fit, fitted, known_cells, residuals, summary
-    from spbench.bench.tools.papers.answer import answers_of, load_scenario
-    from spbench.bench.tools.papers.answers.tables import PublishedTable
-
-    loaded = load_scenario(scenario)
-    parsed = [Fit.parse(text) for text in fits]
-    tables = {declared.table: declared for declared in answers_of(loaded, PublishedTable)}
-    if table not in tables:
-        raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
-    if quantity not in tables[table].quantities:
-        raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
-    torch.set_num_threads(1)
-    known = known_cells(loaded, tables[table], quantity, lambda cell: message(f"tracing {cell.key}"))
-    calibration = fitted(parsed, known)
-    lines = residuals(parsed, known, tables[table], quantity)
-    records = [dataclasses.asdict(line) for line in lines]
-    return Output(
-        [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
-        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
-        records,
-    )
-
-
-def _errors(lines: Sequence[Residual]) -> Table:
-    return Table(
-        "Step times in seconds, published and simulated (error: simulated / published - 1)",
-        [
-            {
-                "cell": line.label,
-                "published": f"{line.published_s:.2f}",
-                "simulated": f"{line.simulated_s:.2f}",
-                "error": f"{line.relative_error:+.1%}",
-                "left out": None if line.left_out is None else f"{line.left_out:+.1%}",
-                "role": line.role,
-            }
-            for line in lines
-        ],
-    )
-
-
-def _profile(calibration: Calibration, precision: str) -> str:
-    """The lines to copy into the cluster's file."""
-    return "\n".join(
-        [
-            "for the cluster's profile:",
-            f"calibration:\n  {precision}:",
-            *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
-            "    fitted_on:",
-            *(f"      - {key}" for key in calibration.fitted_on),
-        ]
-    )
+    return fitted_to_published(scenario, table, quantity, fits)
