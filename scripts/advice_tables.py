@@ -26,6 +26,7 @@ from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.ask import answered
 from spbench.bench.tools.advise.question import question
 from spbench.bench.tools.fit.asked import Asked
+from spbench.plots.axes import length_text
 
 FOLDER = Path("results", "advice")
 PAGE = Path("docs", "advice.md")
@@ -58,7 +59,7 @@ _COUNTS = (
     *("cannot be run", "traced with few layers", "of these with all layers"),
 )
 #: layouts of a tie that the page names beside the best
-_TIES = 2
+_TIES = 1
 #: the part of the cores' time that may be others', or of starting workers, where a machine counts as idle
 _IDLE = 0.15
 
@@ -92,7 +93,7 @@ def keep(name: str, answer: Advice, idle: bool) -> None:
         "seconds": round(answer.seconds, 1) if idle else "",
         "cpu_s": round(answer.cpu_s, 1),
         "code": code_digest(),
-        **{what: answer.found.counts[what] for what in _COUNTS},
+        **{what: answer.result.counts[what] for what in _COUNTS},
         "why": answer.why(),
     }
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -127,12 +128,11 @@ def write_page() -> None:
         best.setdefault(line["name"], line)
         if line["tie"] == "True":
             ties.setdefault(line["name"], []).append(f"{line['strategy']} {line['mesh']}")
-    heads = ["model", "GPUs", "length", "best", "step", "tokens/s per GPU", "MFU"]
-    heads += ["tie with", "layouts", "search s"]
+    heads = ["model", "GPUs", "length", "best", "step", "tokens/s per GPU", "MFU", "tie with", "search s"]
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
         found = best.get(line["name"])
-        cells = [line["model"], f"{line['gpus']} {line['cluster']}", line["seq_len"]]
+        cells = [line["model"], f"{line['gpus']} {line['cluster']}", length_text(int(line["seq_len"]))]
         if found is None:
             cells += ["nothing fits", *[""] * 4]
         else:
@@ -143,12 +143,12 @@ def write_page() -> None:
             cells += [
                 f"{found['strategy']} {found['mesh']}, {found['backend']}",
                 f"{float(found['step_time_s']):.3g} s",
-                f"{rate:.3g}",
+                f"{float(f'{rate:.3g}'):,.0f}",
                 f"{float(found['mfu']):.0%}" if found["mfu"] else "",
                 ", ".join([*others[:_TIES], *([f"{len(others) - _TIES} more"] if others[_TIES:] else [])]),
             ]
         seconds = f"{float(line['seconds']):.0f}" if line["seconds"] else ""
-        cells += [line["looked at"], seconds]
+        cells += [seconds]
         rows.append(f"| {' | '.join(cells)} |")
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
