@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """Of a process that torchrun, or a launcher like it, has started: the first runs the command line, on the
-    ranks of all of them, and the others are what runs these."""
+    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
+    the command line, on the ranks of all of them; each other process runs its rank."""
     from spbench.bench.measure.processes.torchrun import Launched, coordinating, serve
 
     try:

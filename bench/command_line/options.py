@@ -44,10 +44,10 @@ def numbers(least: int = 1) -> Several:
     """Whole numbers of at least ``least``."""
 
     def number(word: str) -> int:
-        found = size(word)
-        if found is None or found < least:
+        count = size(word)
+        if count is None or count < least:
             raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
-        return found
+        return count
 
     return Several("n[,n...]", number)
 

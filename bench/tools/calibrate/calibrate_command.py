@@ -30,22 +30,27 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     if resolved(output) in [resolved(path) for path in logs]:
         raise UserError(f"--output {output} is one of the logs")
     base = load_cluster(extends) if extends else None
-    found = {str(path): findings_of(path) for path in dict.fromkeys(logs)}
-    made = cluster_of_logs(found, base)
-    words = ["spbench calibrate --from", *found, *(["--extends", extends] if extends else [])]
-    text = _text(made, " ".join(words))
+    findings = {str(path): findings_of(path) for path in dict.fromkeys(logs)}
+    cluster = cluster_of_logs(findings, base)
+    words = ["spbench calibrate --from", *findings, *(["--extends", extends] if extends else [])]
+    text = _text(cluster, " ".join(words))
     cluster_of_content(output, text.encode())  # raises UserError where the file could not be read again
     write_whole(output, text)
     instead = (
         f"what {extends} says is used" if extends else "nothing is timed by them; --extends names a cluster"
     )
-    missing = [f"still missing: {'; '.join(made.missing)}: {instead}"] if made.missing else []
+    missing = [f"still missing: {'; '.join(cluster.missing)}: {instead}"] if cluster.missing else []
     return Output(
-        [Table(f"The cluster {output.stem}: what the logs say", made.fitted)],
-        {"cluster": made.content, "figures": made.fitted, "missing": made.missing, "remarks": made.remarks},
-        made.fitted,
+        [Table(f"The cluster {output.stem}: what the logs say", cluster.fitted)],
+        {
+            "cluster": cluster.content,
+            "figures": cluster.fitted,
+            "missing": cluster.missing,
+            "remarks": cluster.remarks,
+        },
+        cluster.fitted,
         notes=[
-            *made.remarks,
+            *cluster.remarks,
             *missing,
             f"to see it by kind of work: spbench list cluster {output}",
             f"to simulate on it: spbench run --scenario NAME --cluster {output}",
@@ -54,9 +59,9 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     )
 
 
-def _text(made: LogCluster, command: str) -> str:
-    said = "".join(f"{comment(line)}\n" for line in [command, *heading(made)])
-    return said + dump(made.content, width=110)
+def _text(cluster: LogCluster, command: str) -> str:
+    said = "".join(f"{comment(line)}\n" for line in [command, *heading(cluster)])
+    return said + dump(cluster.content, width=110)
 
 
 #: the parameters that go with one way of making a cluster's figures alone

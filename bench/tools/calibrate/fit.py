@@ -176,15 +176,15 @@ class Residual:
 
 
 def residuals(
-    fits: Sequence[Fit], known: Sequence[Known], table: PublishedTable, quantity: str
+    fits: Sequence[Fit], cells: Sequence[Known], table: PublishedTable, quantity: str
 ) -> list[Residual]:
     """Every known cell under the fitted calibration; UserError if a fit has no rows."""
-    calibration = fitted(fits, known)
-    shared = [k for fit in fits if len(chosen(fit, known)) > 1 for k in chosen(fit, known)]
+    calibration = fitted(fits, cells)
+    shared = [k for fit in fits if len(chosen(fit, cells)) > 1 for k in chosen(fit, cells)]
     lines = []
-    for k in known:
+    for k in cells:
         simulated = k.simulator(calibration).step_time_s
-        left_out = math.expm1(k.log_error(fitted(fits, known, without=k))) if k in shared else None
+        left_out = math.expm1(k.log_error(fitted(fits, cells, without=k))) if k in shared else None
         role = "calibrated" if k.cell.key in calibration.fitted_on else "held out"
         label, error = table.label(k.row, quantity), simulated / k.published_s - 1
         lines.append(Residual(label, k.published_s, simulated, error, role, left_out))

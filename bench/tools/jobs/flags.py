@@ -126,7 +126,8 @@ def program_flags(kind: str, cell: Cell) -> Flags:
 
 def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
     """The settings that two cells do not share, as (path, value, other value): all that a program is asked
-    for, every default written out. Of another strategy, model or backend the options are left out."""
+    for, every default written out. If the strategy, model or backend differs, its options
+    are left out."""
     ours, theirs = _settings(cell), _settings(other)
     unlike = {path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)}
     for path in {**ours, **theirs}:

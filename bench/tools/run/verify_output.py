@@ -178,7 +178,7 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
-    """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
+    """For each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
     the bytes of all its cases beside the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
         mine = [row for row in wrong if row["strategy"] == strategy]
