@@ -6,7 +6,8 @@ SPBENCH_DEBUG=1 errors keep their traceback.
 
 The command NAME is the function ``command`` of the module NAME_command in a room of bench/tools, or an entry
 point of the group ``spbench.commands``. Only the one that is asked for is imported; what help says
-of the others is read from their files.
+of the others is read from their files. What it runs may be a function elsewhere (:func:`options.body`), which
+is imported when the command runs.
 """
 
 from __future__ import annotations
