@@ -171,13 +171,13 @@ def _details(answer: Advice) -> Iterator[Table | str]:
     """What memory switches cost, what else was traced, and what became of all layouts."""
     if (winner := answer.winner) is not None:
         if answer.prices:
-            layout = f"{winner}, a used one beside those above it (by traces of few layers)"
+            layout = f"{winner}, each used one against those above it (from traces of few layers)"
             yield Table.of(f"What memory switches cost in {layout}", _SWITCH, answer.prices)
         if changes := answer.other_settings():
             others = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
             yield f"the fastest with other settings: {others}"
         if others := [*_others(answer)]:
-            yield f"other strategies, by traces of few layers: {', '.join(others)}"
+            yield f"other strategies, from traces of few layers: {', '.join(others)}"
     counts = answer.result.counts
     if counts["looked at"]:
         yield (
@@ -198,12 +198,12 @@ def _simplified(answer: Advice) -> str:
         if each.used and each.saved_bytes > 0
     ]
     more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
-    return f"to simplify: {'; '.join(costs[:_COSTS]) or 'nothing simpler that was traced fits'}{more}"
+    return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
 
 
 def _told_apart(answer: Advice) -> str:
-    """What the marks of the layouts mean."""
-    text = f"{TIE}: not told apart from the fastest (up to {answer.tie_limit - 1:.0%}); the simplest is first"
+    """The meaning of the marks of the layouts."""
+    text = f"{TIE}: a tie with the fastest (up to {answer.tie_limit - 1:.0%} slower); the simplest is first"
     if hidden := answer.hidden_ties():
         fastest = answer.result.best[0]
         where = f", the fastest of all {fastest}" if fastest in hidden else ""
