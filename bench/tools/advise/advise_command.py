@@ -91,10 +91,9 @@ def command(
     is kept, so that the same command goes on where it was stopped.
     """
     from spbench.bench.measure.scenarios.scenario import given
-    from spbench.bench.tools.advise.advise_report import check_figure, report
+    from spbench.bench.tools.advise.advise_report import check_figure, report, varying
     from spbench.bench.tools.advise.ask import answered
     from spbench.bench.tools.advise.question import question, whole_numbers
-    from spbench.bench.tools.advise.turns import varying
     from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 
     if kind_of(subject) == "model":

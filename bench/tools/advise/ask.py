@@ -30,7 +30,7 @@ def answered(
 
     Args:
         jobs: workers; None: one a usable core.
-        say: told what is done, and the share that is behind.
+        say: takes what is done, and the share that is behind.
         executor: the address where layouts are traced, as of :func:`opened`; None: here.
         asked_about: ranks along axes, of which each answer says what became of them.
 
