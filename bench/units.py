@@ -95,6 +95,11 @@ def percent(part: float | None, places: int = 1) -> str | None:
     return None if part is None else f"{part:.{places}%}"
 
 
+def error_percent(error: float | None) -> str | None:
+    """The size of a relative error in percent: one digit after the point, two significant ones below 1%."""
+    return None if error is None else f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
+
+
 def difference(error: float | None, places: int = 1) -> str | None:
     """A relative difference in percent, with its sign: "+8.3%"."""
     return None if error is None else f"{error:+.{places}%}"
