@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
@@ -70,11 +71,11 @@ def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Lin
         if verdict.judged:
             yield {
                 "table or figure": title,
-                "of": kind,
-                "reproduces": f"**{verdict.word}**",
+                "reproduces": f"{kind}: **{verdict.word}**",
                 "met": f"{verdict.met}/{verdict.judged}",
-                "median error": error_percent(pd.Series(errors).median()) if errors else "",
-                "worst": error_percent(max(errors)) if errors else "",
+                "median, worst": ", ".join(map(error_percent, (median(errors), max(errors))))
+                if errors
+                else "",
                 "why": remark,
             }
             title = remark = ""
@@ -112,13 +113,14 @@ def headline_lines(folder: Path) -> list[Line]:
     for claim in published_file(HEADLINES_FILE).rows:
         published = float(claim["published"])
         ours = _OURS[claim["claim"]](_frame(folder / f"{claim['paper'].lower()}.csv"))
-        shown = {
-            name: f"{six_digits(round(value, 2))} {claim['unit']}"
-            for name, value in (("published", published), ("ours", ours))
-        }
-        error = difference(ours / published - 1)
         lines.append(
-            {"paper": claim["paper"], "claim": claim["what"], **shown, "error": error, "why": claim["why"]}
+            {
+                "claim": f"{claim['paper']}: {claim['what']}",
+                "published": f"{six_digits(round(published, 2))}{claim['unit']}",
+                "ours": f"{six_digits(round(ours, 2))}{claim['unit']}",
+                "error": difference(ours / published - 1, 0),
+                "why": claim["why"],
+            }
         )
     return lines
 
