@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
+from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def number_or_status(
     """
     if number is None:
         return status or None
-    text = shown(number) if shown else f"{number:.6g}"
+    text = (shown or six_digits)(number)
     return text if status in ("", "ok") else f"{status} ({text})"
 
 

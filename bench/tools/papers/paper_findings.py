@@ -14,7 +14,7 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.scenarios.scenario import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
 from spbench.bench.tools.papers.comparison import Comparison, Role, number_or_status
-from spbench.bench.units import difference, three_digits
+from spbench.bench.units import difference, percent, three_digits
 from spbench.plots.series import grouped
 
 Line = dict[str, Any]
@@ -144,7 +144,11 @@ def errors_by_role(records: Sequence[Comparison]) -> str:
     digits = _digits(records)
     parts = [
         f"{of.numbers} {of.role}"
-        + ("" if of.worst is None else f", median error {of.median:.{digits}%}, worst {of.worst:.{digits}%}")
+        + (
+            ""
+            if of.worst is None
+            else f", median error {percent(of.median, digits)}, worst {percent(of.worst, digits)}"
+        )
         for of in role_errors(records)
     ]
     gaps = [r.reproduced for r in records if r.quantity == "largest_deviation" and r.reproduced]

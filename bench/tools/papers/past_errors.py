@@ -27,7 +27,7 @@ from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_com
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
-from spbench.bench.units import difference, percent, three_digits
+from spbench.bench.units import difference, percent, shown_share, three_digits
 from spbench.plots.series import grouped
 
 #: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
@@ -263,7 +263,7 @@ def _order(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> Line:
 
 def _all(rates: str, covered: Sequence[Covered]) -> Line:
     sources = f"all, {len({each.source for each in covered})} sources alike"
-    share = f"{overall(covered):.0%}" if covered else ""
+    share = (shown_share(overall(covered)) or "") if covered else ""
     return _line(rates, sources, sum(each.rows for each in covered), share)
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.paper_findings import distinct
+from spbench.bench.units import percent
 
 #: of absolute relative errors
 TOLERANCE = 0.1
@@ -104,7 +105,7 @@ def counts(verdict: PaperVerdict) -> str:
         return "nothing was judged"
     text = f"{verdict.met} of {verdict.judged} numbers met"
     if verdict.median is not None:
-        text += f", median error {verdict.median:.1%}, worst {verdict.worst:.0%}"
+        text += f", median error {percent(verdict.median)}, worst {percent(verdict.worst, 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {worst:.0%}"
+        text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {percent(worst, 0)}"
     return text

@@ -40,6 +40,7 @@ from spbench.bench.tools.papers.reproduction import (
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
+from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
 #: the intervals that the package comes with, below the working directory
@@ -134,7 +135,12 @@ def fit_bands(request: Reproduction) -> Output:
     model = ErrorModel.fit([*seen, *told_observations()])
     lines = time_lines(records, cells)
     intervals = [
-        {"rates": rates, "bound": bound, "interval": f"{low - 1:+.0%} {high - 1:+.0%}", "rests on": words}
+        {
+            "rates": rates,
+            "bound": bound,
+            "interval": f"{difference(low - 1, 0)} {difference(high - 1, 0)}",
+            "rests on": words,
+        }
         for rates, of_class in model.intervals.items()
         for bound in of_class
         for low, high, words in [model.band(rates, bound, model.strategies[0])]

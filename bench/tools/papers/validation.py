@@ -23,7 +23,7 @@ from spbench.bench.tools.papers.sources import (
     papers,
     published_file,
 )
-from spbench.bench.units import error_percent
+from spbench.bench.units import difference, error_percent
 
 PREDICTORS_FILE = "other_predictors.csv"
 _LADDER = "alst"
@@ -229,7 +229,7 @@ def ladder_lines(records: Sequence[Comparison]) -> list[Line]:
     for record in records:
         if (price := _PRICE.fullmatch(record.table_name)) and record.reproduced is not None:
             of = prices[f"{price['machine']}, {price['rung']}"]
-            of[price["base"]].append(f"{record.reproduced - 1:+.1%} ({price['step']})")
+            of[price["base"]].append(f"{difference(record.reproduced - 1)} ({price['step']})")
     lines = []
     for record in records:
         if record.table_name == _LADDER:

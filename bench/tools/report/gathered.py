@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, read_all_rows
-from spbench.bench.measurement import Measured
+from spbench.bench.measurement import Measured, Status
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
@@ -230,7 +230,7 @@ def _written_rows(scenario: Scenario, findings: PaperFindings) -> Iterator[Row]:
             Row(
                 key=cell.key,
                 cell=cell.model_dump(mode="json"),
-                status=record.status_reproduced or "ok",
+                status=cast("Status", record.status_reproduced or "ok"),
                 reason="",
                 measurement=Measured(),
                 provenance={"commit": run.get("commit", ""), "torch": run.get("torch", "")},
