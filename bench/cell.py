@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -301,7 +302,13 @@ class Cell(StrictModel):
         """The axes of more than one rank in the order of the mesh, with their ranks, as "dp2xsp8"; or "1"."""
         return spelled(self.mesh_sizes)
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; the copy has a key of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("key", None)
+        return copied
+
+    @cached_property
     def key(self) -> str:
         """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
         its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.provenance`)."""

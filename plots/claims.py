@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from pandas import DataFrame, isna
 from spbench.plots.axes import figure_of, marker_line, set_error_ticks, set_ticks
 from spbench.plots.grid import Drawn, Panel
 from spbench.plots.paper import PAGE_INCHES
-from spbench.plots.style import GREY, INK, TIMES, number, shortened
+from spbench.plots.style import GREY, INK, TIMES, model_name, number, short_name, shortened
 
 _CHARACTER_POINTS, _GAP_POINTS = 4.5, 8
 
@@ -46,12 +47,30 @@ class DrawnClaim:
     denominator: str
 
     @property
+    def title(self) -> str:
+        """What is compared, by the keys of its rows: "BERT base: RSA on 64 GPUs / TP on 12"."""
+        named = [_key_words(key) for key in (self.numerator, self.denominator) if key]
+        if not named or None in named:
+            return self.name
+        (model, first), *others = cast("list[tuple[str, str]]", named)
+        return " / ".join([f"{model}: {first} GPUs", *(text for _, text in others)])
+
+    @property
     def is_ratio(self) -> bool:
         return bool(self.denominator)
 
     def text(self, value: float | None) -> str:
         """A value of this claim as the panel shows it."""
         return "none" if value is None else number(value) + (TIMES if self.is_ratio else "")
+
+
+def _key_words(key: str) -> tuple[str, str] | None:
+    """The model of a cell, and its strategy with its ranks, by its key; None where that has no mesh."""
+    model, strategy, mesh, *_ = [*key.split("/"), "", ""]
+    sizes = [int(size) for size in re.findall(r"\d+", mesh)]
+    if not sizes:
+        return None
+    return model_name(model), f"{short_name(strategy)} on {math.prod(sizes)}"
 
 
 def claims_of(comparison: DataFrame) -> list[DrawnClaim]:
@@ -107,7 +126,7 @@ def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
     reach = 1.2 * max([0.1, *errors])
     ax.set_xlim(-reach, reach)
     ax.set_ylim(len(claims) - 0.5, -0.5)
-    names = [f"{c.name} ({c.variant})" if several and c.variant else c.name for c in claims]
+    names = [f"{c.title} ({c.variant})" if several and c.variant else c.title for c in claims]
     set_ticks(ax.yaxis, range(len(claims)), [_wrapped(name) if narrow else name for name in names])
     ax.grid(axis="y", visible=False)
     set_error_ticks(ax.xaxis, 2 if narrow else 7, reach)
@@ -118,7 +137,7 @@ def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
 
 def _wrapped(name: str) -> str:
     """A name, whose words are joined by hyphens, in two lines of a narrow figure."""
-    return "\n".join(textwrap.wrap(name, max(14, 1 + len(name) // 2)))
+    return "\n".join(textwrap.wrap(name, max(14, 1 + 3 * len(name) // 5)))
 
 
 def _entries(claims: Sequence[DrawnClaim]) -> list[Artist]:

@@ -26,7 +26,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import GREY, INK, looks, method_look, strategy_name
+from spbench.plots.style import GREY, INK, engine_name, looks, method_look, strategy_name
 
 #: phase -> strength of the strategy's colour; all other phases have the hatch too
 _PHASES = {"forward": 1.0, "backward": 0.6, "gradient_sync": 0.25}
@@ -89,7 +89,7 @@ def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 def _panel(model: str, setting: str, rows: Sequence[Row], unit: str) -> Panel:
     """Bars of the rows of one model and setting, by number of GPUs and strategy."""
-    given = {"batch": shared(rows, "batch"), "L": shared(rows, "seq_len")}
+    given = {"batch": shared(rows, "batch"), "length": shared(rows, "seq_len")}
     texts = [f"{name} {value}" for name, value in given.items() if value and setting != name]
     return Panel(
         partial(_draw_panel, rows=rows, unit=unit),
@@ -207,20 +207,20 @@ def _formula_line(x: Sequence[float], y: Sequence[float]) -> Line2D:
 
 def _agreement(rows: Sequence[Row]) -> Iterator[str]:
     """A sentence for each engine on how many of its cells send the closed form's bytes in all phases."""
-    for name, some in grouped(rows, engine).items():
+    for name, some in grouped(rows, lambda row: engine_name(engine(row))).items():
         sums = [(sent_bytes(row, "communication"), sent_bytes(row, "formula")) for row in some]
         compared = [row for row, both in zip(some, sums, strict=True) if None not in both]
         exact = sum(not deviations(row) for row in compared)
-        yield f"engine {name}: {exact} of {len(compared)} cells send exactly the bytes of their closed form"
+        yield f"{exact} of {len(compared)} cells on {name} send exactly the bytes of their closed form"
 
 
 def _exact(claims: Sequence[DrawnClaim]) -> Iterator[str]:
     """How many claims are exactly met, and how many have no number of ours."""
     if claims:
         met = sum(map(_met, claims))
-        yield f"{met} of {len(claims)} numbers of formulas exactly met"
+        yield f"{met} of {len(claims)} published formulas exactly met"
     if unknown := sum(claim.relative_error is None for claim in claims):
-        yield f"{unknown} of {len(claims)} numbers of formulas not measured"
+        yield f"{unknown} of {len(claims)} published formulas not measured"
 
 
 def _met(claim: DrawnClaim) -> bool:

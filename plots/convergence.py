@@ -16,7 +16,15 @@ from pandas import DataFrame
 from spbench.plots.axes import lost_notes, set_ticks, set_ticks_within
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.series import Row, backend, by_model, gpus, grouped, shared, strategy, title
-from spbench.plots.style import INK, backend_name, category_colors, method_color, strategy_name, tick_texts
+from spbench.plots.style import (
+    INK,
+    backend_name,
+    category_colors,
+    method_color,
+    model_name,
+    strategy_name,
+    tick_texts,
+)
 
 _CURVE_INCHES, _DEVIATION_INCHES = 1.9, 1.1
 _NAMES = {
@@ -182,13 +190,21 @@ def _label(row: Row, one_precision: bool, with_backend: bool) -> str:
 
 
 def _bounds(comparison: DataFrame) -> list[str]:
-    """A sentence for each largest deviation in a comparison table."""
+    """For each model and loss the largest deviations of a comparison table."""
     if comparison.empty or "quantity" not in comparison:
         return []
     deviations = comparison[
         (comparison["quantity"] == "largest_deviation") & comparison["reproduced"].notna()
     ]
-    return [f"{of['claim']} {of['reproduced']:.2g} ({of['note']})" for of in deviations.to_dict("records")]
+    texts: dict[str, list[str]] = {}
+    for of in deviations.to_dict("records"):
+        run, _, loss = str(of["claim"]).partition(": largest deviation, ")
+        model, comma, run = run.rpartition(", ")
+        strategy_, with_, backend_ = run.partition(" with ")
+        about = f"{model_name(model)}, {_NAMES.get(loss, loss).lower()}" if comma else _NAMES.get(loss, loss)
+        text = f"{strategy_}{with_}{backend_name(backend_)} {of['reproduced']:.2g}"
+        texts.setdefault(about, []).append(text)
+    return [f"{about}, largest deviations: {', '.join(some)}" for about, some in texts.items()]
 
 
 draw = Drawing("convergence", losses)

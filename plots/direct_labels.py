@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,12 +18,15 @@ from spbench.plots.style import shade
 
 #: more names, or longer ones, are read more easily in a legend
 _MOST, _LONGEST = 6, 24
-#: how far a label is from its point, and at least from other labels and from other lines, to which it would
-#: seem to belong
-_OFFSET_POINTS, _CLEAR_POINTS, _OTHERS_POINTS = 5.5, 2.0, 6.5
+#: how far a label is from its point, and at least from other labels
+_OFFSET_POINTS, _CLEAR_POINTS = 5.5, 2.0
+#: the same from other lines, to which it would seem to belong: what is tried first, and what will do
+_OTHERS_POINTS = (6.5, 3.5)
 _SIZE_POINTS = 7
 #: a label stands beside one of the last so many points of its line
-_LAST_POINTS = 3
+_LAST_POINTS = 4
+#: places that are tried for a label, and combinations of places
+_MOST_PLACES, _MOST_TRIES = 40, 5000
 #: directions from a point in which a label may stand, the preferred first
 _DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 1), (1, -1), (-1, 0), (1, 1), (-1, -1))
 
@@ -37,28 +40,39 @@ def can_be_labelled(lines: Sequence[Line2D]) -> bool:
 
 
 def label_lines(figure: Figure, lines: Sequence[Line2D]) -> bool:
-    """Write the names of all lines into the first panel that has all and room for them; the layout is final.
+    """Write the names of all lines into the first panel that has all and room for them, or else each into the
+    first panel that has room for it; the layout is final.
 
     Returns:
-        whether there is such a panel; if not, nothing is written.
+        whether all names have room; if not, nothing is written.
     """
     names = dict.fromkeys(str(line.get_label()) for line in lines)
-    for ax, some in grouped(lines, lambda line: line.axes).items():
-        by_name = {str(line.get_label()): line for line in some if len(_display(line))}
-        if not isinstance(ax, Axes) or by_name.keys() != names.keys():
-            continue
-        texts = [_text(figure, name, line) for name, line in by_name.items()]
-        boxes = _solve(
-            [_free_boxes(line, text, ax) for line, text in zip(by_name.values(), texts, strict=True)]
-        )
-        if boxes:
-            for text, box in zip(texts, boxes, strict=True):
-                x, y = figure.transFigure.inverted().transform((box.x0, box.y0))
-                text.set_position((float(x), float(y)))
-            return True
-        for text in texts:
-            text.remove()
+    panels = [some for ax, some in grouped(lines, lambda line: line.axes).items() if isinstance(ax, Axes)]
+    for clear in _OTHERS_POINTS:
+        for some in [*panels, lines]:
+            by_name = grouped(
+                [line for line in some if len(_display(line))], lambda line: str(line.get_label())
+            )
+            if by_name.keys() == names.keys() and _placed(figure, by_name, clear):
+                return True
     return False
+
+
+def _placed(figure: Figure, lines: Mapping[str, Sequence[Line2D]], clear: float) -> bool:
+    """Write each name beside one of its lines, if all have room."""
+    texts = [_text(figure, name, some[0]) for name, some in lines.items()]
+    places = [
+        [box for line in some for box in _free_boxes(line, text, clear)][:_MOST_PLACES]
+        for some, text in zip(lines.values(), texts, strict=True)
+    ]
+    boxes = _solve(places, [], [_MOST_TRIES])
+    for text, box in zip(texts, boxes or [None] * len(texts), strict=True):
+        if box is None:
+            text.remove()
+        else:
+            x, y = figure.transFigure.inverted().transform((box.x0, box.y0))
+            text.set_position((float(x), float(y)))
+    return boxes is not None
 
 
 def _text(figure: Figure, name: str, line: Line2D) -> Text:
@@ -68,21 +82,27 @@ def _text(figure: Figure, name: str, line: Line2D) -> Text:
     return text
 
 
-def _solve(choices: Sequence[Sequence[Bbox]], taken: Sequence[Bbox] = ()) -> list[Bbox] | None:
+def _solve(choices: Sequence[Sequence[Bbox]], taken: Sequence[Bbox], tries: list[int]) -> list[Bbox] | None:
     """One box out of each choice so that no two boxes overlap, an early box rather than a later one; None if
-    that cannot be."""
+    that cannot be, or is not solved in that many ``tries``."""
     if not choices:
         return []
     for box in choices[0]:
+        tries[0] -= 1
+        if tries[0] < 0:
+            return None
         if not any(box.overlaps(other) for other in taken):
-            rest = _solve(choices[1:], [*taken, box])
+            rest = _solve(choices[1:], [*taken, box], tries)
             if rest is not None:
                 return [box, *rest]
     return None
 
 
-def _free_boxes(line: Line2D, text: Text, ax: Axes) -> list[Bbox]:
-    """Where the name may stand, in pixels: in the panel, clear of all lines and further from other ones."""
+def _free_boxes(line: Line2D, text: Text, clear: float) -> list[Bbox]:
+    """Where the name may stand, in pixels: in the panel, clear of all lines, and of other ones by ``clear``
+    points."""
+    ax = line.axes
+    assert ax is not None
     pixels = ax.figure.dpi / 72
     extent, bounds = text.get_window_extent(), ax.get_window_extent()
     # its published markers are its own too
@@ -100,7 +120,7 @@ def _free_boxes(line: Line2D, text: Text, ax: Axes) -> list[Bbox]:
             foot = y + up * _OFFSET_POINTS * pixels + (up - 1) / 2 * extent.height
             box = Bbox.from_bounds(left, foot, extent.width, extent.height)
             inside = bounds.contains(box.x0, box.y0) and bounds.contains(box.x1, box.y1)
-            hit = _hit(box.padded(pixels), own) or _hit(box.padded(_OTHERS_POINTS * pixels), others)
+            hit = _hit(box.padded(pixels), own) or _hit(box.padded(clear * pixels), others)
             if inside and not hit:
                 free.append(box.padded(_CLEAR_POINTS * pixels / 2))
     return free

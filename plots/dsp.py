@@ -35,7 +35,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import looks, strategy_name
+from spbench.plots.style import looks, model_name, strategy_name
 
 #: forwards of a generation, as the scenario of the inference has it
 _STEPS = 100
@@ -44,7 +44,7 @@ _LATENCY = PlottedQuantity(
 )
 _THROUGHPUT = PlottedQuantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
 #: the dim of the grid that a method splits throughout -> its name
-_SPLITS = {0: "frames cut", 1: "places cut"}
+_SPLITS = {0: "by frames", 1: "by places"}
 #: relative difference that cannot be seen
 _ALIKE = 1e-3
 
@@ -65,7 +65,16 @@ def _by_video(
     differing = [name for name in ("model", "cluster") if shared(rows, name) is None]
     in_order = sorted(rows, key=lambda row: (model(row), LENGTHS.at(row)))
     of_video = grouped(
-        in_order, lambda row: ", ".join([*(str(row["cell"].get(n)) for n in differing), _video(row)])
+        in_order,
+        lambda row: ", ".join(
+            [
+                *(
+                    model_name(str(row["cell"].get(n))) if n == "model" else str(row["cell"].get(n))
+                    for n in differing
+                ),
+                _video(row),
+            ]
+        ),
     )
     facets = {name: lines_of(some, GPUS, _split) for name, some in of_video.items()}
     remarks = list(_one_over_the_other(facets, quantity.value))
@@ -74,11 +83,11 @@ def _by_video(
 
 def _split(row: Row) -> str:
     dim = option(row, "strategy_options", "grid_dim")
-    return "" if dim is None else _SPLITS.get(dim, f"dim {dim} cut")
+    return "" if dim is None else _SPLITS.get(dim, f"by dim {dim}")
 
 
 def _one_over_the_other(panels: Mapping[str, Sequence[Line]], value: Value) -> Iterator[str]:
-    """A sentence for each two lines of one look that lie on each other, with the panels where they do."""
+    """A sentence for each two lines of one strategy that lie on each other, with the panels where they do."""
     where: dict[str, list[str]] = {}
     for name, lines in panels.items():
         for line, other in combinations(lines, 2):
@@ -87,7 +96,7 @@ def _one_over_the_other(panels: Mapping[str, Sequence[Line]], value: Value) -> I
             if alike and all(_alike(values[count], others[count]) for count in values):
                 where.setdefault(f"{line.name} and {other.name}", []).append(name)
     for names, those in where.items():
-        yield f"{names} are alike within {_ALIKE:.1%}: {', '.join(those)}"
+        yield f"{names} differ by less than {_ALIKE:.1%} and are drawn over each other: {', '.join(those)}"
 
 
 def _alike(value: float | None, other: float | None) -> bool:
@@ -124,7 +133,7 @@ def _memory(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
     The comparison is not used: nothing was read off the paper's figure.
     """
-    facets = grouped(rows, lambda row: f"{model(row)}, {_video(row)}, {gpus(row)} GPUs")
+    facets = grouped(rows, lambda row: f"{model_name(model(row))}, {_video(row)}, {gpus(row)} GPUs")
     notes = lost_notes(
         (f"{name}, {strategy_name(strategy(row))}, {_setting(row)}", row)
         for name, some in facets.items()
@@ -146,13 +155,13 @@ def _draw_memory(ax: Axes, rows: Sequence[Row]) -> Drawn:
 
 def _setting(row: Row) -> str:
     recomputes = option(row, "model_options", "checkpointing", False)
-    return "recomputed in backward" if recomputes else "kept for backward"
+    return "activations recomputed" if recomputes else "activations kept"
 
 
 def _communication(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each model and video, smaller ones first."""
     in_order = sorted(rows, key=LENGTHS.at)
-    return sent_elements(in_order, comparison, GPUS, lambda row: f"{model(row)}, {_video(row)}")
+    return sent_elements(in_order, comparison, GPUS, lambda row: f"{model_name(model(row))}, {_video(row)}")
 
 
 draw_dsp_throughput = Drawing(

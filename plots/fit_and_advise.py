@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from spbench.plots.paper import PAGE_INCHES, add_legend, house_style, new_figure, save_as
-from spbench.plots.style import GREY, INK, category_colors
+from spbench.plots.style import GREY, INK, backend_name, category_colors, looks, model_name, strategy_name
 
 # -- a rank's memory -------------------------------------------------------------------------------------
 
@@ -140,7 +140,10 @@ def layouts_figure(title: str, layouts: Sequence[Mapping[str, Any]]) -> Figure:
                     ax.plot(
                         [layout[name]] * 2, [at - 0.42, at + 0.42], color=INK, linestyle=style, linewidth=1
                     )
-        names = [f"{each['strategy']}\n{each['mesh']}, {each['backend']}" for each in layouts]
+        names = [
+            f"{strategy_name(each['strategy'])}\n{each['mesh']}, {backend_name(each['backend'])}"
+            for each in layouts
+        ]
         ax.set_yticks(range(len(layouts)), names)
         ax.set(xlim=(0, None), ylim=(len(layouts) - 0.5, -0.5), xlabel="Seconds of a step")
         ax.grid(visible=False, axis="y")
@@ -180,11 +183,12 @@ def advice_map(points: Sequence[Mapping[str, Any]]) -> Figure:
     """The figure of :func:`draw_advice`."""
     across, down = _axes(points)
     columns, rows = ([*dict.fromkeys(point[name] for point in points)] for name in (across, down))
-    strategies = sorted({point["strategy"] for point in points} - {""})
-    colors = category_colors(strategies)
+    colors = {
+        name: look.color for name, look in looks({point["strategy"] for point in points} - {""}).items()
+    }
     with house_style():
         cluster = points[0]["cluster"].split(" with ")[0] if across == "figures" else points[0]["cluster"]
-        title = f"{points[0]['model']} on {cluster}: the fastest layout that fits"
+        title = f"{model_name(points[0]['model'])} on {cluster}: the fastest layout that fits"
         figure = new_figure(PAGE_INCHES, _AROUND_INCHES + _ROW_INCHES * len(rows), title)
         ax = figure.add_subplot()
         for point in points:
@@ -194,7 +198,7 @@ def advice_map(points: Sequence[Mapping[str, Any]]) -> Figure:
         ax.set_xticks([i + 0.5 for i in range(len(columns))], [_tick(across, each) for each in columns])
         ax.set_yticks([i + 0.5 for i in range(len(rows))], [_tick(down, each) for each in rows])
         ax.grid(visible=False)
-        legend = [Patch(color=colors[name], label=name) for name in strategies]
+        legend = [Patch(color=color, label=strategy_name(name)) for name, color in colors.items()]
         if any(point["tie"] for point in points):
             legend.append(Patch(facecolor="white", edgecolor=GREY, hatch="///", label=_TIE))
         if any(not point["strategy"] for point in points):

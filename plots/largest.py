@@ -154,18 +154,18 @@ def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """
     searches = sorted((row for row in rows if searches_for(row, "seq_len")), key=_place)
     published = published_of(comparison, "tokens").numbers
-    machines = grouped(searches, _machine)
+    machines = _machines(searches)
     paid = prices(rows, comparison)
     facets = [
         [
             Panel(
                 partial(_draw_ladder, rows=some, published=published, paid=paid),
-                f"{count} x {cluster}",
+                name,
                 "Longest sequence (million tokens)",
                 inches=0.24 + 0.16 * len(some),
             )
         ]
-        for (cluster, count), some in machines.items()
+        for name, some in machines.items()
     ]
     lost = [row for row in searches if _answer(row) is None]
     notes = [
@@ -179,6 +179,23 @@ def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
         page_only=True,
     )
     return grid.add(facets, abreast=1)
+
+
+def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each panel by its name: of each cluster and number of GPUs; more GPUs with a single rung
+    join the fewer GPUs of their cluster."""
+    panels: list[list[Row]] = []
+    for (cluster, _), some in grouped(rows, _machine).items():
+        if len(some) == 1 and panels and panels[-1][0]["cell"]["cluster"] == cluster:
+            panels[-1] += some
+        else:
+            panels.append(some)
+    return {f"{_ends(gpu_counts(some))} {TIMES} {_machine(some[0])[0]}": some for some in panels}
+
+
+def _ends(counts: Sequence[int]) -> str:
+    """The fewest and the most GPUs; one number where they are the same."""
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
 def _machine(row: Row) -> tuple[str, int]:
@@ -224,13 +241,18 @@ def _switches(row: Row) -> Iterator[str]:
 
 
 def _names(rows: Sequence[Row]) -> Iterator[str]:
-    """Of a ladder's rungs: what one adds to the rung above where it adds something, else all."""
+    """Of a ladder's rungs: what one adds to the rung above where it adds something, else all; and the GPUs
+    where they are more than the rung above has."""
     above: list[str] = []
+    count = gpus(rows[0])
     for row in rows:
         own = [*_switches(row)]
         added = [each for each in own if each not in above]
-        yield f"... + {' + '.join(added)}" if above and len(own) == len(above) + len(added) else switches(row)
-        above = own
+        grows = above and len(own) == len(above) + len(added)
+        if gpus(row) > count:
+            added.append(f"{gpus(row)} GPUs")
+        yield f"... + {' + '.join(added)}" if grows and added else switches(row)
+        above, count = own, gpus(row)
 
 
 def _draw_ladder(

@@ -30,12 +30,12 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import MARKERS, Look, backend_name, looks, strategy_name
+from spbench.plots.style import MARKERS, Look, backend_name, looks, model_name, strategy_name
 
 _MEMORY = PlottedQuantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
-#: how a baseline computes linear attention -> its name; the strategies of LASP have a single way
-_WAYS = {"left_product": "left product", "chunked": "right product"}
-_ONE_WAY = ("lasp", "lasp2")
+#: the order of a baseline's matmuls of linear attention -> its name; LASP and LASP-2 have one order
+_ORDERS = {"left_product": "left product", "chunked": "right product"}
+_ONE_ORDER = ("lasp", "lasp2")
 _OPTIONS = ("kernel_fusion", "state_caching")
 
 #: (kernels are fused, states are cached) -> the name of the combination, in the order of the bars
@@ -70,19 +70,27 @@ def _scalability(rows: Sequence[Row], comparison: DataFrame, default_title: str)
 
 
 def _speed(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A panel for each model, a line for each strategy and way to compute linear attention."""
-    facets = {
-        name: lines_of(some, LENGTHS, partial(_way, first_cluster=some[0]["cell"]["cluster"]))
-        for name, some in by_model(rows).items()
-    }
+    """A panel for each model and cluster, a line for each strategy and order of linear attention's matmuls.
+    Clusters whose names only add to another's stand in that one's panel."""
+    clusters = sorted({row["cell"]["cluster"] for row in rows})
+    facets = {}
+    for name, some in by_model(rows).items():
+        for cluster, those in grouped(some, lambda row: _family(row["cell"]["cluster"], clusters)).items():
+            facets[f"{name}, {cluster}"] = lines_of(those, LENGTHS, _matmul_order)
     return line_grid(rows, facets, [TOKENS_PER_SECOND], comparison, "Throughput by sequence length")
 
 
-def _way(row: Row, first_cluster: str) -> str:
-    """How the row's strategy computes linear attention, and its cluster if it is not the first one."""
-    way, cluster = str(option(row, "model_options", "linear_attention", "chunked")), row["cell"]["cluster"]
-    texts = ["" if strategy(row) in _ONE_WAY else _WAYS.get(way, way)]
-    return ", ".join(filter(None, [*texts, cluster if cluster != first_cluster else ""]))
+def _family(cluster: str, clusters: Sequence[str]) -> str:
+    """The cluster whose name this one's begins with; itself if others begin with its own, or none is such."""
+    if any(name.startswith(f"{cluster}-") for name in clusters):
+        return cluster
+    return max((name for name in clusters if cluster.startswith(f"{name}-")), key=len, default=cluster)
+
+
+def _matmul_order(row: Row) -> str:
+    """The order of the matmuls of linear attention; "" for strategies that have one order."""
+    order = str(option(row, "model_options", "linear_attention", "chunked"))
+    return "" if strategy(row) in _ONE_ORDER else _ORDERS.get(order, order)
 
 
 def _ablation(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
@@ -149,7 +157,8 @@ def _method(name: str) -> str:
 def _shared_title(rows: Sequence[Row]) -> str:
     """The model, the number of GPUs and the length, as far as all rows have the same."""
     length, counts = shared(rows, "seq_len"), gpu_counts(rows)
-    parts = [shared(rows, "model"), f"{counts[0]} GPUs" if len(counts) == 1 else None]
+    name = shared(rows, "model")
+    parts = [name and model_name(name), f"{counts[0]} GPUs" if len(counts) == 1 else None]
     return ", ".join(map(str, filter(None, [*parts, f"{length_text(length)} tokens" if length else None])))
 
 
@@ -174,7 +183,7 @@ draw_lasp_speed = Drawing("lasp_speed", _speed)
 
 draw_lasp_communication = Drawing(
     "lasp_communication",
-    partial(sent_elements, along=LENGTHS, facet=lambda row: f"{model(row)}, {gpus(row)} GPUs"),
+    partial(sent_elements, along=LENGTHS, facet=lambda row: f"{model_name(model(row))}, {gpus(row)} GPUs"),
 )
 """What a GPU sends for a layer of linear attention by sequence length: LASP (arXiv 2404.02882), Table 1."""
 

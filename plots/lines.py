@@ -277,9 +277,12 @@ def _mark_artist(mark: _Mark, color: str, along: Along) -> Line2D:
 
 
 def missing_notes(panel: str, lines: Sequence[Line], along: Along) -> Iterator[str]:
-    """For each line of a panel and each status but out of memory: where, and the first row's reason."""
+    """For each status of a panel but out of memory, and each reason: the lines, and where."""
+    lost: dict[tuple[str, str, str], list[str]] = {}
     for line in lines:
-        lost = [row for row in line.rows if row["status"] not in ("ok", "oom")]
-        for status, rows in grouped(lost, lambda row: str(row["status"])).items():
+        some = [row for row in line.rows if row["status"] not in ("ok", "oom")]
+        for status, rows in grouped(some, lambda row: str(row["status"])).items():
             where = along.text([along.at(row) for row in rows])
-            yield f"{panel}, {line.name}: {status} at {where}{reason_of(rows[0])}".replace("\n", " ")
+            lost.setdefault((status, where, reason_of(rows[0])), []).append(line.name)
+    for (status, where, reason), names in lost.items():
+        yield f"{panel}, {' and '.join(names)}: {status} at {where}{reason}".replace("\n", " ")

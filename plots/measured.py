@@ -29,6 +29,31 @@ _ROLES = {
     "calibrated": ("s", False, "calibrated on it"),
 }
 _ROLE_NAMES = {name for _, _, name in _ROLES.values()}
+#: tables of measurements -> their names for people; others are named by their words
+_TABLES = {
+    "megatron-b200": "Megatron-LM, 8 B200",
+    "megatron-b200-more": "Megatron-LM, 8 B200, 405B and long",
+    "megatron-deepspeed": "Megatron-DeepSpeed, to 512 A100",
+    "megatron-goldens": "Megatron-LM's tests, 8 A100 to GB200",
+    "dgxc-llama3-8b": "NeMo, Llama-3.1 8B",
+    "dgxc-llama3-70b": "NeMo, Llama-3.1 70B",
+    "fpdt-ladder": "FPDT's ladder",
+    "fpdt-steps": "FPDT",
+    "internevo": "InternEvo",
+    "korthikanti-layer": "Megatron-SP, one layer",
+    "korthikanti-steps": "Megatron-SP, whole steps",
+    "alst": "ALST",
+    "mpt-fsdp": "MPT with FSDP, A100",
+    "mpt-fsdp-h100": "MPT with FSDP, H100",
+    "odysseus": "Odysseus",
+    "opensora-inference": "Open-Sora, inference",
+    "upipe": "UPipe",
+    "usp": "USP",
+    "usp-attention": "USP, attention on A100",
+    "usp-attention-l20": "USP, attention on L20",
+    "yunchang-attention": "yunchang, attention",
+    "yunchang-launches": "yunchang, short calls",
+}
 #: the error within which the figure of published step times is shaded
 _NEAR = 0.10
 
@@ -47,13 +72,22 @@ def _grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
             )
             upper = Panel(draw_ours, name, "Measured", "Ours")
             facets.append([upper, Panel(draw_errors, name, "Measured", "Ours / measured - 1")])
-    title = "Measured on real machines, and ours"
+    title = "Measured on real machines, beside ours"
     return PanelGrid(title, _missing_notes(comparison, numbers)).add(facets, abreast=4)
 
 
 def _missing_notes(comparison: DataFrame, numbers: DataFrame) -> list[str]:
     missing = len(comparison) - len(numbers)
-    return [f"{missing} measured numbers have none of ours beside them"] if missing else []
+    return [f"{missing} measured numbers have no number of ours and are not drawn"] if missing else []
+
+
+def _table_name(table: str) -> str:
+    return _TABLES.get(table, table.replace("-", " "))
+
+
+def _time_text(ms: float) -> str:
+    """A time on an axis: "20 ms", "1.5 s"."""
+    return f"{ms:.4g} ms" if ms < 1e3 else f"{ms / 1e3:,g} s"
 
 
 def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
@@ -68,10 +102,10 @@ def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     panels = []
     for source, some in numbers.groupby("source", sort=False):
         mean = some["relative_error"].abs().mean()
-        name = f"{str(source).replace('-', ' ')}: {mean:.1%}"
-        panels.append(Panel(partial(_draw_times, some=some), name, "Measured (ms)", "Ours (ms)"))
-    notes = [f"Shaded: within {_NEAR:.0%}. Beside the names: mean errors."]
-    title = "Step times that others published, and ours"
+        name = f"{_table_name(str(source))}: {mean:.1%}"
+        panels.append(Panel(partial(_draw_times, some=some), name, "Published time", "Our time"))
+    notes = [f"Shaded: ours within {_NEAR:.0%} of the published time. Beside each name: the mean error."]
+    title = "Step times that others published, beside ours"
     return PanelGrid(title, [*notes, *_missing_notes(comparison, numbers)]).add(
         [[panel] for panel in panels], abreast=3
     )
@@ -82,7 +116,7 @@ def _draw_times(ax: Axes, some: DataFrame) -> Drawn:
     ends = np.array([low, high])
     for name, axis in (("x", ax.xaxis), ("y", ax.yaxis)):
         ax.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
-        set_ticks(axis, ticks, tick_texts(ticks))
+        set_ticks(axis, ticks, list(map(_time_text, ticks)))
         axis.set_minor_locator(NullLocator())
     ax.fill_between(ends, ends * (1 - _NEAR), ends * (1 + _NEAR), color=GREY, alpha=0.25, linewidth=0)
     ax.plot(ends, ends, color=GREY, linewidth=0.8, zorder=1)
@@ -142,7 +176,7 @@ def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -
             gid=f"{column} {source} {role}",
         )
     sources, roles = dict.fromkeys(some["source"]), dict.fromkeys(some["role"])
-    entries = [marker_line(source.replace("-", " "), colors[source]) for source in sources]
+    entries = [marker_line(_table_name(source), colors[source]) for source in sources]
     for role in roles:
         marker, filled, name = _ROLES[role]
         entries.append(marker_line(name, GREY, marker, "" if filled else "white"))

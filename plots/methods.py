@@ -11,7 +11,7 @@ from spbench.plots.axes import GPUS, LENGTHS
 from spbench.plots.grid import Drawing, PanelGrid
 from spbench.plots.lines import TOKENS_PER_SECOND, PlottedQuantity, Value, line_grid, lines_of, measured
 from spbench.plots.series import Row, backend, differing, gpus, grouped, model, option, settings, strategy
-from spbench.plots.style import TIMES, backend_name
+from spbench.plots.style import TIMES, backend_name, model_name
 
 _PEAK = PlottedQuantity("peak_memory_gib", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
 
@@ -28,7 +28,7 @@ def methods(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def _machine(row: Row) -> str:
-    return f"{model(row)}, {gpus(row)} {TIMES} {row['cell']['cluster']}"
+    return f"{model_name(model(row))}, {gpus(row)} {TIMES} {row['cell']['cluster']}"
 
 
 def _layout(rows: Sequence[Row]) -> Callable[[Row], str]:

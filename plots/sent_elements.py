@@ -11,6 +11,7 @@ from spbench.plots.communication import sent_bytes
 from spbench.plots.grid import Drawing, PanelGrid
 from spbench.plots.lines import PlottedQuantity, line_grid, lines_of, measured
 from spbench.plots.series import Row, by_model, engine, gpus, grouped, strategy
+from spbench.plots.style import engine_name
 
 _COLUMN, _EXACT, _BACKWARD = "sent_elements", "-wire", "-backward"
 _AS_PAPERS = ("-table1", "-per-layer")
@@ -84,7 +85,7 @@ def _agreement(exact: DataFrame) -> Iterator[str]:
     for name in dict.fromkeys(str(entry["claim"]).rsplit(", ", 1)[-1] for entry in measured_entries):
         mine = [entry for entry in measured_entries if str(entry["claim"]).endswith(f", {name}")]
         same = [entry for entry in mine if abs(entry["relative_error"]) < _SAME]
-        yield f"engine {name}: metered as by the formula in {len(same)} of {len(mine)} cells"
+        yield f"{len(same)} of {len(mine)} cells on {engine_name(name)} send exactly what the formula says"
 
 
 # -- layers of a recurrence ------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from spbench.plots.style import engine_name, model_name
+
 Row = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
@@ -73,8 +75,8 @@ def grouped(items: Iterable[Item], by: Callable[[Item], Key]) -> dict[Key, list[
 
 
 def by_model(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each model, models sorted by name."""
-    return dict(sorted(grouped(rows, model).items()))
+    """The rows of each model by its :func:`model_name`, sorted by the presets' names."""
+    return {model_name(name): some for name, some in sorted(grouped(rows, model).items())}
 
 
 def shared(rows: Iterable[Row], name: str) -> Any:
@@ -87,9 +89,9 @@ def title(rows: Sequence[Row], default: str) -> str:
     """The title of the rows' scenario, or ``default`` if they name none, and the settings that they share."""
     named = next((row["scenario"] for row in rows if row.get("scenario")), None)
     scenario = named.get("title") if isinstance(named, Mapping) else named
-    common = [shared(rows, name) for name in ("cluster", "precision", "variant", "engine")]
-    text = ", ".join(str(value) for value in common if value)
-    text += " engine" if common[-1] else ""
+    common = [shared(rows, name) for name in ("cluster", "precision", "variant")]
+    ran_by = {engine_name(engine(row)) for row in rows}
+    text = ", ".join([str(value) for value in common if value] + [*ran_by] * (len(ran_by) == 1))
     return f"{scenario or default}{f' ({text})' if text else ''}"
 
 
@@ -105,12 +107,18 @@ def differing_settings(rows: Sequence[Row], ignored: Sequence[str] = ()) -> Call
 
     def text(row: Row) -> str:
         of_row = settings(row)
-        return ", ".join(
-            str(of_row.get(name)) if name in _SPEAKING else f"{name} {of_row.get(name)}"
-            for name in names[strategy(row)]
-        )
+        return ", ".join(_setting(name, of_row.get(name)) for name in names[strategy(row)])
 
     return text
+
+
+def _setting(name: str, value: Any) -> str:
+    """A setting in words: "2 layers", "placement zigzag"."""
+    if name in _SPEAKING:
+        return str(value)
+    if name == "layers":
+        return f"{value} layer{'s' * (value != 1)}"
+    return f"{name.replace('_', ' ')} {value}"
 
 
 def settings(row: Row) -> dict[str, Any]:

@@ -34,7 +34,16 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import INK, TIMES, backend_name, category_colors, method_color, number, short_name
+from spbench.plots.style import (
+    INK,
+    TIMES,
+    backend_name,
+    category_colors,
+    method_color,
+    model_name,
+    number,
+    short_name,
+)
 
 _GIB = 2**30
 #: of bytes that go over the ranks of several axes at once, as sums of gradients do
@@ -122,7 +131,7 @@ def _empty_grid(rows: Sequence[Row], heading: str, named: Iterable[tuple[str, Ro
 def _work(row: Row) -> str:
     cell = row["cell"]
     return (
-        f"{model(row)}, batch {cell['batch']}, sequence length {length_text(cell['seq_len'])}, "
+        f"{model_name(model(row))}, batch {cell['batch']}, sequence length {length_text(cell['seq_len'])}, "
         f"{gpus(row)} GPUs of {cell['cluster']}"
     )
 

@@ -6,6 +6,7 @@ Nothing here needs matplotlib, so that web pages take the same colours from :fun
 from __future__ import annotations
 
 import hashlib
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,16 @@ _HATCHES = tuple(hatch for _, _, hatch in _METHODS.values())
 _CATEGORIES = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
 #: what a colour of an unknown method keeps from white, from grey and from the colours of the table
 _CONTRAST, _CHROMA, _DISTANCE = 3.0, 0.3, 0.22
+#: of strategies, as people write them
 _NAMES = {
+    "tensor_parallel": "Tensor parallelism",
+    "ring_self_attention": "Ring Self-Attention",
+    "ring_attention": "Ring Attention",
+    "all_gather_kv": "All-gather of K and V",
+    "single": "No sequence parallelism",
     "megatron_sp": "Megatron-SP",
     "ulysses": "Ulysses",
+    "ulysses_opensora": "Ulysses of Open-Sora",
     "lasp": "LASP",
     "lasp2": "LASP-2",
     "lasp2h": "LASP-2H",
@@ -51,6 +59,8 @@ _SHORT_NAMES = {
     "tensor_parallel": "TP",
     "ring_self_attention": "RSA",
     "ring_attention": "Ring",
+    "all_gather_kv": "all-gather KV",
+    "single": "no SP",
 }
 _BACKENDS = {
     "legacy_ddp": "legacy DDP",
@@ -59,7 +69,31 @@ _BACKENDS = {
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
     "fsdp_flat": "FSDP",
+    "megatron": "Megatron-LM",
 }
+_ENGINES = {
+    "virtual": "virtual ranks",
+    "distributed": "real ranks",
+    "emulated": "emulated ranks",
+    "lockstep": "ranks in turns",
+}
+#: parts of models' names that are no words
+_MODEL_PARTS = {
+    "bert": "BERT",
+    "gpt": "GPT",
+    "gpt3": "GPT-3",
+    "linformer": "Linformer",
+    "minimax-01": "MiniMax-01",
+    "nemotron-h": "Nemotron-H",
+    "qwen3-next": "Qwen3-Next",
+    "llama2": "Llama-2",
+    "llama3": "Llama-3",
+    "st-dit": "ST-DiT",
+    "tnl": "TransNormerLLM",
+    "xl": "XL",
+}
+_MODEL_PART = re.compile(rf"{'|'.join(sorted(_MODEL_PARTS, key=len, reverse=True))}|[^-]+")
+_SIZE = re.compile(r"\d+(\.\d+)?[bmk]")
 INK, GREY = "#262626", "#666666"
 #: between the names of strategies around each other
 PLUS = "+"
@@ -155,6 +189,21 @@ def short_name(strategy: str) -> str:
 def backend_name(backend: str) -> str:
     """The data-parallel backend's name as figures show it."""
     return _BACKENDS.get(backend, backend)
+
+
+def model_name(preset: str) -> str:
+    """A model's name as figures show it: "Llama-3 8B" of "llama3-8b"."""
+    parts = [
+        part.upper() if _SIZE.fullmatch(part) else _MODEL_PARTS.get(part, part)
+        for part in _MODEL_PART.findall(preset)
+    ]
+    text = " ".join(parts)
+    return text[:1].upper() + text[1:]
+
+
+def engine_name(engine: str) -> str:
+    """What ran a row, as figures show it: "virtual ranks"."""
+    return _ENGINES.get(engine, f"engine {engine}")
 
 
 def number(value: float) -> str:

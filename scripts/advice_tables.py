@@ -93,7 +93,7 @@ def keep(name: str, answer: Advice, idle: bool) -> None:
         "seconds": round(answer.seconds, 1) if idle else "",
         "cpu_s": round(answer.cpu_s, 1),
         "code": code_digest(),
-        **{what: answer.found.counts[what] for what in _COUNTS},
+        **{what: answer.result.counts[what] for what in _COUNTS},
         "why": answer.why(),
     }
     FOLDER.mkdir(parents=True, exist_ok=True)

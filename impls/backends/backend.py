@@ -1,9 +1,9 @@
-"""What a training step asks of a data-parallel backend.
+"""The interface between a training step and its data-parallel backend.
 
-A gradient that the ranks along axes of the strategy each hold a part of is summed over them and over all
-replicas at once; any other over the replicas alone. So a backend sees sets of parameters, each with the
-group that its gradients are summed over: at most two with a strategy of one axis, up to four with strategies
-around each other.
+A gradient of which the ranks along axes of the strategy each hold a part is summed over them and over all
+replicas at once; any other over the replicas alone. So a backend sees sets of parameters, each with the group
+that its gradients are summed over: at most two for a strategy of one axis, up to four for strategies around
+each other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What a rank holds of a parameter or its gradient: from ``start`` on along ``dim``; without ``dim``, of
-    the flattened whole."""
+    """The part of a parameter or its gradient that a rank holds: from ``start`` on along ``dim``; without
+    ``dim``, from ``start`` on in the flattened whole."""
 
     values: Tensor
     start: int = 0
@@ -66,15 +66,15 @@ class Summed:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a closed form of a backend's traffic depends on.
+    """The arguments of a closed form of a backend's traffic.
 
     Attributes:
         summed: the parameters of a rank.
         micro_batches: forward and backward passes in a step.
         precision: of weights, gradients and optimizer.
         strategy: planned, at the place of the rank.
-        around: planned likewise.
-        build: makes the rank's module on the meta device, for backends that pad each parameter.
+        around: the strategy around it, planned in the same way.
+        build: builds the rank's module on the meta device, for backends that pad each parameter.
         options: of the backend.
     """
 
@@ -88,18 +88,18 @@ class PlannedStep:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of weights and gradients as they are sent."""
+        """Bytes of an element of weights and gradients in messages."""
         return self.precision.parameters.itemsize
 
     def shapes(self) -> Hashable:
-        """Of all parameters: as :meth:`Backend.cuts` of a buffer that holds all where forward or backward
-        needs it, which no two depths have alike."""
+        """The shapes of all parameters, as :meth:`Backend.cuts` of a buffer that holds all parameters where
+        forward or backward needs it; no two depths have the same."""
         return tuple(p.shape for p in self.build().parameters())
 
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """What a training asks of its backend.
+    """Settings of a training for its backend.
 
     Attributes:
         moments: "kept": Adam's moments exist before the first step, as they do in every later one; "later":
@@ -162,12 +162,12 @@ class Backend(ABC):
 
     @classmethod
     def starts_on_meta(cls, options: Any) -> bool:
-        """Whether the module that it takes over is on the meta device, with options of ``options_type``."""
+        """Whether the backend takes over a module on the meta device, with options of ``options_type``."""
         return False
 
     @abstractmethod
     def prepare(self) -> Optimizer:
-        """Take the module over, before its first step; returns what updates the weights."""
+        """Take the module over, before its first step; returns the optimizer that updates the weights."""
 
     def make_optimizer(
         self,
@@ -177,11 +177,12 @@ class Backend(ABC):
         master_gradients: str = "made",
         shard_groups: Iterable[dist.ProcessGroup | None] = (),
     ) -> Optimizer:
-        """An optimizer of these tensors, as the settings have it; where the options put it on the host, one
-        of each weight there.
+        """An optimizer of these tensors by the settings; with the option ``optimizer: host``, one of each
+        weight on the host.
 
         Args:
-            masters: keep float32 copies where the precision asks for them; False where the tensors are that.
+            masters: keep float32 copies where the precision asks for them; False where the tensors are these
+                copies.
             master_gradients: see :class:`Optimizer`.
             shard_groups: the groups of ranks that hold other parts of the weights.
         """
@@ -197,16 +198,16 @@ class Backend(ABC):
 
     @property
     def host_layout(self) -> HostLayout:
-        """How the host holds what an optimizer there needs."""
+        """How the host holds the state of an optimizer there."""
         return EACH_WEIGHT
 
     @property
     def on_host(self) -> bool:
-        """Whether the optimizer is on the host, of backends that have that option."""
+        """Whether the optimizer is on the host; False for backends without that option."""
         return isinstance(self.options, OptimizerOptions) and self.options.optimizer == "host"
 
     def optimizer_settings(self, shard_groups: Iterable[dist.ProcessGroup | None] = ()) -> dict[str, Any]:
-        """What every optimizer is made with; ``shard_groups`` as in :meth:`make_optimizer`."""
+        """Arguments of every optimizer; ``shard_groups`` as in :meth:`make_optimizer`."""
         return {
             "with_moments": self.settings.moments == "kept",
             "overflow_groups": [*self.overflow_groups, *shard_groups],
@@ -228,16 +229,17 @@ class Backend(ABC):
         """Forget the gradients of the step before, or set them to zero."""
 
     def begin_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
-        """Before the last backward of a step through the ``module``, or through one of its stages: from here
-        on gradients may be sent.
+        """Called before the last backward of a step through the ``module``, or through one of its stages:
+        from here on gradients may be sent.
 
-        Which one is the last must be known from this call alone. A backend that counts its backwards would
-        do otherwise in a trace, which runs a few of those that are alike; its bytes then differ from its
-        closed form, which `spbench verify` shows."""
+        A backend must learn from this call alone which backward is the last. If it counted its backwards, it
+        would behave differently in a trace, which runs only a few of the equal ones. Its bytes would then
+        differ from its closed form, which `spbench verify` shows.
+        """
 
     def begin_gathering(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
-        """In a step's forward, where all stages of a pipeline may begin to gather the weights of one of their
-        runs of layers."""
+        """Called in a step's forward, where all stages of a pipeline may begin to gather the weights of one
+        of their runs of layers."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -248,8 +250,8 @@ class Backend(ABC):
         self.optimizer.step()
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What is held between steps, by the category that the memory meter has for it: ``parameters``,
-        ``gradients`` and ``optimizer_state``."""
+        """The tensors held between steps, by the memory meter's category: ``parameters``, ``gradients`` and
+        ``optimizer_state``."""
         return {
             "parameters": list(self.names),
             "gradients": self.held_gradients(),
@@ -258,10 +260,10 @@ class Backend(ABC):
 
     @abstractmethod
     def held_gradients(self) -> list[Tensor]:
-        """Gradients, and buffers of them, that are held between steps."""
+        """Gradients, and buffers of them, held between steps."""
 
     def gradient_parts(self) -> dict[str, HeldPart]:
-        """After :meth:`synchronize`: what this rank holds of each parameter's gradient."""
+        """After :meth:`synchronize`: the part of each parameter's gradient that this rank holds."""
         return {name: HeldPart(p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
 
     def gradient_places(self) -> dict[str, HeldPart]:
@@ -269,14 +271,14 @@ class Backend(ABC):
         return self.weight_parts()
 
     def weight_parts(self) -> dict[str, HeldPart]:
-        """Between steps: what this rank holds of each parameter."""
+        """Between steps: the part of each parameter that this rank holds."""
         return {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
 
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
         """How buffers of several layers' weights or gradients are cut over buckets and ranks, and padded, for
-        the rank of the step. Where that is the same for models of several depths, the buffers alone are
-        longer in a deeper one. None: there are no such buffers."""
+        the rank of the step. If two depths of a model have equal cuts, the deeper one's buffers are longer
+        and otherwise the same. None: there are no such buffers."""
         return None
 
     @classmethod
@@ -286,18 +288,18 @@ class Backend(ABC):
 
     @classmethod
     def kept_bytes(cls, precision: Precision) -> int:
-        """Bytes that a rank holds from forward to backward beside :meth:`held`, for each element of its
-        weights: weights that were gathered and stay."""
+        """Bytes that a rank keeps from forward to backward beside :meth:`held`, for each element of its
+        weights: gathered weights that stay."""
         return 0
 
     @classmethod
     @abstractmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
-        """Closed form of what a rank sends."""
+        """The closed form of the traffic of a rank."""
 
 
 def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> list[Summed]:
-    """What the closed forms of backends sum, from a model's sites."""
+    """The sets of parameters that backends' closed forms sum, from a model's sites."""
     held = sum(strategy.held_elements(s) * s.count for s in sites if s.kind == "parameters")
     partial: Counter[tuple[str, ...]] = Counter()
     for site in (s for s in sites if s.kind == "parameters"):

@@ -1,8 +1,8 @@
-"""Gradients in buckets that are summed while backward still runs, as torch's DistributedDataParallel does.
+"""Gradients in buckets that are summed while backward still runs, as in torch's DistributedDataParallel.
 
-torch's own wrapper cannot be used: its reducer is C++ that reads the storage of gradients, which fake
-tensors do not have. The rules are the reducer's (torch/csrc/distributed/c10d/reducer.cpp), before it has
-rebuilt its buckets once in the order in which gradients arrived.
+torch's own wrapper does not run on fake tensors: its reducer is C++ that reads the storage of gradients. The
+rules here are the reducer's (torch/csrc/distributed/c10d/reducer.cpp) before it has rebuilt its buckets,
+once, in the order in which gradients arrived.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where parameters lie in a contiguous buffer of Megatron-Core's, and in which of its buckets.
+"""Where parameters lie in a contiguous buffer of Megatron-Core, and in which of its buckets.
 
-(core/distributed/param_and_grad_buffer.py, and core/optimizer/distrib_optimizer.py where the optimizer is
-sharded.) Numbers are of elements. Parameters lie in the reverse order of their registration, in which
-backward reaches them.
+The source is core/distributed/param_and_grad_buffer.py, and core/optimizer/distrib_optimizer.py where the
+optimizer is sharded. All numbers count elements. Parameters lie in the reverse order of their registration,
+in which backward reaches them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ HIGH_BANDWIDTH_MULTIPLE = 2**16
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket, which lies from ``start`` to ``end`` of its buffer.
+    """A bucket, from ``start`` to ``end`` of its buffer.
 
     Attributes:
-        members: the numbers of its parameters in the list that was laid out, in the order in which they lie.
+        members: the indices of its parameters in the list given to :func:`laid_out`, in the order in which
+            they lie.
         starts: where each of them starts in the buffer.
     """
 
@@ -34,7 +35,7 @@ class BucketLayout:
     starts: tuple[int, ...]
 
     def shard(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Start and end in the buffer of the part of one of ``ranks`` that share the bucket evenly."""
+        """Start and end, in the buffer, of one rank's part of the bucket; ``ranks`` share it evenly."""
         each = (self.end - self.start) // ranks
         return self.start + rank * each, self.start + (rank + 1) * each
 
@@ -62,11 +63,11 @@ def laid_out(
     full_at: int | None,
     sharding: Sharding | None,
 ) -> list[BucketLayout]:
-    """The buckets of a buffer, in the order in which they lie in it.
+    """The buckets of a buffer, in the order in which they lie.
 
     Args:
         elements: of each parameter, in the order of registration.
-        alone: of each parameter, whether it has a bucket of its own in a sharded buffer, as a tied embedding
+        alone: for each parameter, whether it has a bucket of its own in a sharded buffer. A tied embedding
             has, so that its two copies are cut alike.
         full_at: elements at which a bucket is full; None: there is one bucket.
         sharding: of the buckets over ranks; None: they are not sharded, and nothing is padded.

@@ -21,8 +21,7 @@ def padded(elements: int, size: int) -> int:
 
 
 def covered(starts: Sequence[int], ends: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-    """Which of the pieces of a flat tensor a part of it has some of, and whether it has their starts and
-    ends."""
+    """Pieces of a flat tensor that a part of it overlaps, and whether it has their starts and ends."""
     pieces = enumerate(zip(starts, ends, strict=True))
     return tuple((i, a >= start, b <= end) for i, (a, b) in pieces if max(a, start) < min(b, end))
 
@@ -33,7 +32,7 @@ class FlatShard:
     Args:
         parameters: by name.
         group: the ranks that share them; None: a rank alone.
-        on_host: the shard is in the host's pinned memory.
+        on_host: hold the shard in the host's pinned memory.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class FlatShard:
         return {n: x.view(shape) for n, x, shape in zip(self.names, pieces, self.shapes, strict=False)}
 
     def parts(self, shard: Tensor) -> dict[str, HeldPart]:
-        """What a shard holds of each parameter that it holds any of."""
+        """The shard's part of each parameter that it overlaps."""
         parts, first = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
             start, end = max(first, self.start), min(first + size, self.start + len(shard))

@@ -1,11 +1,10 @@
 """PyTorch's first FullyShardedDataParallel around a whole model, as one unit (Zhao et al., arXiv 2304.11277).
 
-As fairscale's (:mod:`spbench.impls.backends.fsdp_flat`), of which it is the successor, with these differences
-(torch/distributed/fsdp/_runtime_utils.py and _flat_param.py of torch 2.3): the flat parameter is gathered on
-a stream of its own, and its gradient is reduce-scattered on another, so that neither lies in memory that the
-computing stream gave back; and parameters whose gradients no other rank shares, as those that tensor
-parallelism splits, are left as they are (``ignored_modules``). A root unit is not freed between forward and
-backward.
+It succeeds fairscale's (:mod:`spbench.impls.backends.fsdp_flat`) and differs as follows
+(torch/distributed/fsdp/_runtime_utils.py and _flat_param.py of torch 2.3). The flat parameter is gathered on
+a stream of its own and its gradient reduce-scattered on another, so neither reuses memory of the computing
+stream. Parameters whose gradients no other rank shares, such as those split by tensor parallelism, stay as
+they are (``ignored_modules``). A root unit is not freed between forward and backward.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class FullySharded1Options(Options):
-    """What may be chosen about :class:`FullySharded1`.
+    """Options of :class:`FullySharded1`.
 
     Attributes:
-        shard_dtype: of shards, gradients and moments: "float32", with ``MixedPrecision`` for what is computed
-            in half precision; "parameters": that of the weights, as a model is held that was made half before
+        shard_dtype: of shards, gradients and moments: "float32", with ``MixedPrecision`` for computing in
+            half precision; "parameters": the dtype of the weights, for a model that was half precision before
             it was wrapped.
     """
 
@@ -96,7 +95,8 @@ class FullySharded1(FlatFullySharded):
 
     @contextmanager
     def _behind(self, stream: Any) -> Iterator[None]:
-        """On a stream, after all that the computing stream was given, which then waits for it."""
+        """A context on a stream that first waits for the computing stream's work so far; the computing stream
+        then waits for it."""
         device = torch.get_device_module(self.device.device)
         stream.wait_stream(device.current_stream())
         with device.stream(stream):

@@ -1,12 +1,12 @@
-"""Fully sharded data parallelism with the whole model as one flat unit, as fairscale's and metaseq's.
+"""Fully sharded data parallelism with the whole model as one flat unit, as in fairscale and metaseq (Zhao et
+al., arXiv 2304.11277, section 3).
 
-(Zhao et al., arXiv 2304.11277, section 3.) Each rank holds 1/N of the float32 weights and moments. Forward
-all-gathers a half-precision flat parameter whose views are the weights; autograd makes a gradient of each
-view and then concatenates them, so that 6 bytes a parameter are alive when backward ends, before the flat
-gradient is reduce-scattered.
+Each rank holds 1/N of the float32 weights and moments. Forward all-gathers a half-precision flat parameter
+whose views are the weights. autograd makes a gradient of each view and then concatenates them, so 6 bytes a
+parameter are alive when backward ends, before the flat gradient is reduce-scattered.
 
-With ``optimizer: host`` as fairscale's move_params_to_cpu has it: the shards, which are the masters, are on
-the host too. Each goes to the device, wide, before its all-gather, and the summed gradient goes to a pinned
+With ``optimizer: host``, as in fairscale's move_params_to_cpu, the shards, which are the masters, are on the
+host too. Each goes to the device in float32 before its all-gather, and the summed gradient goes to a pinned
 tensor that is kept.
 """
 

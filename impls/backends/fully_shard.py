@@ -1,16 +1,16 @@
-"""Fully sharded data parallelism by torch's ``fully_shard``, in units: each block, and the rest of the model.
+"""Fully sharded data parallelism by torch's ``fully_shard``, in units: each block, and the rest of the model
+(Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054).
 
-(Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054.) Each rank holds 1/N of every
-parameter, in float32 where the precision has masters, with gradients and moments likewise. A unit's weights
-are all-gathered before its forward and its gradients reduce-scattered in its backward. ZeRO-3 frees the
-weights in between and gathers them again; ZeRO-2 keeps them.
+Each rank holds 1/N of every parameter, in float32 where the precision has masters, with gradients and moments
+in the same dtype. A unit's weights are all-gathered before its forward and its gradients reduce-scattered in
+its backward. ZeRO-3 frees the weights in between and gathers them again; ZeRO-2 keeps them.
 
 torch gathers a unit's weights on a stream of its own while the unit before it computes: in forward because
-the host runs ahead, in backward in the reverse of the order of forward. ``forward_prefetch`` and
+the host runs ahead, in backward in the reverse of forward's order. ``forward_prefetch`` and
 ``backward_prefetch`` gather further ahead.
 
-A parameter is cut along its first dim, padded to a multiple of N; where that has fewer rows than there are
-ranks, along the first other dim that N divides, if there is one.
+A parameter is cut along its first dim, padded to a multiple of N. If that has fewer rows than there are
+ranks, it is cut along the first other dim that N divides, if there is one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cut_dim(shape: torch.Size, size: int) -> int:
 
 
 def padded_elements(shape: torch.Size, size: int) -> int:
-    """Elements that are sent of a parameter."""
+    """Elements of a parameter in messages, padding included."""
     n = shape[cut_dim(shape, size)]
     return shape.numel() // n * math.ceil(n / size) * size
 
@@ -111,8 +111,8 @@ class FullySharded(Backend):
     def _host_optimizer(
         self, weights: list[Tensor], device: Tensor, groups: list[dist.ProcessGroup]
     ) -> HostAdam | None:
-        """What updates the weights on the host, as soon as backward has made their gradients; None: the
-        device does."""
+        """The optimizer that updates the weights on the host, as soon as backward has made their gradients;
+        None: the device updates them."""
         if not self.on_host or not weights:
             return None
         self.numbers = {p: number for number, p in enumerate(self.sharded.values())}
@@ -181,7 +181,7 @@ class FullySharded(Backend):
                 unit.set_modules_to_backward_prefetch(blocks[max(0, place - back) : place][::-1])
 
     def _placement(self, parameter: nn.Parameter) -> Any:
-        """Along which dim a parameter is cut, and over which ranks."""
+        """The dim along which a parameter is cut, and the ranks it is cut over."""
         # not exported: different parameters over different groups
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
         from torch.distributed.tensor import Shard

@@ -1,8 +1,8 @@
 """AdamW on the host: masters and moments in its memory, updated by its cores (ZeRO-Offload, Ren et al., arXiv
 2101.06840, section 4).
 
-Gradients cross to the host as wide as the masters, into pinned memory. Moments are what torch's and
-DeepSpeed's optimizers make on the CPU: pageable.
+Gradients cross to pinned memory of the host, as wide as the masters. Moments are pageable, as torch's and
+DeepSpeed's optimizers allocate them on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HostAdam(Optimizer):
     """AdamW on tensors of the host, whose gradients are there too when a step begins.
 
     Args:
-        masters: what is updated.
+        masters: the tensors to update.
         device: any tensor of the device that makes the gradients.
     """
 
@@ -71,12 +71,12 @@ class HostAdam(Optimizer):
 
         Args:
             number: of the weight.
-            gradient: of a micro-batch, or of several: then of the ``last`` one alone.
+            gradient: of one micro-batch; or, of several, only the sum with the ``last``.
         """
         raise NotImplementedError
 
     def gradient(self, number: int) -> Tensor:
-        """What the host has of the gradient of the weight of that number."""
+        """The host's copy of the gradient of weight ``number``."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -107,14 +107,14 @@ class HostAdam(Optimizer):
             self.updated(number)
 
     def wait(self) -> None:
-        """Before the first update: for what is copied to the host."""
+        """Called before the first update: wait for the copies to the host."""
         wait_for_device(self.device)
 
     def arrived(self, number: int) -> None:
-        """Before the update of the master of that number."""
+        """Called before the update of master ``number``."""
 
     def updated(self, number: int) -> None:
-        """After it."""
+        """Called after the update of master ``number``."""
 
     def tensors(self) -> list[Tensor]:
         gradients = [master.grad for master in self.masters if master.grad is not None]

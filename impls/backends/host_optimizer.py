@@ -1,7 +1,7 @@
 """AdamW on the host for weights that are on the device (:mod:`spbench.impls.backends.host_adam`).
 
-Gradients are copied to the host, and updated weights come back. What else a program holds there, and when
-what is rounded, is its :class:`HostLayout`.
+Gradients are copied to the host, and updated weights come back. A program's :class:`HostLayout` says what
+else it holds on the host, and when it rounds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from spbench.impls.rings import wait_for_device
 
 
 class _Run:
-    """Weights of the device that are updated at once, and what the host holds of them.
+    """Weights of the device that are updated at once, and the host's tensors for them.
 
     Attributes:
-        master, gradient: of all of them, flat; in the optimizer's dtype.
+        master, gradient: for all of them, flat; in the optimizer's dtype.
         masters, gradients, buffers: the part of each weight, in its shape; buffers, in the dtype of the
             weights, are empty where there are none.
     """
@@ -59,9 +59,9 @@ class HostOptimizer(HostAdam):
     """AdamW on the host for weights that are on the device.
 
     Args:
-        weights: which are updated.
+        weights: the weights to update.
         dtype: of masters, moments and their gradients; None: float32 where the precision has masters, else
-            that of the weights.
+            the dtype of the weights.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HostOptimizer(HostAdam):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before the first step the masters are given the values of the weights, which may have been set
+        """Before the first step, copy the weights' values to the masters, since weights may have been set
         until now."""
         self._summed.clear()
         if self._loaded:
@@ -152,8 +152,8 @@ class HostOptimizer(HostAdam):
 
     @contextmanager
     def _copying(self, direction: int) -> Iterator[None]:
-        """What is issued inside comes after what the current stream has been given, on the stream of copies
-        to the host (0) or back (1) where there are such."""
+        """A context whose work follows what the current stream has been given, on the stream of copies to the
+        host (0) or back (1) if there is one."""
         if self._streams is None:
             yield
             return
@@ -163,7 +163,7 @@ class HostOptimizer(HostAdam):
             yield
 
     def wait(self) -> None:
-        """For what has been copied to the host: all of it, unless each weight is waited for."""
+        """Wait for all copies to the host, unless each weight is waited for."""
         if not self._taken or self.precision.loss_scale:
             for event in self._taken[-1:]:
                 event.wait()
@@ -198,7 +198,7 @@ class HostOptimizer(HostAdam):
 
 
 def _cut(weights: Sequence[Tensor], enough: int | None) -> Iterator[Sequence[Tensor]]:
-    """Runs of weights, each of which ends when it has enough elements."""
+    """Cut the weights into runs; a run ends when it has enough elements."""
     if enough is None:
         yield from ([weight] for weight in weights)
         return

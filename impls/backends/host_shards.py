@@ -1,10 +1,10 @@
 """Shards of torch's ``fully_shard`` in the host's memory, as its CPUOffloadPolicy keeps them.
 
-That policy's copies are torch's own operators, which on CPUs copy nothing. So here parameters have a class
-of their own, whose copies are operators that meters see, at the same places on the same streams: a shard goes
-to the device, as wide as it is, on the stream that copies in before an all-gather (``all_gather_inputs`` of
-torch/distributed/fsdp/_fully_shard/_fsdp_param.py), and a gradient goes to new pinned memory on the stream
-that has reduce-scattered it (``foreach_reduce`` of _fsdp_collectives.py).
+That policy's copies are torch's own operators, which copy nothing on CPUs. So parameters here have a class of
+their own, whose copies are operators that meters see, at the same places on the same streams. A shard goes to
+the device in its own dtype, on the stream that copies in before an all-gather (``all_gather_inputs`` of
+torch/distributed/fsdp/_fully_shard/_fsdp_param.py). A gradient goes to new pinned memory on the stream that
+has reduce-scattered it (``foreach_reduce`` of _fsdp_collectives.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def move_to_host(module: nn.Module, device: str) -> None:
-    """Give each shard of a sharded module pinned memory of the host: zeros, or its values where it has any.
+    """Move each shard of a sharded module to pinned memory of the host, with its values or, if it has none,
+    zeros.
 
     Args:
         device: of the shards while they are used.
@@ -89,7 +90,7 @@ class HostShards(HostAdam):
 
     @torch.no_grad()
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
-        """The host adds a gradient to that of the micro-batches before, for which it waits."""
+        """Wait for a gradient, and add it on the host to the sum of the micro-batches before."""
         there = host_empty_like(gradient)
         to_host_(there, gradient)
         before = self.masters[number].grad

@@ -1,11 +1,11 @@
-"""Gradients that are whole until backward has ended, and then summed in a buffer, as DeepSpeed's ZeRO-1 does
-without ``overlap_comm`` (runtime/zero/stage_1_and_2.py, commit c4b1a8c: ``reduce_gradients``,
+"""Gradients that stay whole until backward has ended, and are then summed in a buffer, as in DeepSpeed's
+ZeRO-1 without ``overlap_comm`` (runtime/zero/stage_1_and_2.py, commit c4b1a8c: ``reduce_gradients``,
 ``reduce_independent_p_g_buckets_and_remove_grads``).
 
 Backward fills each parameter's ``.grad`` and sends nothing; forward has neither gradients nor a buffer. After
-the last backward they are copied into the buffer one after another, and freed; what is in it is summed when
-the next one finds no room there. A gradient larger than the buffer is summed where it is. Before the buffer
-is filled again the rank's part is taken out of it.
+the last backward, gradients are copied into the buffer one after another and freed. When the next one has no
+room, the buffer's content is summed, and the rank's part is taken out before the buffer is filled again. A
+gradient larger than the buffer is summed where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LateGradients:
 
     Args:
         summed: parameters in the order of registration, by the group over which to sum.
-        elements: that the buffer has.
+        elements: size of the buffer.
     """
 
     def __init__(self, summed: Iterable[tuple[dist.ProcessGroup | None, list[nn.Parameter]]], elements: int):

@@ -41,7 +41,7 @@ class ContiguousGradients:
             buffer.zero_()
 
     def synchronize(self) -> None:
-        """Sum over the group the gradients of which each rank holds a part of the sum."""
+        """Sum over the group those gradients of which each rank holds a part of the sum."""
         for axes, buffer in self.buffers:
             self.around.reduce(buffer, axes)
         self.around.add_tied(self.module)
@@ -79,14 +79,14 @@ class StaleGradients:
 
 @dataclass(frozen=True)
 class LegacyOptions(OptimizerOptions):
-    """What may be chosen about :class:`LegacyDistributedDataParallel`.
+    """Options of :class:`LegacyDistributedDataParallel`.
 
     Attributes:
         gradients: how they are held between steps: :class:`ContiguousGradients` or :class:`StaleGradients`.
 
     Raises:
-        ValueError: a word is none of these, or gradients are stale beside an optimizer on the host, which
-            neither program had (it is as ``ddp`` has it).
+        ValueError: another word, or stale gradients beside an optimizer on the host, which neither program
+            had (it works as in ``ddp``).
     """
 
     gradients: Literal["contiguous", "stale"] = "contiguous"

@@ -1,9 +1,9 @@
-"""Main gradients: contiguous buffers into which backward's gradients are added, as Megatron-Core's
-DistributedDataParallel has them (core/distributed/param_and_grad_buffer.py).
+"""Main gradients: contiguous buffers into which backward's gradients are added, as in Megatron-Core's
+DistributedDataParallel (core/distributed/param_and_grad_buffer.py).
 
-A buffer is made once and never freed. When autograd has made a parameter's gradient, it is added to the
-parameter's part of the buffer and freed, so that of the gradients in the weights' precision there is one at a
-time. Buckets of the buffer are summed over the group, or sharded: reduce-scattered in place.
+A buffer is allocated once and never freed. When autograd has made a parameter's gradient, it is added to the
+parameter's part of the buffer and freed, so only one gradient in the weights' precision exists at a time.
+Buckets of the buffer are summed over the group, or sharded: reduce-scattered in place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GradientBucket:
     Attributes:
         parameters: in the order in which they lie.
         gradients, weights: its elements of the buffers [n]; ``weights`` is None where these are not sharded.
-        own: where the part that this rank holds starts and ends in the bucket.
+        own: start and end, in the bucket, of the part that this rank holds.
         instances: the ranks that hold the same part; None: no other does.
     """
 
@@ -65,12 +65,12 @@ class GradientBucket:
         return slice(min(max(first, 0), p.numel()), min(max(last, 0), p.numel()))
 
     def of(self, whole: Tensor, p: nn.Parameter, elements: slice) -> Tensor:
-        """Those elements of a parameter, in a tensor of the bucket's elements [n]."""
+        """These elements of a parameter, in a tensor of the bucket's elements [n]."""
         return whole[self.starts[p] + elements.start : self.starts[p] + elements.stop]
 
     def reduce(self, *, overlapped: bool) -> None:
-        """Sum the gradients over the group, in place: all of them, or where they are sharded those of this
-        rank's part. Where ``overlapped``, only begin to; :meth:`wait` ends it."""
+        """Sum the gradients over the group, in place: all of them or, if they are sharded, this rank's part.
+        If ``overlapped``, only begin to; :meth:`wait` ends it."""
         if self.group is None:
             return
         self.gradients.mul_(GRADIENT_SCALE)
@@ -92,18 +92,18 @@ class GradientBucket:
             self.work = all_gather_in_place(self.weights, self.group, begin=overlapped)
 
     def wait(self) -> None:
-        """End what was begun."""
+        """Wait for the collective that :meth:`reduce` or :meth:`gather` began."""
         if self.work is not None:
             self.work.wait()
             self.work = None
 
 
 class GradientBuffer:
-    """The main gradients of the parameters that are summed over one group, and where they are sharded the
-    weights too, which then are views of one contiguous buffer.
+    """The main gradients of the parameters summed over one group. If they are sharded, the weights too are
+    views of one contiguous buffer.
 
     Args:
-        group: the ranks; None: one alone. Those that share each bucket, where they are sharded.
+        group: the ranks; None: one alone. If buckets are sharded, the ranks that share each.
         dtype: of the gradients.
         alone: parameters that have a bucket of their own in a sharded buffer.
         full_at: see :func:`laid_out`.
@@ -164,15 +164,14 @@ class MainGradients:
     """Fills buffers as backward makes gradients, and sums them.
 
     Args:
-        overlapped: sum a bucket as soon as the last backward has made all its gradients, which
-            :meth:`expect_last` says; the buckets of a buffer one after another. Else all are summed at the
-            end.
+        overlapped: sum a bucket as soon as the last backward, announced by :meth:`expect_last`, has made all
+            its gradients, the buckets of a buffer one after another. Else all are summed at the end.
         fused: give each matrix its main gradient as the attribute ``main_grad``. A linear layer that adds its
-            gradient to that itself sets the parameter's ``grad_added_to_main_grad``; what autograd is given
-            in its place is dropped.
-        added_anyway: parameters of which autograd adds up the gradients of several uses, so that what it has
-            made is added to the main gradient also where one of the uses has added its own. In the place of
-            that, layers give autograd zeros where the parameter's ``zero_out_wgrad`` is set.
+            gradient to it sets the parameter's ``grad_added_to_main_grad``; the gradient that autograd then
+            gets in its place is dropped.
+        added_anyway: parameters with several uses, whose gradients autograd adds up. That sum is added to the
+            main gradient even if one use has added its own gradient there. Where the parameter's
+            ``zero_out_wgrad`` is set, layers give autograd zeros in place of their own.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class MainGradients:
             p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def expect_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before the last backward of a step that makes gradients of these."""
+        """Called before the last backward of a step that makes gradients of these parameters."""
         self.last |= dict.fromkeys(parameters)
 
     def finish(self) -> None:

@@ -1,37 +1,28 @@
-"""Data parallelism and the optimizer as Megatron-Core's DistributedDataParallel and (distributed) optimizer
-hold them (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64).
+"""Data parallelism and the optimizer as in Megatron-Core's DistributedDataParallel and (distributed)
+optimizer (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64). docs/megatron.md names
+the flag of each option.
 
-In half precision: weights of 2 bytes a parameter and contiguous float32 main gradients of 4 (see
-:class:`MainGradients`), which live for ever; then either, on every rank, float32 main weights of 4 and Adam's
-moments of 8, a tensor each for every parameter (18 bytes a parameter in all); or with the distributed
-optimizer (Rajbhandari et al., arXiv 1910.02054, section 5) main weights and moments of the rank's part alone
-(6 + 12/N bytes), the weights being views of one contiguous buffer. Adam's gradients are views of the main
+In half precision, weights take 2 bytes a parameter and contiguous float32 main gradients 4 (see
+:class:`MainGradients`), which live for ever. Every rank then has float32 main weights of 4 bytes and Adam's
+moments of 8, a tensor each for every parameter: 18 bytes a parameter in all. With the distributed optimizer
+(Rajbhandari et al., arXiv 1910.02054, section 5) a rank has main weights and moments of its part alone (6 +
+12/N bytes), and the weights are views of one contiguous buffer. Adam's gradients are views of the main
 gradients. In float32 and float64 everything is in that precision, and the optimizer updates the weights in
 place.
 
-Options and the flags of Megatron-LM's that they are: ``distributed_optimizer``, --use-distributed-optimizer;
-``num_distributed_optimizer_instances``, --num-distributed-optimizer-instances;
-``overlap_grad_reduce``, --overlap-grad-reduce; ``overlap_param_gather``, --overlap-param-gather;
-``align_param_gather: false``, --no-align-param-gather;
-``gradient_accumulation_fusion: false``, --no-gradient-accumulation-fusion; ``bucket_size``,
---ddp-bucket-size; ``pad_buckets_for_high_nccl_busbw``, --ddp-pad-buckets-for-high-nccl-busbw;
-``accumulate_allreduce_grads_in_fp32: false``, --grad-reduce-in-bf16 with --bf16, and what Megatron-LM does
-with --fp16 unless --accumulate-allreduce-grads-in-fp32 is given; ``optimizer: host``,
---optimizer-cpu-offload with --use-precision-aware-optimizer; ``overlap_cpu_optimizer_d2h_h2d``,
---overlap-cpu-optimizer-d2h-h2d.
+As in Megatron-Core, the host waits for its device where it reads the gradients' norm before the update, and
+after each exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
 
-As there, the host waits for its device where it reads the gradients' norm before the update, and after each
-exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
+Differences from Megatron-Core:
 
-What differs: with several instances of the optimizer, sums over instances begin after the last backward,
-where Megatron-Core has them follow each bucket's reduce-scatter on a stream of its own;
-gradients are neither clipped nor checked for NaN, which keeps no memory and takes a pass over
-them. A parameter whose gradient is summed over further axes (norms under sequence parallelism, over tp) is in
-a buffer of its own for that group, while Megatron-Core sums over dp in the one buffer and over tp after that.
-Buckets are sent early from the first step on, where Megatron-Core learns in a first step which gradients
-there are. Main weights exist before the first step, as Megatron-Core makes them with the optimizer; yet one
-of its own tests (a GPT on 8 replicas with the distributed optimizer) peaks in its first step as if they did
-not.
+- With several instances of the optimizer, sums over instances begin after the last backward; there they
+  follow each bucket's reduce-scatter on a stream of its own.
+- Gradients are neither clipped nor checked for NaN, which would keep no memory and take a pass over them.
+- A parameter whose gradient is summed over further axes (norms under sequence parallelism, over tp) is in a
+  buffer of its own for that group; there one buffer is summed over dp, then over tp.
+- Buckets are sent early from the first step on; there a first step learns which gradients there are.
+- Main weights exist before the first step, as the optimizer makes them there. Yet one of its own tests (a GPT
+  on 8 replicas with the distributed optimizer) peaks in its first step as if they did not.
 """
 
 from __future__ import annotations
@@ -61,12 +52,12 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class _MainWeight:
-    """What the optimizer updates of a parameter.
+    """The part of a parameter that the optimizer updates.
 
     Attributes:
-        elements: which, of the flattened parameter.
-        values: these, as a tensor of their own, or a view of the weights where they are ``shared``.
-        gradient: of these; a view of the main gradients.
+        elements: the slice of the flattened parameter.
+        values: its values, as a tensor of their own, or as a view of the weights where they are ``shared``.
+        gradient: its gradient; a view of the main gradients.
     """
 
     bucket: GradientBucket
@@ -136,8 +127,8 @@ class Megatron(Backend):
         return replace(EACH_WEIGHT, overlaps=self.options.overlap_cpu_optimizer_d2h_h2d)
 
     def _groups(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The ranks that share a buffer of these parameters or sum it, and those of other instances of the
-        optimizer that hold the same part."""
+        """The ranks that share or sum a buffer of these parameters, and the ranks of other optimizer
+        instances that hold the same part."""
         whole, place = self.around.gradient_group(axes), self.around.place
         if self.options.num_distributed_optimizer_instances == 1:
             return whole, None
@@ -278,8 +269,8 @@ def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tup
 def _layouts(
     step: PlannedStep, options: MegatronOptions
 ) -> Iterator[tuple[int, tuple[str, ...], list[int], list[BucketLayout]]]:
-    """Of each buffer: the number of its chunk, the axes over which it is summed, the elements of its
-    parameters and its buckets."""
+    """Yields for each buffer the number of its chunk, the axes over which it is summed, the elements of its
+    parameters, and its buckets."""
     module, place = step.build(), step.around.place
     tied = step.around.tied(module)
     for number, chunk in enumerate(chunks_of(module)):

@@ -1,4 +1,4 @@
-"""The options of the backend ``megatron``; :mod:`spbench.impls.backends.megatron` has Megatron-LM's flags."""
+"""The options of the backend ``megatron``; docs/megatron.md names Megatron-LM's flag of each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
 
 @dataclass(frozen=True)
 class MegatronOptions(OptimizerOptions):
-    """What may be chosen about :class:`Megatron`.
+    """Options of :class:`Megatron`.
 
     Attributes:
-        distributed_optimizer: share main weights and moments out among the ranks of a group.
-        num_distributed_optimizer_instances: how many runs of the group's ranks share them out, each all of
+        distributed_optimizer: shard main weights and moments over the ranks of a group.
+        num_distributed_optimizer_instances: number of runs of the group's ranks, each of which shards all of
             them. Gradients are reduce-scattered within a run, and then summed over the runs.
         overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
         overlap_param_gather: gather updated weights bucket by bucket in the next step's forward.
@@ -33,9 +33,10 @@ class MegatronOptions(OptimizerOptions):
         bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
             Megatron-Core's.
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
-        accumulate_allreduce_grads_in_fp32: main gradients are float32; else they are as the weights.
-        overlap_cpu_optimizer_d2h_h2d: of ``optimizer: host``, copies have streams of their own, and each
-            weight is updated as soon as its gradient is there.
+        accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
+            weights.
+        overlap_cpu_optimizer_d2h_h2d: with ``optimizer: host``, copies have streams of their own, and each
+            weight is updated as soon as its gradient has arrived.
     """
 
     distributed_optimizer: bool = False
@@ -80,17 +81,17 @@ class MegatronOptions(OptimizerOptions):
             yield Saving({"distributed_optimizer": True, "optimizer": "host"}, words)
 
     def full_at(self, around: Composition, chunk: int = 0) -> int | None:
-        """Elements at which a bucket is full on this rank; None: there is one. Later stages of the pipeline
-        and later chunks of a rank have one, for their sums are not on the critical path."""
+        """Elements at which a bucket is full on this rank; None: there is one bucket. Later stages of the
+        pipeline and later chunks of a rank have one, since their sums are not on the critical path."""
         if not self.overlap_grad_reduce or not around.stage.first or chunk:
             return None
         return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
 
     def sharing(self, ranks: int) -> int:
-        """Of so many ranks that gradients are summed over, those that share a buffer out.
+        """Number of ranks, out of ``ranks``, that shard one gradient buffer.
 
         Raises:
-            Unsupported: the instances of the optimizer do not divide them.
+            Unsupported: the instances of the optimizer do not divide ``ranks``.
         """
         instances = self.num_distributed_optimizer_instances
         if ranks % instances:
@@ -101,6 +102,6 @@ class MegatronOptions(OptimizerOptions):
         return ranks // instances
 
     def sharding(self, ranks: int) -> Sharding | None:
-        """How a buffer whose gradients are summed over so many ranks is shared out; None: it is not."""
+        """How a buffer whose gradients are summed over ``ranks`` ranks is sharded; None: it is not."""
         padded = self.pad_buckets_for_high_nccl_busbw
         return Sharding(self.sharing(ranks), padded) if self.distributed_optimizer else None

@@ -1,10 +1,12 @@
 """Weights on the meta device, which have shapes and no memory, until a backend has divided them among ranks.
 
-So do programs whose model is larger than a card: torchtitan builds it on that device, shards it, then gives
-each rank memory for its part alone (``to_empty``) and draws the parts' values in place; DeepSpeed's
-``zero.Init`` divides each module as it is built. And the pieces of a parameter that torch's ``fully_shard``
-looks at, cut without the others: it cuts each parameter into as many pieces as there are ranks, twice, and
-takes the first and the rank's own, which on 1,024 fake ranks is most of what a step costs to set up.
+Programs whose model is larger than a card do the same: torchtitan shards it there, then gives each rank
+memory for its part alone (``to_empty``) and draws the parts' values in place; DeepSpeed's ``zero.Init``
+divides each module as it is built.
+
+This module also cuts only those pieces of a parameter that torch's ``fully_shard`` looks at. ``fully_shard``
+cuts each parameter into one piece a rank, twice, and uses the first and the rank's own; on 1,024 fake ranks
+this is most of a step's set-up.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ CUT = "_chunk_with_empty"
 
 
 class Pieces:
-    """The pieces of a tensor along a dim, each cut when it is asked for.
+    """The pieces of a tensor along a dim, each cut on access.
 
     Args:
-        num_chunks: how many pieces; those behind the tensor's end are empty and of one dim.
+        num_chunks: how many pieces; those beyond the tensor's end are empty and have one dim.
     """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
@@ -45,8 +47,8 @@ class Pieces:
 
 @contextmanager
 def cut_when_asked() -> Iterator[None]:
-    """Inside, ``fully_shard`` cuts no piece that it does not look at. With a torch that has another name for
-    this it cuts all of them, which takes longer and is the same."""
+    """A context in which ``fully_shard`` cuts only the pieces that it looks at. With a torch that names its
+    function differently, it cuts all: slower, with the same result."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     before = getattr(_fsdp_param, CUT, None)
@@ -66,7 +68,7 @@ def is_meta(x: Tensor) -> bool:
 
 
 def materialize(module: nn.Module, device: str) -> None:
-    """Give what of a sharded module is on the meta device memory on another one, without values."""
+    """Move the meta tensors of a sharded module to memory of another device, without values."""
     made: dict[Tensor, Tensor] = {}
 
     def empty(x: Tensor) -> Tensor:
@@ -91,15 +93,15 @@ def materialize(module: nn.Module, device: str) -> None:
 class WholeParameters(nn.Module):
     """The parameters of a divided module, each whole while it is looked at.
 
-    What initialises a module goes through its parameters. Those of this one come one after another, with the
-    values that the constructors give vectors, and what is written into one goes to the part of it that this
-    rank holds. So no rank has more than one whole parameter.
+    An initialiser goes through the parameters of a module. Those of this one come one after another, with the
+    values that the constructors give vectors, and values written into one go to this rank's part of it. So no
+    rank holds more than one whole parameter.
 
     Args:
         module: that a backend has divided.
-        parts: what this rank holds of each parameter.
+        parts: the part of each parameter that this rank holds.
         attributes: of the parameters before that, by name: :func:`attributes_of`.
-        build: makes the same module again, on the CPU.
+        build: builds the same module again, on the CPU.
     """
 
     def __init__(
@@ -143,13 +145,13 @@ class WholeParameters(nn.Module):
 
 
 def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What strategies have recorded on each parameter, by its name."""
+    """Attributes that strategies have set on each parameter, by its name."""
     return {name: dict(vars(p)) for name, p in module.named_parameters()}
 
 
 @contextmanager
 def _matrices_on_meta() -> Iterator[None]:
-    """Inside, a module's parameter of several dims loses its memory as it is registered."""
+    """A context in which a module's parameter of several dims loses its memory as it is registered."""
 
     def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.ndim < 2:

@@ -1,7 +1,6 @@
-"""AdamW in mixed precision, as Megatron-LM's FP16 optimizer of 2021: half-precision weights and gradients,
-float32 master weights and moments, dynamic loss scaling. No value is read on the host, so the same step
-runs on fake tensors.
-"""
+"""AdamW in mixed precision, as in Megatron-LM's FP16 optimizer of 2021: half-precision weights and gradients,
+float32 master weights and moments, dynamic loss scaling. It reads no value on the host, so the same step runs
+on fake tensors."""
 
 from __future__ import annotations
 
@@ -56,11 +55,11 @@ class Optimizer:
 
     Args:
         with_moments: make the moments now, as after a first step, not in the first step.
-        master_gradients: of the masters' float32 gradients: "made" by a step and freed, "kept" in one place,
-            or "stale": made anew by a step beside those of the step before, as Megatron-LM of 2021 did.
-        overflow_groups: an overflow on one rank must skip the step on all ranks that hold other parts of
-            the weights; those of all these groups (None: this rank alone).
-        device: of the loss; None: that of the weights.
+        master_gradients: the masters' float32 gradients: "made" by a step and freed, "kept" in one place, or
+            "stale": made by a step while those of the step before are still alive, as in Megatron-LM of 2021.
+        overflow_groups: an overflow on one rank must skip the step on all ranks that hold other parts of the
+            weights: the ranks of all these groups (None: this rank alone).
+        device: of the loss; None: the device of the weights.
     """
 
     def __init__(
@@ -110,10 +109,10 @@ class Optimizer:
         return loss * self.scale if self.precision.loss_scale else loss
 
     def begin(self) -> None:
-        """A step begins; there are no gradients yet."""
+        """Begin a step, which has no gradients yet."""
 
     def step(self) -> None:
-        """Update the weights from the gradients; with loss scaling, not if one of them overflowed."""
+        """Update the weights from the gradients; with loss scaling, only if none of them overflowed."""
         if self.precision.master:
             for master, p in zip(self.masters, self.parameters, strict=True):
                 assert p.grad is not None
@@ -132,7 +131,7 @@ class Optimizer:
                     master.grad = None
 
     def tensors(self) -> list[Tensor]:
-        """What is held between steps."""
+        """The tensors held between steps."""
         state = [value for held in self.adam.state.values() for value in held.values()]
         gradients = [p.grad for p in self.masters if p.grad is not None]
         return [*self.masters, *state, *gradients] if self.precision.master else state

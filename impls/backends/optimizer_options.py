@@ -1,5 +1,5 @@
-"""The option of all backends whose optimizer may be on the host; how programs hold there what it needs, and
-when what is rounded: DeepSpeed's and Megatron-Core's ways."""
+"""The option of all backends whose optimizer may be on the host, and how DeepSpeed and Megatron-Core hold its
+state there and round."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from spbench.impls.options import Options, Saving, check_choices
 
 @dataclass(frozen=True)
 class HostLayout:
-    """How a program holds on the host what its optimizer needs of weights on the device.
+    """How a program holds, on the host, the optimizer's state for weights on the device.
 
     Attributes:
-        run: elements from which on weights that lie in one tensor, and are updated at once, are enough; None:
-            each weight has tensors of its own.
+        run: elements that are enough for weights to lie in one tensor and be updated at once; None: each
+            weight has tensors of its own.
         pinned_masters: masters are in pinned memory.
         sums: gradients of micro-batches are summed in a pinned buffer of the weights' dtype.
         rounds: where updated weights are rounded to their own dtype: on the "device", a weight at a time; on
             the host into a pinned buffer ("pinned"), or into pageable memory that is then freed ("pageable").
-        overlaps: copies have streams of their own, so that the host updates what has arrived while other
-            weights are copied.
+        overlaps: copies have streams of their own, so that the host updates weights that have arrived while
+            others are copied.
     """
 
     run: int | None
@@ -50,7 +50,7 @@ class OptimizerOptions(Options):
 
     Attributes:
         optimizer: where masters and moments are, and what updates the weights: the "device", or the "host"
-            with its memory and its cores; the backend says as which program has it.
+            with its memory and cores; each backend names the program that it follows.
 
     Raises:
         ValueError: it is another word.

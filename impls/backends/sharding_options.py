@@ -1,4 +1,4 @@
-"""The options of the backends ``zero2`` and ``zero3``, and the units that weights are gathered in."""
+"""The options of the backends ``zero2`` and ``zero3``, and the units in which weights are gathered."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class ShardingOptions(OptimizerOptions):
     Attributes:
         initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
             all of them on the "device".
-        wrap: what is gathered at once: each of the "blocks", and the rest; "embedding": these, and the word
-            embedding apart, as torchtitan does; "whole": everything.
-        reshard_rest: whether the rest is freed after forward where blocks are; torchtitan keeps it.
-        reduce_dtype: of gradients while they are summed over ranks: that of the weights, or "fp32".
-        state_dtype: of what the optimizer holds, and its gradients: "fp32" where the precision has masters,
-            or that of the weights.
-        forward_prefetch, backward_prefetch: of how many further blocks, when a block begins its forward or
-            backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` of torch's
-            ``FSDPModule``). 0: as torch does by itself.
+        wrap: the units that are gathered at once: "blocks": each block, and the rest; "embedding": these, and
+            the word embedding apart, as in torchtitan; "whole": everything.
+        reshard_rest: free the rest after forward, as blocks are; torchtitan keeps it.
+        reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32".
+        state_dtype: the dtype of the optimizer's state and gradients: "fp32" where the precision has masters,
+            or the weights'.
+        forward_prefetch, backward_prefetch: number of further blocks to gather when a block begins its
+            forward or backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``
+            of torch's ``FSDPModule``). 0: torch's own choice.
         gradient_buffer_kib: KiB of a buffer that the device holds from set-up on: DeepSpeed's
             ``reduce_bucket_size`` elements of the dtype in which gradients are summed, with its
             ``contiguous_gradients`` (runtime/zero/stage3.py); by default 5e8 of them, in bfloat16 976563 KiB.
             What goes through it is not modelled.
-        parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as
-            CPUOffloadPolicy of ``fully_shard`` has them; they are the masters. With the optimizer alone on
-            the host it is as DeepSpeed's offload_optimizer of ZeRO-3 has it, see DEEPSPEED_STAGE_3: the
-            device keeps shards in the dtype of the weights.
+        parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as in
+            CPUOffloadPolicy of ``fully_shard``; they are the masters. With the optimizer alone on the host it
+            works as DeepSpeed's offload_optimizer of ZeRO-3, see DEEPSPEED_STAGE_3: the device keeps shards
+            in the dtype of the weights.
 
     Raises:
         ValueError: a number is negative, a word is none of these, or parameters are on the host without the
@@ -103,7 +103,7 @@ def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     """The modules whose weights are gathered apart from the rest.
 
     Raises:
-        Unsupported: the word embedding is asked for, and the model has none that it uses for nothing else.
+        Unsupported: the word embedding is wanted, but the model has none that it uses for nothing else.
     """
     blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
     if options.wrap == "embedding":

@@ -10,8 +10,8 @@ from weakref import WeakMethod
 def weakly(method: Callable[..., Any]) -> Callable[..., None]:
     """A hook that calls a bound method with its arguments while the method's object lives.
 
-    Python does not see as garbage what a hook of a tensor holds, process groups among it; and a module whose
-    hook held it would be a circle.
+    Python's garbage collector does not see what a tensor's hook holds, such as process groups. A module whose
+    hook held it would form a cycle that is never collected.
     """
     reference = WeakMethod(method)
 

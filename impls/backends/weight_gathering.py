@@ -13,16 +13,16 @@ from spbench.impls.backends.weak_hooks import weakly
 
 
 class GatheredInForward:
-    """Gathers each bucket before a module needs it, and begins with the next bucket of its buffer then.
+    """Gathers each bucket before a module needs it, and then begins with the next bucket of its buffer.
 
-    Megatron-Core asks before each module for the module's own parameters. Models here use weights of modules
-    that they do not call (a head). So all parameters of each of a model's ``blocks`` are asked for before the
-    block, those registered before the blocks before the model, and the others after the last block. Of a
-    model without blocks all are, before it.
+    Megatron-Core gathers, before each module, the module's own parameters. Models here use weights of modules
+    that they do not call (a head). So all parameters of a block (of ``blocks``) are gathered before it, those
+    registered before the blocks before the model, and the others after the last block; a model without blocks
+    gathers all before it.
 
     Args:
         modules: the models, each a run of layers.
-        buffers: sharded ones of their parameters.
+        buffers: sharded buffers of their parameters.
     """
 
     def __init__(self, modules: Iterable[nn.Module], buffers: Sequence[GradientBuffer]):
@@ -36,16 +36,16 @@ class GatheredInForward:
                 hook(hooked, _with(gather, parameters))
 
     def forget(self) -> None:
-        """After an update: what was gathered is old."""
+        """Called after an update: gathered weights are out of date."""
         self.begun.clear()
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to make these whole, in the order of their buckets."""
+        """Begin to gather these, in the order of their buckets."""
         for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):
             self._begin(bucket)
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make these whole."""
+        """Gather these."""
         for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):
             self._begin(bucket)
             if bucket.work is not None:

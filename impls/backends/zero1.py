@@ -1,14 +1,14 @@
-"""ZeRO-1 (Rajbhandari et al., arXiv 1910.02054, section 5): gradients as under DDP, the optimizer shared out.
+"""ZeRO-1 (Rajbhandari et al., arXiv 1910.02054, section 5): gradients as under DDP, the optimizer sharded.
 
 A rank updates its shard of the float32 masters and all-gathers the weights, which are views of one flat
-tensor. torch's ZeroRedundancyOptimizer gives whole parameters to ranks, so shards are uneven, and knows no
-master weights.
+tensor. torch's ZeroRedundancyOptimizer, in contrast, gives whole parameters to ranks, so its shards are
+uneven, and has no master weights.
 
-With ``gradients: late`` they are summed as DeepSpeed's stage 1 sums them, see :class:`LateGradients`: a rank
-holds no gradient while forward runs, and after backward its shard alone.
+With ``gradients: late`` they are summed as in DeepSpeed's stage 1, see :class:`LateGradients`: a rank holds
+no gradient while forward runs, and after backward its shard alone.
 
-With ``optimizer: host`` as DeepSpeed's offload_optimizer of ZeRO-1 has it: the device has no copy of a shard,
-a gradient's part is copied to the host, wide, and the shard comes back into the flat tensor.
+With ``optimizer: host``, as in DeepSpeed's offload_optimizer of ZeRO-1, the device has no copy of a shard. A
+gradient's part is copied to the host in float32, and the shard comes back into the flat tensor.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class ShardedOptimizerOptions(OptimizerOptions):
-    """What may be chosen about :class:`ShardedOptimizer`.
+    """Options of :class:`ShardedOptimizer`.
 
     Attributes:
-        gradients: "buckets": they are summed in backward, in buckets that stay, as under DDP; "late": after
-            backward, in a buffer, as DeepSpeed's.
-        bucket_elements: of gradients "late": that the buffer has, DeepSpeed's ``reduce_bucket_size``.
+        gradients: "buckets": summed in backward, in buckets that stay, as under DDP; "late": summed after
+            backward, in a buffer, as in DeepSpeed.
+        bucket_elements: elements of the buffer for "late" gradients, DeepSpeed's ``reduce_bucket_size``.
 
     Raises:
         ValueError: a word is none of these, or the buffer has no elements.
@@ -131,7 +131,7 @@ class ShardedOptimizer(DistributedDataParallel):
         self.late.finish(take)
 
     def _late_parts(self) -> dict[str, HeldPart]:
-        """What the shards hold of each gradient that is summed after backward."""
+        """The shards' part of each gradient that is summed after backward."""
         parts, optimizer = {}, self.optimizer
         for number, unit in enumerate(self.units):
             held = optimizer.gradient(number) if isinstance(optimizer, HostOptimizer) else unit.gradient

@@ -1,17 +1,17 @@
 """Context parallelism by all-gather (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2;
 Megatron-LM's ``cp_comm_type`` "all_gather").
 
-Every rank holds all weights and L/N positions of every sequence. Before attention one all-gather gives each
-rank the keys and values of all positions, to which it attends with its own queries. Nothing is computed while
-the message is under way, unlike in a ring; Llama 3 accepts that since keys and values have fewer heads than
-queries, and since masks of any kind become simple. Llama 3 and Megatron-LM place positions zigzag.
+Every rank holds all weights and L/N positions of every sequence. Before attention, one all-gather gives each
+rank the keys and values of all positions, to which its own queries attend. Unlike in a ring, nothing is
+computed meanwhile. Llama 3 accepts that: keys and values have fewer heads than queries, and masks of any kind
+become simple. Llama 3 and Megatron-LM place positions zigzag.
 
-Backward, keys and values are gathered again, as keeping them would take N times the memory of a rank's own in
-every layer. Then each rank has a part of the gradients of all keys and values, and these are
-reduce-scattered; or, as torch's context parallelism has it (rotate method "allgather", torchtitan's default),
-summed from rank to rank of a ring, as in :mod:`spbench.impls.strategies.ring_attention`.
+Backward gathers keys and values again, since keeping them would take N times a rank's own memory in every
+layer. Each rank then has a part of the gradients of all keys and values. A reduce-scatter sums these; or, as
+in torch's context parallelism (rotate method "allgather", torchtitan's default), they are summed from rank to
+rank of a ring, as in :mod:`spbench.impls.strategies.ring_attention`.
 
-There is no linear attention: a state of D x A numbers a head stands for all the keys of a chunk there, and
+Linear attention is not covered: there a state of D x A numbers a head stands for all keys of a chunk, and
 gathering these states is LASP-2 (arXiv 2502.07563).
 """
 
@@ -45,12 +45,12 @@ JointMeeting = tuple[slice, slice, slice, Seen]
 
 
 def joint_meetings(meetings: Meetings) -> Iterator[JointMeeting]:
-    """Which of a rank's queries see which of the keys of each rank, for one call of the kernel each; all
-    queries see the first.
+    """Yields which of this rank's queries see which keys of each rank, one meeting for each call of the
+    kernel. All queries see the first.
 
-    Without a mask it is one call, and so it is with packed documents. Under a causal one, the rank's own keys
-    are one, and all keys of lower ranks and all of higher ranks one each: 2 calls contiguous, 3 zigzag.
-    Striped, the keys of every owner meet the queries along a diagonal, so they are N calls.
+    Without a mask there is one call, and likewise with packed documents. Under a causal mask the rank's own
+    keys, all keys of lower ranks and all of higher ranks take one call each: 2 calls contiguous, 3 zigzag.
+    Striped, the keys of every owner meet the queries along a diagonal, which takes N calls.
     """
     rank, size = meetings.rank, meetings.size
     if meetings.placement is None:
@@ -73,8 +73,8 @@ def joint_meetings(meetings: Meetings) -> Iterator[JointMeeting]:
 
 
 def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """k and v [B, Z, L/N, A] of all ranks in one message, [N, L/N, B, 2, Z, A]: with positions outermost, the
-    keys of several ranks are a view, for any B."""
+    """k and v [B, Z, L/N, A] of all ranks, gathered in one message [N, L/N, B, 2, Z, A]. Positions are
+    outermost, so the keys of several ranks are a view for any B."""
     parts, arrival = start_all_gather(torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 2), group)
     arrival.wait()
     return parts
@@ -101,11 +101,11 @@ def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AllGatherKVOptions(DocumentPlacementOptions):
-    """What may be chosen about :class:`AllGatherKV`.
+    """Options of :class:`AllGatherKV`.
 
     Attributes:
-        gradients: how each rank gets those of its own keys and values: "reduce_scatter", from all ranks at
-            once; "ring", from rank to rank, N messages of 1/N of them.
+        gradients: how each rank gets the gradients of its own keys and values: "reduce_scatter", from all
+            ranks at once; "ring", from rank to rank in N messages of 1/N of them.
     """
 
     gradients: str = "reduce_scatter"

@@ -42,8 +42,8 @@ LINEAR_ATTENTION_WAYS = {
 
 
 class AttentionHooks:
-    """How do positions of a sequence meet? The defaults hold where this rank has all the keys and values that
-    its queries attend to, of the heads that its projections made."""
+    """How do positions of a sequence meet? The defaults hold where this rank has all keys and values that its
+    queries attend to, for the heads of its own projections."""
 
     #: what attention heeds beside the causal mask, keys of HEEDED, by the kind of site; of a class that
     #: overrides how positions meet there, nothing that it does not say
@@ -57,8 +57,8 @@ class AttentionHooks:
 
     @property_left_within
     def attention_axes(self) -> tuple[str, ...]:
-        """The axes over which attention probabilities are spread: along these each rank draws its own
-        dropout, along all others they draw the same."""
+        """The axes over which attention probabilities are spread: ranks along these draw dropout of their
+        own, ranks along all others draw the same."""
         return ()
 
     @left_within
@@ -67,9 +67,8 @@ class AttentionHooks:
     ) -> Tensor:
         """Softmax attention: q, k, v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
-        ``mask`` is True where a key must not be attended: [B, 1, 1, L], or [B, 1, queries, L]. Its
-        key dim is always whole, its query dim this rank's. ``softmax`` is a way of
-        :func:`masked_softmax`.
+        ``mask`` [B, 1, 1 or queries, L] is True where a query must not attend to a key: its key dim is always
+        whole, its query dim this rank's. ``softmax`` is an implementation of :func:`masked_softmax`.
         """
         return self.local_attention(q, k, v, mask, dropout=dropout, softmax=softmax)
 
@@ -90,10 +89,12 @@ class AttentionHooks:
         self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
         """Causal softmax attention, scores scaled by A**-0.5: q [B, Z, L or a part, A], k, v [B, G, L or a
-        part, A] -> [B, Z, L or a part, A]; the heads are those that this rank's projections made. G divides
-        Z, and each head of k and v is that of Z/G consecutive ones of q (grouped queries, arXiv 2305.13245).
-        ``attended`` says what of the earlier positions a position attends to; plain: to all. ``sinks`` [Z]
-        are logits of these heads that join the softmax's denominators (:mod:`spbench.impls.kernels.sinks`).
+        part, A] -> [B, Z, L or a part, A], for the heads of this rank's projections.
+
+        G divides Z: each head of k and v serves Z/G consecutive heads of q (grouped queries, arXiv
+        2305.13245). ``attended`` limits the earlier positions that a position attends to; by default it
+        attends to all. ``sinks`` [Z] are logits of these heads that join the softmax's denominators
+        (:mod:`spbench.impls.kernels.sinks`).
         """
         whole = [(0, q.shape[2])]
         ranges = None if attended.plain else attended.ranges(whole, whole)
@@ -103,23 +104,23 @@ class AttentionHooks:
 
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
-        part, H] -> [B, Z, L or a part, A]; by default they are made whole, for :meth:`causal_attention`. A
-        strategy that makes them in parts overrides this; it is asked unless one around it has a
-        ``causal_attention`` of its own."""
+        part, H] -> [B, Z, L or a part, A]. By default ``heads`` projects all at once, for
+        :meth:`causal_attention`; a strategy that projects in parts overrides this. It is not called where a
+        strategy around it has a ``causal_attention`` of its own."""
         if self.within is None or type(self).causal_attention is not AttentionHooks.causal_attention:
             return heads.attend_whole(x)
         return self.within.projected_attention(x, heads)
 
     @left_within
     def attended_pairs(self, attended: Attended, length: int) -> int:
-        """Queries of this rank and keys of any that meet in causal attention, in each of its heads, of a
-        sequence of ``length`` positions."""
+        """Number of pairs, per head, of this rank's queries and any rank's keys that meet in causal attention
+        of a sequence of ``length`` positions."""
         return int(attended.pairs([(0, length)]).sum())
 
     @left_within
     def scored_pairs(self, length: int) -> int:
-        """Queries of this rank and keys of any that linear attention multiplies, in each of its heads, where
-        that is by scores and some ranks have more of them than others; 0: all ranks have the same work."""
+        """Number of pairs, per head, of this rank's queries and any rank's keys that linear attention
+        multiplies as scores, where ranks differ in it; 0: all ranks have the same work."""
         return 0
 
     @left_within
@@ -135,16 +136,17 @@ class AttentionHooks:
         mask: Tensor | None = None,
         clear: bool = False,
     ) -> Tensor:
-        """Softmax attention of heads whose positions this rank has all, with dropout of probabilities or with
-        all scores in memory: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see :meth:`causal_attention`.
+        """Softmax attention with dropout of probabilities, or with all scores in memory, for heads whose
+        positions this rank has all: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see
+        :meth:`causal_attention`.
 
         Args:
-            scores: None: no tensor holds them (causal flash attention); else they are made, with that way of
-                :func:`softmax_of_scores`; k and v then have as many heads as q.
-            into: lends the memory that Megatron-LM hands to the product of queries and keys; for scores only.
-            mask: for scores only, True where a key must not be attended [B, 1, 1 or L, L]; None: the causal
-                mask.
-            clear: probabilities under the mask are set to 0, which a query without any key needs.
+            scores: None: no tensor holds scores (causal flash attention). Else scores are stored, with this
+                implementation of :func:`softmax_of_scores`; k and v then have as many heads as q.
+            into: lends the memory in which Megatron-LM multiplies queries and keys; for scores only.
+            mask: for scores only, True where a query must not attend to a key [B, 1, 1 or L, L]; None: the
+                causal mask.
+            clear: set probabilities under the mask to 0, which a query without any key needs.
         """
         axes = self.outermost.attention_axes
         if scores is None:
@@ -161,12 +163,12 @@ class AttentionHooks:
 
     @left_within
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
-        """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled:
-        q, k [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
+        """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled: q, k
+        [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
-        ``mask`` holds the rate s of every head of the layer, whichever this rank has, and ``way``, a key of
-        LINEAR_ATTENTION_WAYS. q, k and v may be views; they are kept as they are. The state starts from zero
-        in each of the mask's documents.
+        ``mask`` holds the rate s of every head of the layer, whichever heads this rank has, and ``way``, a
+        key of LINEAR_ATTENTION_WAYS. q, k and v may be views, and are kept as they are. The state starts from
+        zero in each of the mask's documents.
         """
         decay, way, lengths = mask.rates, mask.way, mask.attended.documents
         if way not in LINEAR_ATTENTION_WAYS:

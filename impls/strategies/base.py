@@ -59,27 +59,27 @@ __all__ = [
 
 
 class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, PlanningHooks):
-    """The single device, and the interface that every way to parallelize implements.
+    """The single device, and the interface that every strategy implements.
 
     A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
-    ``group`` is the process group of all of them; for one axis alone there are ``place.size(axis)``,
-    ``place.rank(axis)`` and ``place.group(axis)``.
+    ``group`` is their process group; for one axis alone use ``place.size(axis)``, ``place.rank(axis)`` and
+    ``place.group(axis)``.
 
-    A strategy may be around another one, ``within``, over other axes of the mesh. What it does not override
-    is done by the one within, or by the single device if there is none. An override acts for this strategy's
+    A strategy may stand around another one, ``within``, over other axes of the mesh. The one within, or the
+    single device if there is none, does what this one does not override. An override acts for this strategy's
     ranks alone and reaches the rest by ``super()``: a tensor parallel linear attention chooses the decay of
     its heads and hands over. :mod:`spbench.impls.strategies.nesting` builds strategies around each other.
 
     Args:
-        place: of this rank. Without a device mesh the strategy can be asked for checks and closed forms, and
-            on one rank it can also run.
+        place: of this rank. Without a device mesh the strategy gives checks and closed forms, and on one rank
+            it also runs.
         options: an instance of ``options_type``; None: the defaults.
         seed: the seed of dropout; see :class:`DropoutRandom`.
-        within: the strategy that this one is around, on the same place.
-        axes: instead of those of the class.
+        within: the strategy that this one stands around, on the same place.
+        axes: in place of the class's axes.
 
     Raises:
-        TypeError: where a class is defined whose ``meets`` has something that is not a key of MEETINGS.
+        TypeError: a class is defined whose ``meets`` has a key that MEETINGS lacks.
     """
 
     name: ClassVar[str] = "single"
@@ -166,8 +166,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         """The strategy with some of its options given by name.
 
         Raises:
-            KeyError: there is no such option; with those that there are.
-            ValueError: an option has a value that cannot be.
+            KeyError: there is no such option; the message lists the options.
+            ValueError: an option has an impossible value.
         """
         return cls(place, set_options(cls.options_type(), options, f"strategy {cls.name}"), seed)
 
@@ -198,8 +198,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @final
     def pack(self, attended: Attended) -> None:
-        """A model that is built says which documents its sequences are packed of, for placements that depend
-        on their lengths."""
+        """Take the lengths of the packed documents from a model that is being built, for placements that
+        depend on them."""
         for strategy in self.outermost.nested():
             strategy.packed = attended
 
@@ -225,8 +225,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @left_within
     def first_token(self, x: Tensor) -> tuple[Tensor, float]:
-        """x [B, L or a part, H] -> ([B, H], share): position 0 of what this rank holds, and the share
-        of the loss computed from it that this rank contributes (0 where it is not the sequence's)."""
+        """x [B, L or a part, H] -> ([B, H], share): the first position that this rank holds, and this rank's
+        share of the loss computed from it (0 where it is not the sequence's first)."""
         return x[:, 0], 1.0
 
     # -- between pipeline stages ---------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @left_within
     def from_wire(self, received: Tensor, shape: Sequence[int]) -> Tensor:
-        """x of that shape, from what :meth:`to_wire` made of it on a neighbouring stage."""
+        """x of that shape, from the result of :meth:`to_wire` on a neighbouring stage."""
         return received.view(shape)
 
     @final

@@ -1,9 +1,8 @@
 """Softmax attention to keys that come in blocks (FlashAttention, arXiv 2205.14135, section 3.1; over ranks:
 Ring Attention, arXiv 2310.01889, section 3).
 
-What a query has seen is held as its output so far and the logarithm of its softmax's denominator; a further
-block is merged by rescaling both. Backward, these two are those of all blocks, and each block's gradients
-follow.
+A query's state is its output so far and the logarithm of its softmax's denominator; merging a further block
+rescales both. Backward takes the final two, from which the gradients of each block follow.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ Block = tuple[slice, Tensor, Tensor, Seen]
 
 def attend_blocks(q: Tensor, blocks: Iterable[Block], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax attention of q [B, Z, M, A] to the keys of all blocks, scores scaled by A**-0.5: o [B, Z, M, A]
-    of q's dtype, and lse [B, Z, M] of :mod:`spbench.impls.kernels.flash_attention`. All queries see the first
-    block. ``sinks`` [Z] join the softmax once, behind the last block (:mod:`spbench.impls.kernels.sinks`)."""
+    in q's dtype, and lse [B, Z, M] of :mod:`spbench.impls.kernels.flash_attention`. All queries see the first
+    block. ``sinks`` [Z] join the softmax once, after the last block (:mod:`spbench.impls.kernels.sinks`)."""
     scale, so_far = q.shape[-1] ** -0.5, None
     for mine, keys, values, seen in blocks:
         block_o, block_lse = attention_to_block(q[:, :, mine], keys, values, scale, seen)
@@ -61,7 +60,7 @@ class BlockwiseBackward:
         self._sum: Tensor | None = None
 
     def of_block(self, mine: slice, keys: Tensor, values: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """The gradients of a block's keys and values by these queries, of their shapes and dtypes."""
+        """The gradients of a block's keys and values by these queries, in their shapes and dtypes."""
         d_o, q, o, lse = (x[:, :, mine] for x in (self.d_o, self.q, self.o, self.lse))
         scale = q.shape[-1] ** -0.5
         block = d_o, q, keys, values, o, lse, scale, seen
@@ -79,23 +78,23 @@ class BlockwiseBackward:
 
     @property
     def d_q(self) -> Tensor:
-        """The gradient of q by all blocks so far, of its dtype."""
+        """The gradient of q from all blocks so far, in its dtype."""
         assert self._sum is not None, "there is no block"
         return self._sum.to(self.q.dtype)
 
 
 class KeyBlocks(ABC):
-    """Keys and values of several ranks, to which this rank's queries attend block by block: how they come
-    here, and again in backward, for keeping them would take memory in each layer; and how their gradients go
+    """Keys and values of several ranks, to which this rank's queries attend block by block. A subclass brings
+    them here, once more in backward since keeping them takes memory in each layer, and sends their gradients
     home."""
 
     @abstractmethod
     def blocks(self, k: Tensor, v: Tensor) -> Iterable[Block]:
-        """The blocks, of which this rank has k and v [B, G, L/N, A]; all its queries see the first."""
+        """Yields the blocks, given this rank's k and v [B, G, L/N, A]; all its queries see the first."""
 
     @abstractmethod
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's k and v [B, G, L/N, A], of their dtype or a more precise one."""
+        """The gradients of this rank's k and v [B, G, L/N, A], in their dtype or a more precise one."""
 
 
 class _AttentionToBlocks(torch.autograd.Function):
@@ -117,8 +116,8 @@ class _AttentionToBlocks(torch.autograd.Function):
 def attention_to_blocks(
     q: Tensor, k: Tensor, v: Tensor, others: KeyBlocks, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention of q [B, Z, L/N, A] to the keys of several ranks, of which this one has
-    k and v [B, G, L/N, A]: [B, Z, L/N, A]; keeps q, k, v, o and lse. ``sinks`` [Z] as in
+    """Softmax attention of q [B, Z, L/N, A] to the keys of several ranks, given this rank's k and v [B, G,
+    L/N, A] -> [B, Z, L/N, A]. Keeps q, k, v, o and lse for backward. ``sinks`` [Z] as in
     :func:`attend_blocks`."""
     result: Tensor = _AttentionToBlocks.apply(q, k, v, sinks, others)
     return result

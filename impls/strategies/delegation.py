@@ -1,4 +1,4 @@
-"""How a strategy leaves to another one, which it is around, what it does not change itself."""
+"""How a strategy leaves what it does not change to the strategy within it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ R = TypeVar("R")
 
 
 def left_within(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A default of the strategies' interface: it calls the strategy within, or ``hook``, which is the single
-    device, where there is none. An override reaches both by ``super()``."""
+    """A default of the strategies' interface: calls the strategy within or, where there is none, ``hook``,
+    which is the single device. An override reaches both by ``super()``."""
     name = hook.__name__
 
     @wraps(hook)

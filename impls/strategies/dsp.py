@@ -1,14 +1,14 @@
-"""Dynamic sequence parallelism (Zhao et al., arXiv 2403.10266, section 3).
+"""Dynamic sequence parallelism (DSP; Zhao et al., arXiv 2403.10266, section 3).
 
 Every rank holds all weights and a part of every grid of positions, cut along one of its dims. A stage that
-mixes along one dim computes lines of the grid that are whole and independent of each other, as long as the
-grid is cut along another dim. So attention is what one device computes, and where the next stage mixes along
-the dim that is cut, one all-to-all switches to another: a rank sends (N-1)/N of its M/N elements. Of two
-dims in turn that is two messages of M/N a layer forward, whatever the number of heads (section 3.3); with
-more dims the grid can stay cut along one that several stages leave alone.
+mixes along one dim computes independent lines of the grid, which are whole as long as the grid is cut along
+another dim. So attention is the single device's. Where the next stage mixes along the cut dim, one all-to-all
+switches to another: a rank sends (N-1)/N of its M/N elements. With two dims in turn these are two messages of
+M/N a layer forward, whatever the number of heads (section 3.3). With more dims the grid can stay cut along
+one that several stages leave alone.
 
-N need not divide a dim: ranks have ceil(n / N) positions each as far as they last, are padded to as many
-for the all-to-all alone, and cut what they received to what is theirs.
+N need not divide a dim: ranks have ceil(n / N) positions each as far as they last. They pad to as many for
+the all-to-all alone, and cut what they receive to their own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: i
 def plan_switches(
     stages: Sequence[int], sizes: Sequence[int], parts: int, first: int | None = None, last: int | None = None
 ) -> list[int]:
-    """The cheapest way to cut a grid while stages need one dim after another whole.
+    """The cheapest sequence of cuts of a grid whose stages need one dim after another whole.
 
-    Dynamic programming over the dim that is cut during each stage; the cost is what the switches send.
+    Dynamic programming over the dim that is cut during each stage; the cost is the elements that the switches
+    send.
 
     Args:
         stages: the dim that each stage needs whole.
         sizes: n1, .., nK of the grid.
         parts: ranks.
-        first, last: the dim along which it is cut before and after all stages; None: any.
+        first, last: the dim along which the grid is cut before and after all stages; None: any.
 
     Returns the dim that is cut during each stage.
 

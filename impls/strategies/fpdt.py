@@ -2,21 +2,21 @@
 deepspeed/sequence/fpdt_layer.py): Ulysses' all-to-alls and attention by chunks of the sequence, with keys and
 values on the host.
 
-A rank has a part of each chunk of every sequence. Chunk after chunk it projects queries, keys and values,
-swaps them for whole positions of some heads as in :mod:`spbench.impls.strategies.ulysses`, attends with the
-chunk's queries to the keys of the chunks so far, and swaps the output back. Queries, keys, values, outputs
-and hidden states wait in pinned memory of the host. Keys and values of earlier chunks come back one after
-another, each while those before it are attended to (section 4.2, a double buffer), and their attention is
-merged by the logarithms of the denominators. The program waits for the device after each block, as
-DeepSpeed's does, so that a block's launches are not hidden behind the block before.
+A rank has a part of each chunk of every sequence. For each chunk it projects queries, keys and values, swaps
+them for whole positions of some heads as in :mod:`spbench.impls.strategies.ulysses`, attends with the chunk's
+queries to the keys of the chunks so far, and swaps the output back. Queries, keys, values, outputs and hidden
+states wait in pinned memory of the host. Keys and values of earlier chunks come back one after another while
+the queries attend to those before (section 4.2, a double buffer); the logarithms of the denominators merge
+their attention. The program waits for the device after each block, as DeepSpeed's does, so launches of a
+block are not hidden behind the block before.
 
-Backward, the outer loop goes over chunks of keys, whose gradients stay on the device, and the inner one over
-the chunks of queries from there on, whose own gradients, in float32, wait on the host between (figure 7).
-After each chunk of keys the gradients of its queries, keys and values are whole; they are swapped back, and
-those of the weights and of the chunk's hidden states follow.
+Backward loops over chunks of keys, whose gradients stay on the device, and within it over the chunks of
+queries from there on, whose float32 gradients wait on the host between (figure 7). After each chunk of keys,
+the gradients of that chunk's queries, keys and values are complete. They are swapped back; the gradients of
+the weights and of the chunk's hidden states follow.
 
-Bytes are those of Ulysses, in as many messages more as there are chunks. FPDT cuts MLP and loss in chunks
-too: that is an option of models.
+The bytes equal Ulysses', in as many more messages as there are chunks. FPDT also cuts MLP and loss in chunks:
+here that is an option of models.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class FPDTOptions(UlyssesOptions):
-    """What may be chosen about :class:`FPDT`.
+    """Options of :class:`FPDT`.
 
     Attributes:
-        chunk: positions of a sequence, of all ranks, in a chunk (DeepSpeed:
-            ds_sequence_parallel_fpdt_chunk_size, 65536); the last chunk may be shorter. None: half of them.
-        offload: what waits for other chunks, and for backward, waits on the host; else on the device.
+        chunk: positions of a sequence in a chunk, over all ranks (DeepSpeed:
+            ds_sequence_parallel_fpdt_chunk_size, 65536); the last chunk may be shorter. None: half of the
+            sequence.
+        offload: hold on the host what waits for other chunks and for backward; else on the device.
     """
 
     chunk: int | None = None
@@ -64,8 +65,8 @@ class FPDTOptions(UlyssesOptions):
 
 
 class Row(NamedTuple):
-    """What is brought from the host for a block of attention: of the chunk of that number, whose block is
-    ``seen`` so."""
+    """The tensors that a block of attention needs from the host, for the chunk ``number``; ``seen`` says
+    which of its keys the queries see."""
 
     number: int
     seen: Seen
@@ -77,7 +78,7 @@ class Row(NamedTuple):
 
 
 def in_turn(copies: CopyStream, rows: Sequence[Row]) -> Iterator[tuple[int, Seen, list[Tensor]]]:
-    """Each row with its tensors on the device, those of the next under way while one is used."""
+    """Yields each row with its tensors on the device, while the next row's tensors are on their way."""
     last = len(rows) - 1
 
     def key(step: int) -> tuple[Any, ...]:
@@ -92,7 +93,7 @@ def in_turn(copies: CopyStream, rows: Sequence[Row]) -> Iterator[tuple[int, Seen
 
 
 class _InChunks(torch.autograd.Function):
-    """Of the tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
+    """The tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
 
     @staticmethod
     def forward(ctx: Any, fpdt: FPDT, source: HeadSource, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
@@ -229,8 +230,8 @@ class FPDT(Ulysses):
         return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
     def blocks_seen(self, chunks: Sequence[slice], attended: Attended) -> dict[tuple[int, int], Seen]:
-        """What queries of a chunk, of all ranks, see of keys of a chunk, by both numbers, where they see any;
-        the chunks are given as :meth:`local_chunks` does."""
+        """The keys of a chunk that queries of a chunk see, over all ranks, by the numbers of both, where they
+        see any. Chunks are given as :meth:`local_chunks` returns them."""
         pairs = ((i, j) for i in range(len(chunks)) for j in range(i + 1))
         if attended.plain:
             return {(i, j): i == j for i, j in pairs}
@@ -271,7 +272,8 @@ class FPDT(Ulysses):
                         yield Traffic(phase, purpose, "all_to_all", 2 * count * site.count, head * heads)
 
     def copies(self, device: torch.device) -> tuple[CopyStream, CopyStream]:
-        """What brings tensors to where they wait and back: those that are attended to, and the others."""
+        """Two carriers of tensors to where they wait and back: one for tensors that are attended to, one for
+        the others."""
         if self._copies is None:
             kind = CopyStream if self.options.offload else NoCopies
             self._copies = kind(device), kind(device)
@@ -294,7 +296,7 @@ class FPDT(Ulysses):
         return self.in_chunks(GivenHeads(q, k, attended, sinks), q, k, v)
 
     def in_chunks(self, source: HeadSource, *tensors: Tensor) -> Tensor:
-        """The attention of what a source makes of the tensors: [B, Z, L/N, A]."""
+        """Attention of the heads that a source projects from the tensors: [B, Z, L/N, A]."""
         sinks = None if source.sinks is None else self.of_own_heads(source.sinks)
         o: Tensor = _InChunks.apply(self, source, sinks, *tensors)
         return o

@@ -34,10 +34,10 @@ class Grid:
     Attributes:
         x: [B, n1, .., nK, H], along the grid dim ``sharded`` part ``index`` of ``parts`` (:func:`part_of`).
         sizes: n1, .., nK of the whole grid.
-        sharded: None where x is whole.
+        sharded: the grid dim that is cut; None where x is whole.
 
     Raises:
-        ValueError: x has not the shape of that part.
+        ValueError: the shape of x is not that part's.
     """
 
     x: Tensor
@@ -85,13 +85,13 @@ def grid_of(site: Site) -> tuple[int, ...]:
 
 
 def grid_letters(sizes: Sequence[int]) -> dict[str, int]:
-    """What :func:`grid_of` reads."""
+    """The letters that :func:`grid_of` reads."""
     return {f"n{i}": size for i, size in enumerate(sizes)}
 
 
 def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
-    """The sites, where those of grids have become sites of the sequences (B, L) along one dim: the other dims
-    are part of the batch, and sites where positions meet ``along`` another dim are left out.
+    """The sites, with those on grids turned into sites of sequences (B, L) along one dim: the other dims join
+    the batch, and sites where positions meet ``along`` another dim are dropped.
 
     Raises:
         Unsupported: a grid has no such dim.
@@ -143,8 +143,8 @@ class GridHooks:
 
     @left_within
     def grid_attention(self, q: Tensor, k: Tensor, v: Tensor, dim: int) -> Tensor:
-        """Attention along a grid dim, after :meth:`along`: q, k, v [B, n1, .., nK, Z, A], of which this rank
-        has what its projections made, -> the same shape."""
+        """Attention along a grid dim, after :meth:`along`: q, k, v [B, n1, .., nK, Z, A] -> the same shape,
+        for the positions and heads of this rank's projections."""
         return attend_along(whole_attention, q, k, v, dim)
 
     @left_within

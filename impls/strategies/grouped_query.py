@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GroupedQueryLinear(nn.Module):
-    """x [..., H] -> queries [..., G, Z/G, A], keys and values [..., G, A], as one matrix product.
+    """x [..., H] -> queries [..., G, Z/G, A], keys and values [..., G, A], as one matmul.
 
     The weight is [G, (Z/G + 2) A, H], the bias, if there is one, [G, (Z/G + 2) A].
     """
@@ -51,7 +51,8 @@ class GroupedQueryLinear(nn.Module):
 @dataclass(frozen=True)
 class SharedGroupShard(Shard):
     """This rank's part of a weight [G, (Z/G + 2) A, H] or its bias, where ``replicas`` of the ``parts`` ranks
-    share a group: some of the group's queries, and its key and value (``shared`` rows), which all hold."""
+    share a group. The part has some of the group's queries, and its key and value (``shared`` rows), which
+    every rank of the group holds."""
 
     replicas: int = 1
     shared: int = 0
@@ -100,8 +101,8 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
         return self.separate(self.tp.enter(x, weight, self._summed(self.bias)))
 
     def _summed(self, parameter: nn.Parameter | None) -> Tensor | None:
-        """The parameter, the gradient of whose key's and value's rows is summed over the ranks that hold
-        them."""
+        """The parameter, with a hook that sums the gradient of its key's and value's rows over the ranks that
+        hold them."""
         if parameter is None or self.replica_group is None:
             return parameter
         # where there are replicas there is one group, so that the rows of its key and value are the last ones

@@ -2,16 +2,14 @@
 positions, where each rank has a contiguous chunk.
 
 Rank r needs the last rows of chunks r-1, r-2, ... (:func:`halo_rows`), and no other rank's keys. Each owner
-sends these rows itself, forward and again backward, and each rank sends the gradients of what it was sent
-home to the owner, in at least float32. So a rank sends 2 (W - 1) B G A elements of keys and values forward,
-as many backward, and as many of gradients, whatever the length and the number of ranks; (N - 1) L/N takes the
-place of W - 1 where that is less.
+sends these rows itself, forward and again backward; each rank sends the gradients of received rows home, in
+at least float32. So a rank sends 2 (W - 1) B G A elements of keys and values forward, as many backward, and
+as many of gradients, whatever the length and the number of ranks; (N - 1) L/N replaces W - 1 where it is
+less. All ranks send alike: the ring stays closed, and the first ranks ignore what they receive from the last.
+In an open chain the rank that sends most would send no less.
 
-All ranks send alike: the ring stays closed, and what comes to the first ranks from the last is not read, nor
-computed with. The rank that sends most would send no less in an open chain.
-
-In a ring the own keys, and those of each chunk, are attended to while the next rows are under way; in one
-gather all rows come first, for one call of the kernel.
+In a ring, queries attend to the own keys and to those of each chunk while the next rows are on their way. In
+one gather all rows come first, for one call of the kernel.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ from spbench.impls.traffic import Traffic
 
 
 def halo_of_site(site: Site, size: int, placement: str) -> tuple[int, ...] | None:
-    """The rows of :attr:`Meetings.halo` at a site of attention; None: it has no halo."""
+    """The rows of :attr:`Meetings.halo` at a site of attention; None: the site has no halo."""
     if "window" not in site.dims or placement != "contiguous":
         return None
     return halo_rows(site.dims["window"], site.dims["L"] // size, size)
 
 
 def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Iterator[Traffic]:
-    """What a rank sends for attention with that halo."""
+    """The traffic of a rank for attention with that halo."""
     d = site.dims
     row = 2 * d["B"] * d.get("G", d["Z"]) * d["A"]
     for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
@@ -53,26 +51,26 @@ def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Itera
 
 
 def _rows(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, G, L/N, A] in one message, [L/N, B, 2, G, A], of which the last rows are a view without
-    gaps, and in which several messages lie one after another as one."""
+    """k and v [B, G, L/N, A] in one message [L/N, B, 2, G, A]. Its last rows are a view without gaps, and
+    several such messages, one after another, are one."""
     return torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 2)
 
 
 def _keys_and_values(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [B, G, rows, A], of what :func:`_rows` returns."""
+    """k and v [B, G, rows, A], from the result of :func:`_rows`."""
     k, v = rows.permute(2, 1, 3, 0, 4).unbind()
     return k, v
 
 
 def _filled(rows: Tensor, d_keys: Tensor, d_values: Tensor) -> None:
-    """Write gradients [B, G, rows, A] of keys and values into rows as :func:`_rows` has them."""
+    """Write gradients [B, G, rows, A] of keys and values into rows laid out as by :func:`_rows`."""
     for i, x in enumerate((d_keys, d_values)):
         rows[:, :, i].copy_(x.permute(2, 0, 1, 3))
 
 
 @dataclass(frozen=True)
 class PassingHalo(KeyBlocks):
-    """The own keys, and those of each chunk of the halo, each block while the next is under way."""
+    """The own keys, then those of each chunk of the halo; each block is used while the next is on its way."""
 
     group: dist.ProcessGroup
     meetings: Meetings
@@ -102,7 +100,8 @@ class PassingHalo(KeyBlocks):
 
 
 def _passing(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Iterator[tuple[int, Tensor]]:
-    """(how many chunks back, rows): the own rows and those of the halo, each while the next are under way."""
+    """Yields (how many chunks back, rows): the own rows, then the halo's, each while the next are on their
+    way."""
     ring, rows = Ring(group), own
     halo = meetings.halo or ()
     for back in range(len(halo) + 1):
@@ -124,7 +123,7 @@ def _met(meetings: Meetings, back: int, rows: int) -> Any:
 
 
 def _add(own: Tensor, gradients: Tensor) -> None:
-    """Add what a later rank sends home of the last rows."""
+    """Add the gradients of the last rows that a later rank sends home."""
     own[-len(gradients) :].add_(gradients)
 
 
@@ -163,7 +162,8 @@ def _parts(rows: Tensor, meetings: Meetings) -> list[Tensor]:
 
 
 def _backwards(halo: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Of the parts of a halo, the farthest first: (how many chunks back, rows), the nearest first."""
+    """The parts of a halo from the nearest to the farthest, as (how many chunks back, rows); ``parts`` has
+    the farthest first."""
     return enumerate(reversed(halo), 1)
 
 

@@ -1,12 +1,12 @@
-"""Where queries, keys and values come from, for strategies that make them in parts: of some heads, of some
-positions, in forward and again in backward. So no more of them is in memory than a part.
+"""The sources of queries, keys and values for strategies that compute them in parts: some heads at some
+positions, in forward and again in backward. So memory holds no more than a part.
 
-They are projected from hidden states, which the models implement, or given (:class:`GivenHeads`). Parts are
-made and differentiated by hand, inside a strategy's own autograd function, which is given
+A source projects them from hidden states, as the models implement it, or has them given
+(:class:`GivenHeads`). A strategy's own autograd function computes and differentiates parts by hand: it takes
 :meth:`HeadSource.tensors` and returns their gradients.
 
-Shape letters: B batch, L sequence (this rank's part of it), H hidden, Z heads, G heads of keys and values,
-A head size; of a part, z, g and l of these.
+Shape letters: B batch, L sequence (this rank's part), H hidden, Z heads, G heads of keys and values, A head
+size; z, g and l are Z, G and L of a part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ALL = slice(None)
 
 
 class HeadPart(NamedTuple):
-    """Some heads of some positions. A head of keys and values serves Z/G heads of queries, which lie in
-    ``runs`` runs of as many; a part has the same queries of each run of some groups.
+    """Some heads of some positions. A head of keys and values serves Z/G heads of queries, in ``runs`` runs
+    of equal length; a part has the same queries of each run, for some groups.
 
     Attributes:
-        groups: of the heads of keys and values.
-        members: of each run of the queries of a group.
-        positions: of this rank's; the tensors are those of these alone (:meth:`HeadSource.at`).
+        groups: which heads of keys and values.
+        members: which queries of each run of a group.
+        positions: which of this rank's positions; the tensors then cover these alone (:meth:`HeadSource.at`).
     """
 
     groups: slice = ALL
@@ -53,11 +53,11 @@ class HeadSource(ABC):
     Attributes:
         heads, groups: Z and G.
         head_size: A.
-        attended: what of the earlier positions a position attends to.
-        sinks: of the heads [Z], which join the softmax (:mod:`spbench.impls.kernels.sinks`).
-        position_dim: of the tensors that have positions.
-        with_positions: how many tensors have positions; they are the first.
-        needed: how many of these are needed again for gradients; they are the first.
+        attended: which earlier positions a position attends to.
+        sinks: logits of the heads [Z] that join the softmax (:mod:`spbench.impls.kernels.sinks`).
+        position_dim: the dim of positions in the tensors that have them.
+        with_positions: number of tensors with positions; they come first.
+        needed: number of these that gradients need again; they come first.
     """
 
     heads: int
@@ -71,18 +71,18 @@ class HeadSource(ABC):
 
     @property
     def in_parts(self) -> bool:
-        """Whether parts can be made; else only :meth:`attend_whole` is there."""
+        """Whether the source computes parts; else it has :meth:`attend_whole` alone."""
         return True
 
     def at(self, tensors: Sequence[Tensor], positions: slice) -> list[Tensor]:
-        """The tensors, or gradients of them, of some positions: views."""
+        """Views of the tensors, or of their gradients, at some positions."""
         dims = [ALL] * self.position_dim
         first, others = tensors[: self.with_positions], tensors[self.with_positions :]
         return [*(x[(*dims, positions)] for x in first), *others]
 
     @abstractmethod
     def tensors(self, x: Tensor) -> Sequence[Tensor]:
-        """What is differentiated; all other methods are given these again, or those of some positions."""
+        """The tensors to differentiate; all other methods take them, or their views at some positions."""
 
     @abstractmethod
     def queries(self, tensors: Sequence[Tensor], part: HeadPart) -> Tensor:
@@ -96,21 +96,21 @@ class HeadSource(ABC):
     def add_queries(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_q: Tensor
     ) -> None:
-        """Add to the gradients of the tensors what follows from that of a part's queries."""
+        """Add to the gradients of the tensors the contribution of a part's gradient of queries."""
 
     @abstractmethod
     def add_keys_values(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_k: Tensor, d_v: Tensor
     ) -> None:
-        """As :meth:`add_queries`, of a part's keys and values."""
+        """As :meth:`add_queries`, for a part's keys and values."""
 
     @abstractmethod
     def attend_whole(self, x: Tensor) -> Tensor:
-        """The causal attention of all of them at once, as the model asks for it: [B, Z, L, A]."""
+        """Causal attention of all heads at once, as the model asks for it: [B, Z, L, A]."""
 
 
 class GivenHeads(HeadSource):
-    """Queries, keys and values that are there: q [B, Z, L, A], k, v [B, G, L, A] are the tensors. Their
+    """Queries, keys and values that exist already: the tensors are q [B, Z, L, A], k, v [B, G, L, A]. Their
     gradients need none of them."""
 
     position_dim, with_positions, needed = 2, 3, 0

@@ -1,13 +1,13 @@
 """LASP (Sun et al., "Linear Attention Sequence Parallelism", arXiv 2404.02882, algorithms 2 and 3).
 
-Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks through
-the state S = sum of k^T v alone, D x A numbers a head whatever the length. Forward, the state travels along
-the ranks: each receives what came before its chunk, computes its outputs, and sends on the state with its own
-chunk added. Backward, the gradient of the state travels the other way. Each rank thus sends B Z D A numbers a
-layer forward and as many backward (the last rank none forward, the first none backward).
+Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks through the
+state S = sum of k^T v alone: D x A numbers a head, whatever the length. Forward, the state travels along the
+ranks: each rank receives the state before its chunk, computes its outputs, adds its own chunk to the state
+and sends it on. Backward, the gradient of the state travels the other way. Each rank thus sends B Z D A
+numbers a layer forward and as many backward (the last rank none forward, the first none backward).
 
-A rank receives before its kernels and sends after them, as the authors' code does, so the ranks take turns
-within a layer; what hides that is that a rank goes on to its next layer meanwhile.
+A rank receives before its kernels and sends after them, as in the authors' code, so the ranks take turns
+within a layer. What hides this: a rank goes on to its next layer meanwhile.
 
 Groups of ranks with sequences of their own (the paper's algorithm 1) are the mesh axes dp x sp.
 """
@@ -76,12 +76,12 @@ class _Lasp(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LaspOptions(Options):
-    """What may be chosen about :class:`Lasp`.
+    """Options of :class:`Lasp`.
 
     Attributes:
-        kernel_fusion: use fused kernels; without, each step of the chunked algorithm is operators of torch
-            with their intermediate tensors (the paper's ablation, section 4.4).
-        state_caching: keep the states for backward; without, backward computes them again, which takes the
+        kernel_fusion: use fused kernels; else each step of the chunked algorithm is operators of torch with
+            their intermediate tensors (the paper's ablation, section 4.4).
+        state_caching: keep the states for backward; else backward computes them again, which takes the
             forward ring once more (the same ablation).
         barrier: all ranks wait for each other before each forward, as in the authors' lasp_fuse_parallel.py.
     """
@@ -129,7 +129,8 @@ class Lasp(RecurrentChunks):
         return _Lasp.apply(q, k, v, mask.rates, self, self.chunk(mask.attended, k.shape[2]))
 
     def receive(self, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
-        """A state, or the gradient of one, [B, Z, D, A] from a rank of the group; None if it is not there."""
+        """A state or its gradient [B, Z, D, A] from rank ``peer`` of the group; None if the group has no such
+        rank."""
         if not 0 <= peer < self.size:
             return None
         assert self.group is not None
@@ -139,6 +140,6 @@ class Lasp(RecurrentChunks):
         return received
 
     def send(self, state: Tensor, peer: int) -> None:
-        """Send what :meth:`receive` receives."""
+        """Send a state or its gradient, for :meth:`receive` on rank ``peer``."""
         assert self.group is not None
         exchange([(state, peer)], [], self.group)

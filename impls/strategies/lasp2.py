@@ -1,9 +1,10 @@
 """LASP-2 (Sun et al., "Rethinking Sequence Parallelism for Linear Attention", arXiv 2502.07563, algorithm 2).
 
-As LASP, but the states are not passed from rank to rank: every rank computes the state of its own chunk, one
-all-gather gives each rank all of them, and it sums those of the chunks before its own, decayed by the
-positions between. So no rank waits for another's kernels, and the all-gather runs beside the outputs that
-need only this rank's chunk. Backward likewise, with the gradients of the states of the chunks after its own.
+As in LASP, states connect the chunks, but no state travels from rank to rank. Every rank computes the state
+of its own chunk, one all-gather gives each rank all states, and it sums the states of the chunks before its
+own, decayed by the positions between. So no rank waits for another's kernels, and the all-gather runs beside
+the outputs that need this rank's chunk alone. Backward does the same with the gradients of the states of the
+chunks after its own.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def _powers(decay: Tensor | None, first: int, x: Tensor, reached: int | None) ->
 
 
 def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list[int]) -> Tensor:
-    """The sum [B, Z, D, A] of the states [N, B, Z, D, A], each decayed by that many whole chunks; those at a
-    negative distance lie on the other side and do not count."""
+    """The sum [B, Z, D, A] of the states [N, B, Z, D, A], each decayed by its number of whole chunks in
+    ``chunks``. A negative number excludes a state: it lies on the other side."""
     distance = torch.tensor([float(n) for n in chunks], device=totals.device, dtype=totals.dtype)
     weights = kernels.decay_powers(decay, distance.clamp(min=0) * length) * (distance >= 0)
     return torch.einsum("nbzda,zn->bzda", totals, weights.expand(totals.shape[2], -1))
@@ -108,8 +109,8 @@ class Lasp2(RecurrentChunks):
         return _Lasp2.apply(q, k, v, mask.rates, self, mask.attended)
 
     def of_one_document(self, chunks: list[int], attended: Attended, length: int) -> list[int]:
-        """How many whole chunks lie between each rank's chunk and this one, on one side of it, or -1 where it
-        lies on the other side or not all between is of one document."""
+        """The number of whole chunks between each rank's chunk and this one, from ``chunks``; -1 for chunks
+        on the other side, and where another document begins in between."""
         if not attended.documents:
             return chunks
         first = [attended.document_of(rank * length) for rank in range(self.size)]

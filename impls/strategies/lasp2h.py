@@ -1,8 +1,8 @@
 """LASP-2H (Sun et al., arXiv 2502.07563): LASP-2 for hybrids of linear and softmax attention.
 
-Every rank holds all weights and a chunk of L/N positions, whatever the layer. Layers of linear attention, or
-of a gated recurrence, gather states, as LASP-2; those of softmax attention gather keys and values, as Llama
-3's context parallelism does.
+Every rank holds all weights and a chunk of L/N positions, whatever the layer. Layers of linear attention or
+of a gated recurrence gather states, as in LASP-2. Layers of softmax attention gather keys and values, as in
+Llama 3's context parallelism.
 """
 
 from __future__ import annotations

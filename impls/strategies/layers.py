@@ -36,7 +36,7 @@ class Linear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """x [..., in_features] -> ``groups`` times x W_g^T [..., out_features], as one matrix product.
+    """x [..., in_features] -> ``groups`` times x W_g^T [..., out_features], as one matmul.
 
     The weight is [groups, out_features, in_features], so that a split of its second dim splits each group;
     the bias, if there is one, [groups, out_features].
@@ -65,8 +65,7 @@ class GroupedLinear(nn.Module):
 
 
 class SeparateLinear(nn.Module):
-    """x [..., in_features] -> x W_g^T + b_g [..., F_g] for each F_g of ``out_features``, a matrix product
-    each."""
+    """x [..., in_features] -> x W_g^T + b_g [..., F_g] for each F_g of ``out_features``, one matmul each."""
 
     def __init__(self, in_features: int, out_features: Sequence[int], *, bias: bool = False):
         super().__init__()
@@ -83,9 +82,9 @@ class LayerHooks:
 
     @property
     def of_mlp(self) -> LayerHooks:
-        """What makes the projections of a decoder's MLP, which a strategy may treat otherwise than those of
-        what mixes the tokens; the weights are parameters of the kind ``mlp``. Asked of the outermost one,
-        which alone may split weights."""
+        """The hooks that build the projections of a decoder's MLP, where a strategy treats these differently
+        from the mixer's; their weights have the kind ``mlp``. Models ask the outermost strategy, which alone
+        may split weights."""
         return self
 
     @left_within
@@ -105,8 +104,8 @@ class LayerHooks:
     def separate_linear_in(
         self, in_features: int, out_features: Sequence[int], *, bias: bool = False
     ) -> SeparateLinear:
-        """Several projections of one input that open a block, a product each:
-        [..., in_features] -> [..., each of ``out_features`` or the same part of it]."""
+        """Several projections of one input that open a block, one matmul each: [..., in_features] -> [...,
+        each of ``out_features`` or the same part of it]."""
         return SeparateLinear(in_features, out_features, bias=bias)
 
     @left_within
@@ -114,7 +113,7 @@ class LayerHooks:
         self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False
     ) -> GroupedQueryLinear:
         """The projection that opens grouped-query attention: [..., in_features] -> queries [..., G, Z/G, A],
-        keys and values [..., G, A], of all ``heads`` and ``kv_heads`` or of a part of them; ``kv_heads``
+        keys and values [..., G, A], for all ``heads`` and ``kv_heads`` or a part of them. ``kv_heads``
         divides ``heads``."""
         return GroupedQueryLinear(in_features, head_size, heads, kv_heads, bias=bias)
 
@@ -126,7 +125,7 @@ class LayerHooks:
 
     @left_within
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
-        """As :meth:`linear_in`, of an input that every rank has whole, also where sequences are cut."""
+        """As :meth:`linear_in`, for an input that every rank has whole, even where sequences are cut."""
         return self.linear_in(in_features, out_features)
 
     @left_within
@@ -168,8 +167,9 @@ class LayerHooks:
 
     @left_within
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:
-        """Per-token loss [B, L] in at least float32 from :meth:`vocabulary_logits`, which nothing else may
-        read, and labels [B, L]. ``way`` is "plain", torch's own, or as :func:`cross_entropy_of` has it."""
+        """Per-token loss [B, L] in at least float32, from labels [B, L] and :meth:`vocabulary_logits`, which
+        nothing else may read. ``way`` is "plain", torch's own, or an implementation of
+        :func:`cross_entropy_of`."""
         if way != "plain":
             return cross_entropy_of(way)(logits, labels, None)
         return F.cross_entropy(

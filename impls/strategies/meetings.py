@@ -26,10 +26,10 @@ Meeting = tuple[slice, slice, Seen]
 
 def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[slice, slice, bool] | None:
     """Which of a rank's ``length`` queries see which of an owner's ``length`` keys: (queries, keys, causal).
-    All of these queries see all of these keys or, if causal, query i of these sees keys j <= i of these.
-    None: no query sees any. ``placement`` None: there is no mask.
 
-    All owners of lower rank are met alike, and all of higher rank.
+    All of these queries see all of these keys or, if causal, query i of these sees keys j <= i of these.
+    None: no query sees any. ``placement`` None: there is no mask. All owners of lower rank give the same
+    meeting, and so do all of higher rank.
     """
     if placement is None:
         return ALL, ALL, False
@@ -48,8 +48,8 @@ def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[
 
 
 def halo_rows(window: int, length: int, size: int) -> tuple[int, ...]:
-    """How many of the last positions of each chunk of ``length`` before a rank's own its queries see in a
-    window, the nearest first: window - 1 in all, of at most ``size`` - 1 chunks."""
+    """For each chunk of ``length`` before a rank's own, the nearest first: how many of its last positions the
+    rank's queries see in a window. These are window - 1 in all, of at most ``size`` - 1 chunks."""
     chunks = min(size - 1, -(-(window - 1) // length))
     return tuple(min(length, window - 1 - i * length) for i in range(chunks))
 
@@ -58,7 +58,7 @@ def halo_rows(window: int, length: int, size: int) -> tuple[int, ...]:
 def _met(
     placement: str, packed: Attended, attended: Attended, rank: int, owner: int, size: int, length: int
 ) -> tuple[Interval, Interval, Seen] | None:
-    """As :meth:`Meetings.of`, from what each rank has of the sequence."""
+    """As :meth:`Meetings.of`, from the runs of positions of each rank."""
     held = intervals(placement, size, length, packed)
     found = attended.ranges(held[rank], held[owner])
     if not found:
@@ -87,10 +87,10 @@ class Meetings:
 
     Attributes:
         placement: of the positions; None: there is no mask, and each query sees each key.
-        rank, size: of the ranks.
-        length: positions that each of them has.
-        attended: what positions attend to in this layer, beside the causal mask.
-        packed: what they attend to for the placement, which is the same in all layers; None: the same.
+        rank, size: this rank, and the number of ranks.
+        length: positions of each rank.
+        attended: which positions this layer attends to, beside the causal mask.
+        packed: the same for the placement, which all layers share; None: ``attended``.
     """
 
     placement: str | None
@@ -102,24 +102,24 @@ class Meetings:
 
     @property
     def placed_by(self) -> Attended:
-        """What the placement knows of the sequence."""
+        """The ``attended`` that decides the placement."""
         return self.attended if self.packed is None else self.packed
 
     @property
     def halo(self) -> tuple[int, ...] | None:
-        """How many of the last keys of each chunk before the rank's own its queries see, the nearest first,
-        where this is all that they see of others: in a window, of contiguous chunks. None: elsewhere."""
+        """For each chunk before the rank's own, the nearest first: how many of its last keys the queries see,
+        where they see no other keys of other ranks (a window over contiguous chunks). None: elsewhere."""
         if self.placement != "contiguous" or self.attended.window is None:
             return None
         return halo_rows(self.attended.window, self.length, self.size)
 
     @property
     def regular(self) -> bool:
-        """Whether they follow from the places of two ranks alone: :func:`meeting`."""
+        """Whether the placement of two ranks alone decides their meeting: :func:`meeting`."""
         return self.placement is None or (self.attended.plain and self.placement not in BALANCED)
 
     def of(self, owner: int) -> Meeting | None:
-        """Of the keys of one rank; None: no query sees any."""
+        """The meeting of the rank's queries with the keys of one rank; None: no query sees any."""
         if self.regular:
             return meeting(self.placement, self.rank, owner, self.length)
         assert self.placement is not None
@@ -130,8 +130,8 @@ class Meetings:
         return slice(*mine), slice(*theirs), seen
 
     def of_all(self) -> tuple[Interval, Ranges]:
-        """What the rank's queries see of the keys of several ranks, one after another from the first rank of
-        which they see any to the last: (these ranks, ranges)."""
+        """The meeting with the keys of several ranks, from the first rank whose keys a query sees to the
+        last: (these ranks, ranges)."""
         assert self.placement is not None
         held = intervals(self.placement, self.size, self.length, self.placed_by)
         ranges = self.attended.ranges(held[self.rank], np.concatenate(held))
@@ -140,8 +140,7 @@ class Meetings:
         return (first, -(-end // self.length)), ranges.moved(0, first * self.length)
 
     def of_halo(self) -> Ranges:
-        """What the rank's queries see of the keys of its halo, the farthest first, and of its own after
-        them."""
+        """The meeting with the keys of the halo, the farthest first, and the rank's own after them."""
         assert self.halo is not None
         start, rows = self.rank * self.length, sum(self.halo)
         first = max(0, start - rows)
@@ -150,14 +149,14 @@ class Meetings:
         return ranges.moved(0, start - rows - first)
 
     def work_on(self, owner: int, *, joint: bool = False) -> AbstractContextManager[None]:
-        """To be entered around what is computed with the keys of an owner, or ``joint`` with those of all
-        ranks from it to this one: marks what lower ranks have less of (:func:`work_of`)."""
+        """A context for computing with the keys of an owner, or if ``joint`` with the keys of all ranks from
+        it to this one. It marks the work that lower ranks have less of (:func:`work_of`)."""
         if self.placement != "contiguous" or not self.regular or owner >= self.rank:
             return nullcontext()
         return work_of(ALL_LOWER if joint else self.rank)
 
     def before(self, chunks: int) -> int:
-        """The rank that is that many before this one, round the ring."""
+        """The rank ``chunks`` places before this one, round the ring."""
         return (self.rank - chunks) % self.size
 
     def depends_on(self, owner: int) -> Hashable:
@@ -166,6 +165,6 @@ class Meetings:
 
     @cached_property
     def _alike(self) -> Sequence[int]:
-        """A number for each owner, the same for those whose keys meet the queries alike."""
+        """A number for each owner, equal for owners whose keys meet the queries in the same way."""
         assert self.placement is not None
         return _numbered(self.placement, self.placed_by, self.attended, self.rank, self.size, self.length)

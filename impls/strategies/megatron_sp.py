@@ -1,17 +1,17 @@
-"""Megatron-LM's sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+"""Megatron-LM's sequence parallelism (Megatron-SP; Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
-Tensor parallelism replicates what lies between the blocks: norms, dropout, residuals. Here each rank has
-only L/N positions of that. The all-reduces f and g fall into their halves: a block begins by gathering all
+Tensor parallelism replicates what lies between the blocks: norms, dropout, residuals. Here each rank has only
+L/N positions of that. The all-reduces f and g fall into their halves: a block begins by gathering all
 positions for its column-parallel projection, and ends by reduce-scattering the output of its row-parallel
-one; backward does the reverse. An all-reduce is a reduce-scatter and an all-gather, so as many bytes are
-sent, but for one more all-gather in backward: a rank keeps only its own positions of a block's input, and
+one; backward does the reverse. An all-reduce is a reduce-scatter and an all-gather, so the bytes are the
+same, except for one more all-gather in backward: a rank keeps only its own positions of a block's input, and
 gathers the others again for the gradient of the weight.
 
-The heads and features of a block are split; the vocabulary is not, unless an option says so: embedding, head
-and loss act on this rank's positions, which makes as many logits as splitting them over the vocabulary, and
-no message. All weights that are not split see some of the positions only, so their gradients are summed over
-the ranks. With a split vocabulary the ids and labels of all positions are gathered, 8 bytes each, which
-Megatron-LM's data loader gives to every rank whole.
+Heads and features of a block are split; the vocabulary is split only if an option says so. Otherwise
+embedding, head and loss act on this rank's positions, which gives as many logits as a split vocabulary and
+needs no message. All weights that are not split see some of the positions only, so their gradients are summed
+over the ranks. With a split vocabulary the ids and labels of all positions are gathered, 8 bytes each;
+Megatron-LM's data loader gives them whole to every rank.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _VOCABULARY_SITES = (
 
 
 class GatheredProjection(torch.autograd.Function):
-    """x [B, .., L/N, .., H] of all ranks, whose positions lie along ``dim``, weight [F/N, H], bias [F/N] or
-    None -> [B, .., L, .., F/N]. ``buffer`` lends the memory of what is gathered; None: it is made and
-    freed."""
+    """The positions of all ranks of x [B, .., L/N, .., H], which lie along ``dim``, times weight [F/N, H]
+    plus bias [F/N] or None -> [B, .., L, .., F/N]. ``buffer`` lends the memory for the gathered x; None: new
+    memory, freed afterwards."""
 
     @staticmethod
     def forward(
@@ -110,14 +110,14 @@ def whole_ids(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class MegatronSPOptions(TensorParallelOptions, GridOptions):
-    """What may be chosen about :class:`MegatronSP`.
+    """Options of :class:`MegatronSP`.
 
     Attributes:
         vocabulary: "whole": embedding, head and loss act on this rank's positions, each rank with all rows of
-            the vocabulary; "split", as Megatron-LM has it: on all positions, each rank with its rows.
-        loss: of a split vocabulary, as :class:`TensorParallelOptions` has it.
-        gathered: the memory of what blocks gather: "made" and freed each time, or "reused", as Megatron-LM's
-            own layers (library: megatron-local) have it in any case.
+            the vocabulary; "split", as in Megatron-LM: on all positions, each rank with its rows.
+        loss: for a split vocabulary, as in :class:`TensorParallelOptions`.
+        gathered: the memory of gathered inputs: "made" and freed each time, or "reused", as Megatron-LM's own
+            layers (library: megatron-local) do in any case.
     """
 
     vocabulary: str = "whole"
@@ -150,7 +150,8 @@ class SequenceVocabEmbedding(VocabParallelEmbedding):
 
 class _OfWholeText(ColumnParallelLinear):
     """A column-parallel projection of an input that every rank has whole, so nothing is gathered. Each rank
-    gives only its columns' part of the input's gradient; gradients of what made it are summed anyway."""
+    returns its columns' part of the input's gradient alone; the gradients of the weights behind the input are
+    summed anyway."""
 
     forward = Linear.forward
 
@@ -268,7 +269,7 @@ class MegatronSP(GridChunks, TensorParallel):
         return _OfWholeText(in_features, out_features, self)
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [B, L/N, H] -> [B, L, F/N], or so along the dim of a grid that is cut."""
+        """x [B, L/N, H] -> [B, L, F/N], or the same along the cut dim of a grid."""
         if self.size == 1:
             return project(x, weight, bias)
         # Megatron-LM's own layers gather into its global memory buffer
@@ -277,12 +278,12 @@ class MegatronSP(GridChunks, TensorParallel):
         return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, buffer)
 
     def whole_input(self, x: Tensor) -> Tensor:
-        """[B, L/N, H] -> [B, L, H], which is kept for the products that use it, and not gathered again."""
+        """[B, L/N, H] -> [B, L, H], which is kept for the matmuls that use it, and not gathered again."""
         return all_gather(x, self.cut_dim(x), self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or so along the dim
-        of a grid that is cut."""
+        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or the same along
+        the cut dim of a grid."""
         return reduce_scatter(x, self.cut_dim(x), self.group)
 
     def cut_dim(self, x: Tensor) -> int:

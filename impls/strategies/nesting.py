@@ -1,17 +1,17 @@
 """Strategies around each other: tensor parallelism around a sequence parallel one, Ulysses around a ring.
 
-A name with plus signs, as "tensor_parallel+ring_attention", is of strategies one around the next, the
-outermost first. Each has mesh axes of its own and none knows of the others: it acts on what the one around it
-leaves (its heads, its features) and hands over by ``super()`` (:class:`Strategy`). So pairs need no code:
+A name with plus signs, such as "tensor_parallel+ring_attention", lists strategies that stand around one
+another, the outermost first. Each has mesh axes of its own and none depends on the others. It acts on what
+the one around it leaves (its heads, its features) and hands over by ``super()`` (:class:`Strategy`). So pairs
+need no code:
 
 - "tensor_parallel+S" and "megatron_sp+S" split weights, heads and vocabulary over tp around any S over sp
   ("4D parallelism", arXiv 2105.13120, section 5; Megatron-LM's TP + SP + CP);
-- "ulysses+S" swaps chunks of the sequence for heads over sp, and S deals with the sequence over cp:
+- "ulysses+S" swaps chunks of the sequence for heads over sp, and S divides the sequence over cp:
   "ulysses+ring_attention" is USP (arXiv 2405.07719) and Megatron-LM's hierarchical a2a+p2p;
 - "tensor_parallel+ulysses+ring_attention" does all of it.
 
-Where two of them are made for the same axis, the outer one has it and the inner one gets the next of
-SEQUENCE_AXES.
+If two of them use the same axis, the outer one keeps it and the inner one gets the next of SEQUENCE_AXES.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PLUS = "+"
 
 @dataclass(frozen=True)
 class Nesting:
-    """Classes of strategies, each around the next; of one alone in most cells.
+    """Classes of strategies, each around the next; in most cells one class alone.
 
     Raises:
-        ValueError: they cannot be around each other, or there are not axes enough.
+        ValueError: they cannot stand around each other, or there are too few axes.
     """
 
     classes: tuple[type[Strategy], ...]
@@ -95,7 +95,8 @@ class Nesting:
 
     @cached_property
     def options_type(self) -> type[Options]:
-        """A frozen dataclass of the options of all classes; one that several have is the same for all."""
+        """A frozen dataclass with the options of all classes; an option that several have gets one value for
+        all."""
         types = list(dict.fromkeys(cls.options_type for cls in self.classes))
         if len(types) == 1:
             return types[0]
@@ -114,8 +115,8 @@ class Nesting:
         """The outermost strategy, with some options given by name.
 
         Raises:
-            KeyError: no class has such an option; with those that there are.
-            ValueError: an option has a value that cannot be.
+            KeyError: no class has such an option; the message lists the options.
+            ValueError: an option has an impossible value.
         """
         chosen = set_options(self.options_type(), options, f"strategy {self.name}")
         strategy: Strategy | None = None
@@ -126,7 +127,7 @@ class Nesting:
         return strategy
 
     def roles(self, axis: str, size: int) -> list[list[int]]:
-        """As :meth:`Strategy.roles`, of the class that has the axis."""
+        """As :meth:`Strategy.roles`, for the class that has the axis."""
         return self.owner(axis).roles(axis, size)
 
     def owner(self, axis: str) -> type[Strategy]:
@@ -134,11 +135,12 @@ class Nesting:
         return next(cls for cls, axes in zip(self.classes, self.axes_of, strict=True) if axis in axes)
 
     def sizes_for(self, size: int) -> dict[str, int]:
-        """As :meth:`Strategy.sizes_for`, of the outermost."""
+        """As :meth:`Strategy.sizes_for`, for the outermost strategy."""
         return self.classes[0].sizes_for(size)
 
     def meshes(self, size: int) -> list[dict[str, int]]:
-        """The ways to split that many ranks over the axes, with more than one along each, or one rank."""
+        """The meshes of ``size`` ranks over the axes, with more than one rank along each axis; and the mesh
+        of one rank."""
         if size == 1:
             return [dict.fromkeys(self.axes, 1)]
         ways = itertools.product(range(2, size + 1), repeat=len(self.axes))
@@ -146,7 +148,7 @@ class Nesting:
 
 
 def pairs() -> Iterator[Nesting]:
-    """Every two registered strategies of which one can be around the other."""
+    """Every two registered strategies where one can stand around the other."""
     for outer, inner in itertools.permutations(strategies().values(), 2):
         try:
             yield Nesting((outer, inner))
@@ -159,7 +161,7 @@ def nesting(name: str) -> Nesting:
     """The strategies of a name, which may be one alone.
 
     Raises:
-        KeyError: one of them is not known; with the known names.
-        ValueError: they cannot be around each other.
+        KeyError: no such strategy is registered; the message lists the registered names.
+        ValueError: they cannot stand around each other.
     """
     return Nesting(tuple(strategy_class(part) for part in name.split(PLUS)))

@@ -2,12 +2,11 @@
 on each rank's own positions.
 
 Attention is that of :mod:`spbench.impls.strategies.megatron_sp`: its weights are split over the ranks, its
-input gathered and its output reduce-scattered. Where an MLP has many more weights than a rank has positions,
-what tensor parallelism sends for it is less than its weights; where sequences are long it is more. So here
-the MLP acts on L/N positions with all its features, and sends nothing of activations. Its weights are whole
-on every rank, for a backend to shard, or each rank has some of their rows and all are gathered for every
-product, as ZeRO-3 has it (the program's LinearZeRO3): forward and backward, where their gradient is
-reduce-scattered.
+input gathered and its output reduce-scattered. Tensor parallelism of an MLP communicates less than the MLP's
+weights where these outnumber a rank's positions, and more where sequences are long. So here the MLP acts on
+L/N positions with all its features, and sends no activations. Either its weights are whole on every rank, for
+a backend to shard; or each rank has some of their rows and gathers all for every matmul, as in ZeRO-3 (the
+program's LinearZeRO3), forward and backward, where their gradient is reduce-scattered.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class OdysseusOptions(MegatronSPOptions):
-    """What may be chosen about :class:`Odysseus`.
+    """Options of :class:`Odysseus`.
 
     Attributes:
-        mlp: the weights of MLPs: "whole" on every rank, or "gathered" from all ranks for each product.
+        mlp: the weights of MLPs: "whole" on every rank, or "gathered" from all ranks for each matmul.
     """
 
     mlp: str = "whole"
@@ -74,7 +73,7 @@ def _whole(weight: Tensor, dim: int, group: dist.ProcessGroup, buffer: ReusedBuf
 
 
 class _GatheredLinear(Linear):
-    """x [..., in_features] -> x W^T [..., out_features], of whose weight a rank has 1/N of the rows."""
+    """x [..., in_features] -> x W^T [..., out_features]; a rank holds 1/N of the rows of W."""
 
     def __init__(self, in_features: int, out_features: int, odysseus: Odysseus):
         super().__init__(in_features, out_features // odysseus.size, bias=False)
@@ -88,7 +87,7 @@ class _GatheredLinear(Linear):
 
 
 class _GatheredGroupedLinear(GroupedLinear):
-    """Several projections of one input, of each of whose weights a rank has 1/N of the rows."""
+    """Several projections of one input; a rank holds 1/N of the rows of each weight."""
 
     def __init__(self, in_features: int, out_features: int, groups: int, odysseus: Odysseus):
         super().__init__(in_features, out_features // odysseus.size, groups)
@@ -103,7 +102,7 @@ class _GatheredGroupedLinear(GroupedLinear):
 
 
 class _GatheredSeparateLinear(SeparateLinear):
-    """As :class:`_GatheredGroupedLinear`, a product each."""
+    """As :class:`_GatheredGroupedLinear`, one matmul each."""
 
     def __init__(self, in_features: int, out_features: Sequence[int], odysseus: Odysseus):
         super().__init__(in_features, [n // odysseus.size for n in out_features])
@@ -143,7 +142,7 @@ class _OwnPositions(LayerHooks):
 
 
 class Odysseus(MegatronSP):
-    """:class:`MegatronSP`, but for the MLPs of decoders."""
+    """As :class:`MegatronSP`, except for the MLPs of decoders."""
 
     name = "odysseus"
     options_type = OdysseusOptions

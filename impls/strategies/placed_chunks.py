@@ -21,8 +21,8 @@ from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, ch
 
 @dataclass(frozen=True)
 class PlacementOptions(GridOptions):
-    """Which positions of a sequence, and which part of a grid, a rank has; attention along other dims of a
-    grid than ``grid_dim`` needs no message.
+    """Which positions of a sequence, and which part of a grid, a rank has. Attention along dims of a grid
+    other than ``grid_dim`` needs no message.
 
     Attributes:
         placement: of positions on ranks, one of ``placements``; linear attention, recurrences and grids take
@@ -36,8 +36,8 @@ class PlacementOptions(GridOptions):
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`; without a causal mask the placement changes nothing. Those that know
-        the lengths of documents are for packed sequences alone, which have no striped one."""
+        """See :meth:`Options.searched`. Without a causal mask the placement changes nothing. Placements by
+        document lengths are for packed sequences alone, which have no striped one."""
         of_one_text = ("zigzag", "contiguous", "striped")
         of_documents = ("by_work", "zigzag_by_document", "zigzag", "contiguous")
         for placement in of_documents if "documents" in heeded else of_one_text:
@@ -50,26 +50,26 @@ class PlacementOptions(GridOptions):
 
 @dataclass(frozen=True)
 class DocumentPlacementOptions(PlacementOptions):
-    """As :class:`PlacementOptions`, with the placements of BALANCED."""
+    """As :class:`PlacementOptions`, and also the placements of BALANCED."""
 
     placements = (*PLACEMENTS, *BALANCED)
 
 
 class PlacedChunks(GridChunks):
-    """Sequence chunks of a placement, whose softmax attention to the keys of all ranks a derived class makes
+    """Sequence chunks by a placement; a derived class implements softmax attention to the keys of all ranks
     in :meth:`attend`."""
 
     options_type = PlacementOptions
     options: PlacementOptions
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
-        """Softmax attention of this rank's queries to the keys of all ranks, of which there are two or more:
-        q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A], scores scaled by A**-0.5; what is seen of the keys of each
-        rank is that of ``meetings``. Classes that heed sinks have them as one more argument."""
+        """Softmax attention of this rank's queries to the keys of all ranks, two or more: q, k, v [B, Z, L/N,
+        A] -> [B, Z, L/N, A], scores scaled by A**-0.5. ``meetings`` says which keys of each rank the queries
+        see. Classes that heed sinks take them as one more argument."""
         raise NotImplementedError
 
     def meetings(self, q: Tensor, placement: str | None, attended: Attended = CAUSAL) -> Meetings:
-        """Of this rank's queries [B, Z, L/N, A] with the keys of all."""
+        """The meetings of this rank's queries [B, Z, L/N, A] with the keys of all ranks."""
         return Meetings(placement, self.rank, self.size, q.shape[2], attended, self.packed)
 
     @classmethod

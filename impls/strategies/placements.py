@@ -1,18 +1,19 @@
-"""Where the positions of a sequence lie on ranks whose queries meet the keys of all ranks.
+"""Placements of a sequence's positions on ranks whose queries meet the keys of all ranks.
 
-Under a causal mask, where queries see no later key, the placement of positions decides how even work is:
+Under a causal mask, where queries see no later key, the placement decides how even the work is:
 - "contiguous", chunk r of N: rank r has r + 1 blocks to attend to, so the last rank works all the time;
 - "striped", positions r, r + N, r + 2N, ...: about half of every block, for every rank (Striped Attention,
   arXiv 2311.09431);
 - "zigzag", chunks r and 2N-1-r of 2N: half of every block of others, exactly (The Llama 3 Herd of Models,
   arXiv 2407.21783, section 3.3.2; Megatron-LM's context parallelism).
 
-These balance one long text. Packed documents are even on ranks by one of BALANCED, which know their lengths:
+These balance one long text. For packed documents the placements of BALANCED, which use the documents'
+lengths, are even:
 - "zigzag_by_document", chunks r and 2N-1-r of 2N of each document (Transformer Engine's thd layout, which
-  pads each document to a multiple of 2N). Here nothing is padded: what is left of all documents, less than 2N
-  positions of each, is one sequence, of which each rank has a contiguous part;
-- "by_work", chunks of a small size, each to the rank that has the least to attend to so far, the heaviest
-  first (as MagiAttention's dispatch, arXiv 2505.13211, section 4.1).
+  pads each document to a multiple of 2N). Here nothing is padded: the remainders, less than 2N positions of
+  each document, form one sequence, of which each rank has a contiguous part;
+- "by_work", small chunks, the heaviest first, each to the rank with the least to attend to so far (as in
+  MagiAttention's dispatch, arXiv 2505.13211, section 4.1).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ CHUNKS_BY_WORK = 16
 
 @lru_cache(maxsize=32)
 def intervals(placement: str, size: int, length: int, attended: Attended) -> Sequence[Numbers]:
-    """The positions of each of ``size`` ranks, ``length`` each, as runs [n, 2] in the order in which it holds
-    them; not of "striped", which has no runs."""
+    """The positions of each of ``size`` ranks, ``length`` each, as runs [n, 2] in the order in which a rank
+    holds them. "striped" has no runs."""
     if placement == "contiguous":
         return [np.array([[r * length, (r + 1) * length]]) for r in range(size)]
     if placement == "zigzag":
@@ -61,7 +62,7 @@ def _zigzag_by_document(size: int, length: int, attended: Attended) -> list[Numb
 
 
 def _shared_out(runs: Numbers, size: int) -> Iterator[Numbers]:
-    """Runs in contiguous parts of as many positions for each rank."""
+    """The runs cut into contiguous parts, of equally many positions for each rank."""
     ends = np.cumsum(runs[:, 1] - runs[:, 0])
     total = int(ends[-1]) if len(ends) else 0
     for rank in range(size):
@@ -90,7 +91,7 @@ def _by_work(size: int, length: int, attended: Attended) -> list[Numbers]:
 
 
 def _joined(runs: Numbers) -> Numbers:
-    """Runs by their places, those that follow each other without a gap as one."""
+    """The runs in the order of their places; runs that follow each other without a gap become one."""
     starts, ends = runs[np.argsort(runs[:, 0])].T
     gap = starts[1:] != ends[:-1]
     return np.stack((starts[np.append(True, gap)], ends[np.append(gap, True)]), 1)

@@ -1,8 +1,6 @@
-"""What follows from a strategy and its sizes, without process groups or tensors.
-
-These are checks of sizes, closed forms of what is sent, how parameters are laid out, and over which axes
-their gradients are therefore summed.
-"""
+"""What follows from a strategy and its sizes, without process groups or tensors: checks of sizes, closed
+forms of the traffic, how parameters are laid out, and the axes over which their gradients are therefore
+summed."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ class ParameterHooks:
 
     @final
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The axes over which this parameter's gradient must be summed: those over which positions are
-        spread, except the axis over which the parameter itself is split. (The one rank that holds a part of a
+        """The axes over which this parameter's gradient is summed: the axes that positions are spread over,
+        except the axis over which the parameter itself is split. (The one rank that holds a part of a
         parameter applies it to all positions, so it has that part's whole gradient.)"""
         shard = shard_of(parameter)
         return self._summed_over(() if shard is None else (shard.axis,))
@@ -68,7 +66,7 @@ class ParameterHooks:
 
     @final
     def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        """Those of :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
+        """Those :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
             if axes := self._summed_over(self.split_over(kind)):
@@ -173,8 +171,8 @@ class PlanningHooks(GridHooks):
     @classmethod
     @final
     def heeded(cls, kind: SiteKind) -> frozenset[str]:
-        """What ``heeds`` says of a kind of site; nothing for a class that overrides how positions meet
-        there and does not say what it heeds."""
+        """The entries of ``heeds`` for a kind of site; none for a class that overrides how positions meet
+        there and does not declare ``heeds``."""
         for each in cls.__mro__:
             if kind in (said := vars(each).get("heeds", {})):
                 return frozenset(said[kind])
@@ -185,7 +183,7 @@ class PlanningHooks(GridHooks):
     @classmethod
     @final
     def marks_all_work(cls) -> bool:
-        """What ``marks_work`` says; no for a class that overrides how positions meet and does not say it."""
+        """``marks_work``; False for a class that overrides how positions meet and does not declare it."""
         meet = frozenset.union(*HEEDING.values())
         for each in cls.__mro__:
             if "marks_work" in vars(each):
@@ -197,14 +195,13 @@ class PlanningHooks(GridHooks):
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
         """The coordinates 0 to ``size`` - 1 along one of its axes, as sets of ranks that run the same
-        program. The first set is the one that sends the most; the first rank of each set is traced for the
-        set."""
+        program. The first set sends the most; the first rank of each set is traced for the set."""
         return [list(range(size))]
 
     @final
     def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[Strategy, list[Site]]]:
-        """This strategy and each one within it, beside the sites as it sees them: with the heads and features
-        of one rank of the strategies around it, and the positions of one rank of those within it."""
+        """Yields this strategy and each one within it, with the sites as it sees them: heads and features of
+        one rank of the strategies around it, positions of one rank of the strategies within it."""
         sites, within = list(sites), self.within
         yield cast("Strategy", self), sites if within is None else [within.outside(site) for site in sites]
         if within is not None:
@@ -249,5 +246,5 @@ class PlanningHooks(GridHooks):
 
     @property_left_within
     def length_multiple(self) -> int:
-        """What every sequence length must be a multiple of."""
+        """The number that must divide every sequence length."""
         return 1

@@ -1,8 +1,8 @@
 """Gated recurrences, Gated DeltaNet's and Mamba-2's, on a single device.
 
-What lies between the projections of such a layer acts on each head alone: a short convolution of what comes
-in, gates, and the recurrence. The recurrence meets all positions before a position, by way of a state; the
-convolution meets the W - 1 before it.
+Between its projections such a layer acts on each head alone: a short convolution of its input, gates, and the
+recurrence. The recurrence reaches all positions before a position, through a state; the convolution reaches
+the W - 1 before it.
 
 Shape letters: B batch, L sequence, Z heads, G heads of queries and keys, D their size, A size of values, W
 positions that a convolution sees.
@@ -28,12 +28,13 @@ Mix = Callable[["Strategy", Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 class RecurrenceHooks:
     """How do positions meet in a recurrence, and in the convolution before it? The defaults hold where this
-    rank has all positions, of the heads that its projections made."""
+    rank has all positions, for the heads of its own projections."""
 
     @left_within
     def mix_by_heads(self, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """``mix`` of this rank's positions of all heads that its projections made, [B, L or a part, Z, A],
-        where heads do not meet in ``mix``; it asks the strategy that it is given for what meets there.
+        """``mix`` applied to this rank's positions of all heads of its projections -> [B, L or a part, Z, A],
+        where heads do not meet in ``mix``. ``mix`` asks the strategy that it receives for the hooks where
+        positions meet.
 
         Args:
             by_heads: [B, L or a part, Z or G, any size] each.
@@ -43,20 +44,20 @@ class RecurrenceHooks:
 
     @left_within
     def rows_before(self, rows: Tensor) -> Tensor | None:
-        """The rows [B, W - 1, C] that stand before this rank's positions, given the last ``rows`` of these;
-        None where they are the first of the sequence."""
+        """The rows [B, W - 1, C] before this rank's positions, given the last ``rows`` of its own; None where
+        its positions are the first of the sequence."""
         return None
 
     @left_within
     def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
-        """Where the documents of ``attended`` begin, counted from the first of this rank's ``length``
-        positions, but for the sequence's first; negative ones lie before these."""
+        """The starts of the documents of ``attended``, except the sequence's own, counted from the first of
+        this rank's ``length`` positions; negative ones lie before these."""
         return [end for end in attended.ends if end < length]
 
     @left_within
     def document_parts(self, attended: Attended, length: int) -> Sequence[int]:
-        """The lengths of the parts of documents that this rank has of a sequence of ``length`` positions,
-        where its states begin anew in each; none where all ranks have the same."""
+        """The lengths of this rank's parts of documents in a sequence of ``length`` positions; its states
+        begin anew in each. Empty where all ranks have the same."""
         return ()
 
     @left_within
@@ -70,7 +71,7 @@ class RecurrenceHooks:
         b: Tensor,
         starts: Sequence[int] = (),
     ) -> Tensor:
-        """o [B, L or a part, Z, A] by a rule of :mod:`spbench.impls.kernels.recurrence`, from a state of zero
-        before the sequence and at ``starts``, as :meth:`document_starts` has them: q, k [B, L or a part, G,
-        D], v [B, L or a part, Z, A], g and b [B, L or a part, Z]."""
+        """o [B, L or a part, Z, A] by a rule of :mod:`spbench.impls.kernels.recurrence`, from q, k [B, L or a
+        part, G, D], v [B, L or a part, Z, A], g and b [B, L or a part, Z]. The state is zero before the
+        sequence and at ``starts`` (:meth:`document_starts`)."""
         return gated_recurrence(rule, q, k, v, g, b, starts=starts)

@@ -1,19 +1,19 @@
-"""Gated recurrences over chunks of a sequence: LASP's and LASP-2's ways to pass states, for maps of states.
+"""Gated recurrences over chunks of a sequence: the state passes as in LASP or LASP-2, with maps of states.
 
-What a chunk does to the state is S -> M S + U (:mod:`spbench.impls.kernels.recurrence`), where linear
-attention has a decay that every rank knows in place of M. Two ways to the state before a chunk:
+A chunk changes the state by S -> M S + U (:mod:`spbench.impls.kernels.recurrence`); linear attention has a
+decay that every rank can compute in place of M. The state before a chunk comes
 
-- along the ranks, as LASP (arXiv 2404.02882): a rank works out the map of its chunk, receives the state
-  before it, and sends on M S + U, so that what ranks do in turn is one product; one state is sent;
-- all maps gathered, as LASP-2 (arXiv 2502.07563), of which each rank puts together those before its own: M
-  is sent too. This is fla's context parallelism (ops/cp of flash-linear-attention).
+- along the ranks, as in LASP (arXiv 2404.02882): a rank computes the map of its chunk, receives the state
+  before it, and sends on M S + U. So the ranks' turns are one matmul each, and one state is sent;
+- from all maps, gathered as in LASP-2 (arXiv 2502.07563): each rank composes the maps before its own, so M is
+  sent too. This is fla's context parallelism (ops/cp of flash-linear-attention).
 
-Backward likewise, with gradients of the states and the ranks in reverse. The convolution before the
-recurrence needs the last W - 1 rows of the chunk before, which the neighbour sends, or which are gathered
-from all ranks, as fla does it; their gradients go back the same way.
+Backward does the same with gradients of the states and the ranks in reverse. The convolution before the
+recurrence needs the last W - 1 rows of the chunk before, sent by the neighbour, or gathered from all ranks as
+in fla. Their gradients go back by the same route.
 
-Packed documents change no message: the map of a chunk in which one begins has M = 0, and convolutions do not
-look at rows of another document.
+Packed documents change no message: the map of a chunk in which a document begins has M = 0, and convolutions
+ignore rows of another document.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class Edge:
-    """Bytes of what is at a chunk's edge: a state, the map of states of the chunk, rows before
-    convolutions."""
+    """Bytes at a chunk's edge: a state, the map of states of the chunk, and the rows before convolutions."""
 
     state: int
     carry: int
@@ -46,7 +45,7 @@ class Edge:
 
     @classmethod
     def of(cls, site: Site, element_bytes: int) -> Edge:
-        """Of a site of the kind gated_recurrence."""
+        """The edge at a site of the kind gated_recurrence."""
         d = site.dims
         states = d["B"] * d["Z"] * max(4, element_bytes)  # in at least float32
         rows = d["B"] * (d["W"] - 1) * (2 * d["G"] * d["D"] + d["Z"] * d["A"])
@@ -54,24 +53,24 @@ class Edge:
 
 
 class EdgePassing(StatePassing):
-    """What ranks tell each other of the edges of their chunks. It goes to higher ranks (``step`` 1), its
-    gradient to lower ones (``step`` -1)."""
+    """The messages between ranks about the edges of their chunks. They go to higher ranks (``step`` 1), their
+    gradients to lower ones (``step`` -1)."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     @abstractmethod
     def rows(self, rows: Tensor, step: int) -> Tensor:
-        """The ``rows`` of the rank that is ``step`` before this one, zeros where there is none."""
+        """The ``rows`` of the rank ``step`` before this one; zeros where there is none."""
 
     @staticmethod
     @abstractmethod
     def messages(rank: int, size: int, step: int, nbytes: Edge) -> Iterator[tuple[str, str, int, int]]:
-        """What a rank sends: (purpose, collective, count, payload bytes)."""
+        """The messages of a rank: (purpose, collective, count, payload bytes)."""
 
 
 class Chain(EdgePassing):
-    """From neighbour to neighbour: states and rows."""
+    """Passes states and rows from neighbour to neighbour."""
 
     def state(
         self, rule: type[Rule], carry: Callable[[], Tensor], empty: Callable[[], Tensor], step: int
@@ -103,7 +102,7 @@ class Chain(EdgePassing):
 
 
 class Gather(EdgePassing):
-    """All ranks' maps and rows to all."""
+    """Gathers all ranks' maps and rows on every rank."""
 
     def state(
         self, rule: type[Rule], carry: Callable[[], Tensor], empty: Callable[[], Tensor], step: int
@@ -139,7 +138,7 @@ class _RowsBefore(torch.autograd.Function):
 
 
 class RecurrentChunks(SequenceChunks):
-    """Sequence chunks that pass the states and rows at their edges, in the way of ``passing``."""
+    """Sequence chunks that pass the states and rows at their edges by ``passing``."""
 
     passing: ClassVar[type[EdgePassing]]
 
@@ -154,7 +153,7 @@ class RecurrentChunks(SequenceChunks):
                 )
 
     def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
-        """What a gated recurrence and its convolution send."""
+        """The traffic of a gated recurrence and its convolution."""
         nbytes = Edge.of(site, element_bytes)
         for phase, step in [
             ("forward", 1),

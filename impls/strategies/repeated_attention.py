@@ -1,10 +1,10 @@
-"""An attention that is called many times inside a strategy's own autograd function, on heads that are not
-kept: its backward is given them again.
+"""An attention that a strategy's own autograd function calls many times, on heads that it does not keep;
+backward gets them again.
 
-What attends may be a single device or any strategy, so its backward is what autograd recorded. Of all calls
-that is the same, but for the tensors that they saved. So one call's graph is kept, without tensors, and is
-run backward with those of each call: queries, keys, values and outputs, which the caller makes again or has
-kept elsewhere, and the others, such as the logarithms of softmax's denominators, which each call returns.
+A single device or any strategy may attend, so backward is what autograd recorded. That graph is the same for
+all calls, except for the saved tensors. So one call's graph is kept, without tensors, and runs backward with
+the tensors of each call: queries, keys, values and outputs, which the caller computes again or has kept
+elsewhere, and the others that each call returns, such as the logarithms of softmax's denominators.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Attend = Callable[..., Tensor]
 
 
 class _Opened(torch.autograd.Function):
-    """Tensors at which a graph begins; their gradients are put into a list. No tensor is held, as a leaf of
-    the graph would be."""
+    """The tensors at which a graph begins; their gradients go into a list. It holds no tensor, unlike a leaf
+    of the graph."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, gradients: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 class RepeatedAttention:
-    """An attention called several times on tensors of the same shapes, of which one graph is kept."""
+    """An attention called several times on tensors of the same shapes, with one graph kept for all calls."""
 
     def __init__(self, attend: Attend):
         self.attend = attend
@@ -57,7 +57,8 @@ class RepeatedAttention:
         self._gradients: list[Tensor] = []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The attention, and what its backward needs beside its arguments and the attention itself."""
+        """Returns the attention, and the tensors that its backward needs beside the arguments and the
+        attention."""
         saved: list[Tensor] = []
 
         def pack(x: Tensor) -> int:
@@ -92,7 +93,7 @@ class RepeatedAttention:
         others: Sequence[Tensor],
         *sinks: Tensor,
     ) -> list[Tensor]:
-        """The gradients of q, k, v and sinks, from what a call was given and returned."""
+        """The gradients of q, k, v and sinks, from the arguments and results of a call."""
         assert self._edge is not None, "there was no forward"
         self._filled = q, k, v, o, *sinks, *others
         torch.autograd.backward([self._edge], [d_o], retain_graph=True)

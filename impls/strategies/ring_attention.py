@@ -1,16 +1,16 @@
 """Ring Attention (Liu et al., arXiv 2310.01889), with the placements of Striped Attention (arXiv 2311.09431).
 
 Every rank holds all weights and L/N positions of every sequence. Keys and values travel round a ring, and
-each rank attends with its queries to the block that is there while the next is under way. What a query has
-seen is held as its output so far and the logarithm of its softmax's denominator; a further block is merged
-by rescaling both (section 3). Backward, keys and values travel once more, and with them the sums of their
-gradients, which come home after N steps.
+each rank's queries attend to the present block while the next is on its way. A query's state is its output so
+far and the logarithm of its softmax's denominator; merging a further block rescales both (section 3).
+Backward, keys and values travel once more, followed by the sums of their gradients, which come home after N
+steps.
 
 Under a causal mask the placement of positions (:mod:`spbench.impls.strategies.placements`) decides how even
-work is.
+the work is.
 
-Linear attention goes round the same ring without a softmax: scores first, the left product, as the LASP
-paper (arXiv 2404.02882, section 4) has it for a baseline.
+Linear attention goes round the same ring without a softmax: scores first, "the left product", as in the LASP
+paper's baseline (arXiv 2404.02882, section 4).
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def gradients_round(
 
     ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The
     sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
-    owner's block if they are here already; then the sums travel alone. ``depends_on``: of an owner, what the
-    contribution to its block depends on (:meth:`Ring.round`). ``work_on``: of an owner, what is entered
-    around computing with its block.
+    owner's block if they are here already; then the sums travel alone. ``depends_on(owner)`` returns what the
+    contribution to that owner's block depends on (:meth:`Ring.round`), ``work_on(owner)`` a context for
+    computing with that block.
     """
     marked = work_on or (lambda owner: nullcontext())
     precise, ring = state_dtype(block[0].dtype), Ring(group)
@@ -96,14 +96,14 @@ def gradients_round(
 
 
 def _travelling(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, G, L/N, A] in one message [2, B, L/N, G, A], as projections make them and flash attention
-    returns their gradients."""
+    """k and v [B, G, L/N, A] in one message [2, B, L/N, G, A], the layout of projections and of flash
+    attention's gradients."""
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
 @dataclass(frozen=True)
 class RoundTheRing(KeyBlocks):
-    """Keys and values that pass by, and the sums of their gradients behind them."""
+    """Keys and values that pass by on the ring, followed by the sums of their gradients."""
 
     group: dist.ProcessGroup
     meetings: Meetings
@@ -130,8 +130,8 @@ def attention_gradients_round(
     v: Tensor,
     everywhere: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's k and v [B, G, L/N, A], summed from rank to rank of the ring;
-    ``everywhere`` has both of an owner, [2, B, L/N, G, A], where they do not travel too."""
+    """The gradients of this rank's k and v [B, G, L/N, A], summed from rank to rank of the ring.
+    ``everywhere`` has k and v of each owner, [2, B, L/N, G, A], where they need not travel."""
 
     def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
         if (met := meetings.of(owner)) is None:
@@ -206,8 +206,8 @@ def _powers_within_documents(
 
 
 def block_decay(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
-    """exp(-s distance) of this rank's queries from the keys that many chunks before, as [Z or 1, L/N, L/N]
-    of q's dtype; 0 where the key is the later one."""
+    """exp(-s distance) between this rank's queries and the keys ``chunks`` chunks before, as [Z or 1, L/N,
+    L/N] in q's dtype; 0 where the key is later."""
     length = q.shape[2]
     if chunks == 0:
         return decay_mask(decay, length, q).to(q.dtype)

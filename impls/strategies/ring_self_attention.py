@@ -1,10 +1,10 @@
-"""Ring Self-Attention (Li et al., "Sequence Parallelism", arXiv 2105.13120, section 3.2).
+"""Ring Self-Attention (RSA; Li et al., "Sequence Parallelism", arXiv 2105.13120, section 3.2).
 
 Every rank holds all weights and a chunk of L/N positions of every sequence. Only attention needs other
-chunks. Forward: the key chunks travel round the ring and each rank fills in its L/N rows of the score
-matrix; after the softmax the value chunks travel and each rank sums its outputs. Backward (section 3.2.2):
-values and keys travel once more, and the gradients of keys and values, to which every rank contributes
-for all L positions, are summed by two all-reduces.
+chunks. Forward, the key chunks travel round the ring and each rank fills in its L/N rows of the score matrix;
+after the softmax, the value chunks travel and each rank sums its outputs. Backward (section 3.2.2), values
+and keys travel once more. Two all-reduces sum the gradients of keys and values, to which every rank
+contributes for all L positions.
 
 Gradients of parameters are summed over the ranks, not averaged: the loss is one sum over all positions.
 """
@@ -78,7 +78,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's L/N rows of x [BZ, L, A], in memory of their own so that the rest can be freed."""
+    """This rank's L/N rows of x [BZ, L, A], copied so that x can be freed."""
     if _size(group) == 1:
         return x
     assert group is not None
@@ -87,11 +87,11 @@ def _own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class RingSelfAttentionOptions(Options):
-    """What may be chosen about :class:`RingSelfAttention`.
+    """Options of :class:`RingSelfAttention`.
 
     Attributes:
-        pad_vocabulary_by_ranks: pad the vocabulary to a multiple that grows with the ranks, as if it
-            were split over them; the paper's code does, since it grew out of tensor parallelism.
+        pad_vocabulary_by_ranks: pad the vocabulary to a multiple that grows with the ranks, as if it were
+            split over them; the paper's code does, since it grew out of tensor parallelism.
     """
 
     pad_vocabulary_by_ranks: bool = False

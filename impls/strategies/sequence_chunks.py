@@ -1,4 +1,4 @@
-"""What all strategies share that give each rank a chunk of every sequence."""
+"""What strategies share that give each rank a chunk of every sequence."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from spbench.impls.strategies.planning import ParameterKind
 
 def chunk_of(x: Tensor, dim: int, number: int, parts: int) -> Tensor:
     """Chunk ``number`` of x cut into ``parts`` equal ones along ``dim``, as a view; ``parts`` must divide the
-    dim. ``Tensor.chunk`` would make views of the others too, of which there are as many as ranks."""
+    dim. ``Tensor.chunk`` would create views of the others too, as many as there are ranks."""
     length = x.shape[dim] // parts
     return x.narrow(dim, number * length, length)
 
 
 class SequenceChunks(Strategy):
-    """Positions are cut into N chunks; what acts on each position alone needs nothing else.
+    """Positions are cut into N chunks; layers that act on each position alone need nothing else.
 
-    The loss is one sum over all positions, so the gradients of parameters are summed over the ranks, not
-    averaged. A strategy derived from this says what happens where positions meet.
+    The loss is one sum over all positions, so gradients of parameters are summed over the ranks, not
+    averaged. A derived strategy says what happens where positions meet.
     """
 
     axes: tuple[str, ...] = ("sp",)
@@ -78,7 +78,7 @@ class SequenceChunks(Strategy):
         return chunk_of(x, dim, self.rank, self.size)
 
     def chunk(self, attended: Attended, length: int) -> Chunk | None:
-        """The documents of this rank's chunk of that many positions; None: there is but one."""
+        """The documents in this rank's chunk of ``length`` positions; None: there is only one."""
         if not attended.documents:
             return None
         return Chunk.of(attended, (self.rank * length, (self.rank + 1) * length))
@@ -111,14 +111,14 @@ class GridOptions(Options):
     """Which part of a grid a rank has.
 
     Attributes:
-        grid_dim: of a grid, the dim that is cut like a sequence.
+        grid_dim: the dim of a grid that is cut like a sequence.
     """
 
     grid_dim: int = 0
 
 
 class GridChunks(SequenceChunks):
-    """Sequence chunks of which an option says along which dim a grid is cut."""
+    """Sequence chunks; an option says along which dim a grid is cut."""
 
     options_type = GridOptions
     options: GridOptions
@@ -142,7 +142,7 @@ class GridChunks(SequenceChunks):
 
 
 def refuse_masks_of_own_queries(name: str, sites: Sequence[Site]) -> None:
-    """Raise :class:`Unsupported` where attention masks have a row a query: each rank builds those of its own
-    positions, and a strategy that attends to whole sequences would need all of them."""
+    """Raise :class:`Unsupported` where attention masks have one row a query: each rank builds the rows of its
+    own positions, and a strategy that attends to whole sequences needs all rows."""
     if any(site.dims.get("mask_rows", 1) > 1 for site in sites):
         raise Unsupported(f"{name} has only masks that are the same for all queries", "use mask_shape keys")

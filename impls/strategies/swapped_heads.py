@@ -1,9 +1,10 @@
 """Gated recurrences by Ulysses' swap: all-to-alls give each rank all positions of some heads.
 
-Everything between the projections goes by head, so it is swapped at once: queries, keys, values and gates as
-the projections made them, then convolutions, gates and recurrence of whole sequences with this rank's heads
-of each weight (A_log, dt_bias, the convolutions'), and the output back. No halo is needed, and no state is
-sent. This is context parallelism of Mamba-2 layers in Megatron-LM (MambaContextParallel).
+Everything between the projections goes by head, so it is swapped at once: first queries, keys, values and
+gates from the projections; then come convolutions, gates and recurrence of whole sequences with this rank's
+heads of each weight (A_log, dt_bias, the convolutions'); then the output is swapped back. It needs no halo
+and sends no state. Megatron-LM's context parallelism of Mamba-2 layers works like this
+(MambaContextParallel).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ POSITIONS, HEADS = 1, 2
 
 
 class SwappedHeads(Strategy):
-    """Swaps chunks of a sequence for heads around what lies between the projections of a recurrence."""
+    """Swaps chunks of a sequence for heads around the part of a recurrent layer between its projections."""
 
     @abstractmethod
     def padded(self, heads: int) -> int:
-        """``heads`` and those that are added."""
+        """``heads`` plus the heads that are added."""
 
     @abstractmethod
     def sent(self, heads: int, kv_heads: int) -> int:
         """How many heads of queries and keys are sent, for ``heads`` of values."""
 
     def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
-        """What a gated recurrence sends."""
+        """The traffic of a gated recurrence."""
         d = site.dims
         positions = d["B"] * (d["L"] // self.size) * element_bytes
         keys, values = self.padded(self.sent(d["Z"], d["G"])), self.padded(d["Z"])
@@ -59,7 +60,7 @@ class SwappedHeads(Strategy):
         return all_to_all(y, POSITIONS, HEADS, self.group)[:, :, :heads]
 
     def _for_ranks(self, x: Tensor, dim: int, heads: int) -> Tensor:
-        """x with as many heads along ``dim`` as the ranks share out: repeated, and zeros added."""
+        """x with its heads along ``dim`` repeated, and zeros added, until ranks can share them out."""
         if x.shape[dim] < heads:
             x = x.repeat_interleave(self.sent(heads, x.shape[dim]) // x.shape[dim], dim)
         added = self.padded(x.shape[dim]) - x.shape[dim]

@@ -1,13 +1,12 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al., arXiv 1909.08053, section 3).
 
-The first projection of a block is split by columns, the second by rows, so that a block needs one
-all-reduce forward (g, after the row-parallel projection) and one backward (f, before the
-column-parallel one). Attention heads are split with the columns. The embedding, the tied head and the
-cross entropy are split over the vocabulary. Layer norms, dropout and everything else of shape
-[B, L, H] are replicated.
+The first projection of a block is split by columns, the second by rows, so that a block needs one all-reduce
+forward (g, after the row-parallel projection) and one backward (f, before the column-parallel one). Attention
+heads are split with the columns. The embedding, the tied head and the cross entropy are split over the
+vocabulary. Layer norms, dropout and everything else of shape [B, L, H] are replicated.
 
-The cross entropy of split logits (torch's ``loss_parallel``) takes three small all-reduces. Without it, as
-torch's tensor parallelism is without ``loss_parallel``, every rank gathers the logits of the whole vocabulary
+The cross entropy of split logits (torch's ``loss_parallel``) takes three small all-reduces. Without it, as in
+torch's tensor parallelism without ``loss_parallel``, every rank gathers the logits of the whole vocabulary
 and computes the loss of all tokens.
 """
 
@@ -45,7 +44,7 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class TensorParallelOptions(Options):
-    """What may be chosen about :class:`TensorParallel`.
+    """Options of :class:`TensorParallel`.
 
     Attributes:
         loss: "parallel": the cross entropy is computed from logits that stay split over the vocabulary;
@@ -223,7 +222,8 @@ class TensorParallel(Strategy):
         return ColumnParallelGroupedLinear(in_features, out_features, groups, self, bias=bias)
 
     def whole_input(self, x: Tensor) -> Tensor:
-        """f alone: the input [B, L, H] of several projections, whose gradients of it are added up first."""
+        """f alone: the input [B, L, H] of several projections, whose gradients with respect to it are added
+        up before the all-reduce."""
         return copy_to_group(x, self.group)
 
     def separate_linear_in(
@@ -270,7 +270,7 @@ class TensorParallel(Strategy):
 
     @property
     def gathers_logits(self) -> bool:
-        """Whether the loss is computed from logits that are gathered for it."""
+        """Whether logits are gathered for the loss."""
         return self.options.loss == "gathered" and self.size > 1
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:

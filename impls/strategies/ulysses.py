@@ -1,16 +1,16 @@
 """DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509, section 3).
 
 Every rank holds all weights and a chunk of L/N positions of every sequence. Attention works on each head
-alone, so before it an all-to-all each for queries, keys and values turns [all Z heads, L/N positions] into
-[Z/N heads, all L positions]; attention is then what one device computes, for fewer heads; and a fourth
-all-to-all turns its output back. What a rank sends falls with N, as 4 (N-1)/N B (L/N) Z A elements forward
-and as much backward (section 3.2 counts four messages of M/N); the heads limit N.
+alone. So before it, one all-to-all each for queries, keys and values turns [all Z heads, L/N positions] into
+[Z/N heads, all L positions]. Attention is then the single device's, for fewer heads, and a fourth all-to-all
+turns its output back. A rank sends 4 (N-1)/N B (L/N) Z A elements forward and as many backward, which falls
+with N (section 3.2 counts four messages of M/N). The number of heads limits N.
 
-Where keys and values have fewer heads than queries, theirs are sent as they are if N divides them, and else
+Where keys and values have fewer heads than queries, they are sent as they are if N divides their heads, else
 repeated up to the least common multiple with N.
 
-What it attends with to "whole" sequences may be another strategy within it, of ranks along another axis:
-around Ring Attention this is USP (arXiv 2405.07719), with the heads' limit on the one axis alone.
+The attention to "whole" sequences may be another strategy's, within this one, over ranks along another axis.
+Around Ring Attention this is USP (arXiv 2405.07719), whose heads limit the one axis alone.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ HEADS, POSITIONS = 1, 2
 
 @dataclass(frozen=True)
 class UlyssesOptions(GridOptions):
-    """What may be chosen about :class:`Ulysses`; attention along other dims of a grid than ``grid_dim`` needs
-    no message.
+    """Options of :class:`Ulysses`. Attention along dims of a grid other than ``grid_dim`` needs no message.
 
     Attributes:
-        pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are
-            sent and computed like the others and then dropped. Something like it is needed to run on more
-            ranks than there are heads, as the LASP paper (arXiv 2404.02882) reports of Ulysses.
+        pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are sent
+            and computed like the others and then dropped. Running on more ranks than heads, as the LASP paper
+            (arXiv 2404.02882) reports for Ulysses, needs something like it.
     """
 
     pad_heads: bool = False
 
 
 def _repeated(k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, G, L/N, A] with each head that many times in a row."""
+    """Keys and values [B, G, L/N, A] with each head ``repeats`` times in a row."""
     if repeats == 1:
         return k, v
     return k.repeat_interleave(repeats, HEADS), v.repeat_interleave(repeats, HEADS)
@@ -75,12 +74,12 @@ class Ulysses(SwappedHeads, GridChunks):
     options: UlyssesOptions
 
     def padded(self, heads: int) -> int:
-        """``heads`` and those that are added."""
+        """``heads`` plus the heads that are added."""
         return math.ceil(heads / self.size) * self.size
 
     def sent(self, heads: int, kv_heads: int) -> int:
-        """How many heads of keys and values are sent, repeated from ``kv_heads`` so that every rank gets as
-        many, for that many ``heads`` of queries."""
+        """How many heads of keys and values are sent for ``heads`` heads of queries: ``kv_heads``, repeated
+        until every rank gets equally many."""
         # where heads are added, each needs a key of its own, for a group would end within a rank's heads
         return heads if heads % self.size else math.lcm(kv_heads, self.size)
 
@@ -130,12 +129,13 @@ class Ulysses(SwappedHeads, GridChunks):
         return all_to_all(x, HEADS, POSITIONS, self.group)
 
     def of_own_heads(self, numbers: Tensor) -> Tensor:
-        """Of numbers of all heads [Z], those of this rank's heads of the whole sequence [Z/N]."""
+        """This rank's heads of the whole sequence [Z/N], from numbers of all heads [Z]."""
         missing = self.padded(len(numbers)) - len(numbers)
         return F.pad(numbers, (0, missing)).chunk(self.size)[self.rank]
 
     def to_positions(self, x: Tensor, heads: int) -> Tensor:
-        """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], those that were added gone."""
+        """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], without the heads that were
+        added."""
         return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
 
     def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
@@ -144,8 +144,8 @@ class Ulysses(SwappedHeads, GridChunks):
         return self.to_heads(k), self.to_heads(v)
 
     def key_gradients(self, d_k: Tensor, d_v: Tensor, heads: int, repeats: int) -> tuple[Tensor, Tensor]:
-        """The gradients [B, G, L/N, A] of what :meth:`keys_to_heads` sent as ``heads`` heads, from those of
-        what this rank received, for strategies with a backward of their own."""
+        """The gradients [B, G, L/N, A] of the inputs of :meth:`keys_to_heads`, sent as ``heads`` heads, from
+        the gradients of its outputs; for strategies with a backward of their own."""
         d_k, d_v = self.to_positions(d_k, heads), self.to_positions(d_v, heads)
         if repeats > 1:
             d_k, d_v = (x.unflatten(HEADS, (-1, repeats)).sum(HEADS + 1) for x in (d_k, d_v))
@@ -173,7 +173,8 @@ class Ulysses(SwappedHeads, GridChunks):
         return self.by_heads(super().full_attention, q, k, v)
 
     def by_heads(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """An attention of heads each alone, to whole sequences: [B, Z, L/N, A] -> [B, Z, L/N, A]."""
+        """``attend``, which treats each head alone, applied to whole sequences: [B, Z, L/N, A] -> [B, Z, L/N,
+        A]."""
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
         return self.to_positions(attend(q, k, v), heads)

@@ -1,19 +1,19 @@
 """Untied Ulysses, or UPipe (arXiv 2602.21196): the heads go through Ulysses' all-to-alls in rounds.
 
-As in :mod:`spbench.impls.strategies.ulysses`, but of U heads at a time: a round projects their queries, sends
-them, attends, and sends the output back, so that the buffers for queries, keys, values and outputs are those
-of one round, U/Z of Ulysses'. U is N at least, one head a rank.
+As in :mod:`spbench.impls.strategies.ulysses`, but U heads at a time. A round projects the queries of its
+heads, sends them, attends, and sends the output back. So the buffers for queries, keys, values and outputs
+hold one round, U/Z of Ulysses'. U is N at least, one head a rank.
 
-Of grouped queries a round takes one query (or more) of each of N groups. The rounds of the same groups follow
-one another and use the same keys and values, which are projected and sent once, and whose gradients are
+With grouped queries, a round takes one query (or more) of each of N groups. Rounds of the same groups follow
+one another and use the same keys and values. These are projected and sent once, and their gradients are
 summed before they are sent back.
 
-Kept for backward are hidden states and outputs of this rank's positions, and the logarithms of the softmax's
+Backward keeps hidden states and outputs of this rank's positions, and the logarithms of the softmax's
 denominators. So a round backward projects and sends queries, keys and values again, and sends the outputs
-too. In forward the bytes are Ulysses', in more messages; in backward twice those.
+too. In forward the bytes are Ulysses', in more messages; in backward twice Ulysses'.
 
 Where a rank's projections are not whole (tensor parallelism around it), or attention alone is recomputed,
-queries, keys and values are made all at once, and sent and attended to in rounds.
+queries, keys and values are projected all at once, and sent and attended to in rounds.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class UPipeOptions(GridOptions):
-    """What may be chosen about :class:`UPipe`.
+    """Options of :class:`UPipe`.
 
     Attributes:
-        heads_a_round: heads of queries on each rank; more make fewer and larger messages.
+        heads_a_round: heads of queries on each rank; more give fewer and larger messages.
     """
 
     heads_a_round: int = 1
@@ -52,13 +52,13 @@ class UPipeOptions(GridOptions):
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of ``heads`` heads of queries and ``groups`` of keys and values over ``size`` ranks. For
-    each set of ``sets`` of keys and values there are ``each`` rounds.
+    """The rounds of ``heads`` heads of queries and ``groups`` heads of keys and values over ``size`` ranks.
+    Each of ``sets`` sets of keys and values has ``each`` rounds.
 
     Attributes:
-        keys: heads of keys and values of a rank in a round.
-        queries: heads of queries of each of these in a round.
-        runs: how many ranks, one after another, a head of keys and values is repeated for.
+        keys: a rank's heads of keys and values in a round.
+        queries: heads of queries for each of these in a round.
+        runs: how many consecutive ranks get a copy of a head of keys and values.
     """
 
     size: int
@@ -71,7 +71,7 @@ class Rounds:
 
     @property
     def heads(self) -> int:
-        """Heads of queries of a rank in a round."""
+        """A rank's heads of queries in a round."""
         return self.keys * self.queries
 
     @property
@@ -79,7 +79,7 @@ class Rounds:
         return self.sets * self.each
 
     def part(self, number: int, member: int = 0) -> HeadPart:
-        """The heads of a round: that ``member`` of the rounds of the set of that ``number``."""
+        """The heads of round ``member`` of the set ``number``."""
         groups = self.keys * self.size // self.runs
         return HeadPart(
             slice(number * groups, (number + 1) * groups),
@@ -88,13 +88,13 @@ class Rounds:
         )
 
     def of_rank(self, numbers: Tensor, rank: int) -> Tensor:
-        """Of numbers of all heads of queries [Z], a rank's in each round: [count, heads]."""
+        """A rank's numbers in each round [count, heads], from numbers of all heads of queries [Z]."""
         by_set = numbers.view(self.sets, -1, self.runs, self.each, self.queries)
         return by_set.movedim(3, 1).flatten(2).flatten(0, 1).chunk(self.size, 1)[rank]
 
 
 def rounds_of(heads: int, groups: int, size: int, a_round: int) -> Rounds | None:
-    """The rounds with ``a_round`` heads of queries a rank; None where a group would end within one."""
+    """The rounds with ``a_round`` heads of queries a rank; None where a group would end within a round."""
     repeated = math.lcm(groups, size)
     of_group, of_rank = heads // repeated, repeated // size
     keys, queries = max(1, a_round // of_group), min(a_round, of_group)
@@ -104,7 +104,7 @@ def rounds_of(heads: int, groups: int, size: int, a_round: int) -> Rounds | None
 
 
 class _InRounds(torch.autograd.Function):
-    """Of the tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
+    """The tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
 
     @staticmethod
     def forward(ctx: Any, upipe: UPipe, source: HeadSource, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class UPipe(Ulysses):
     options: UPipeOptions  # type: ignore[assignment]
 
     def rounds(self, heads: int, groups: int) -> Rounds:
-        """The rounds of that many heads of queries, and of keys and values, of all ranks."""
+        """The rounds for ``heads`` heads of queries and ``groups`` of keys and values, over all ranks."""
         rounds = rounds_of(heads, groups, self.size, self.options.heads_a_round)
         assert rounds is not None, "checked before"
         return rounds
@@ -240,7 +240,7 @@ class UPipe(Ulysses):
                 yield Traffic("backward", purpose, "all_to_all", 4 * count, payload)
 
     def repeated_attention(self, rounds: Rounds, attended: Attended) -> RepeatedAttention:
-        """Attention of the heads of any round to whole sequences, by what this strategy is around."""
+        """Attention of the heads of any round to whole sequences, by the strategy within."""
         # Ulysses' own would send them again
         within = super(Ulysses, self).causal_attention
 
@@ -250,7 +250,7 @@ class UPipe(Ulysses):
         return RepeatedAttention(attend)
 
     def in_rounds(self, source: HeadSource, *tensors: Tensor) -> Tensor:
-        """The attention of what a source makes of the tensors: [B, Z, L/N, A]."""
+        """Attention of the heads that a source projects from the tensors: [B, Z, L/N, A]."""
         sinks = source.sinks
         if sinks is not None:
             sinks = self.rounds(source.heads, source.groups).of_rank(sinks, self.rank)

@@ -40,7 +40,7 @@ WORDS = {
     r"told": "shown, printed, given",
     r"found": "a verb that says how: searched, fitted, detected",
     r"made": "a verb that says how: written, drawn, computed",
-    r"known": "who knows it, or: published, given, listed",
+    r"(?<!not )known": "who knows it, or: published, given, listed",
     r"those of": "the noun again",
     r"(?:is|are|was|were) of": "a verb, such as: belongs to, has, measures",
     r"(?:has|have) to do with": "how the two depend on each other",

@@ -49,7 +49,7 @@ PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
     ),
     "of in a parenthesis": ("It is. (Of\nthese three.) Lots Of\nthem.", [(7, _OF)]),
     "of in a list": ("- Of these, one.\n- One of these. `Of` it. Offers. Of it.", [(7, _OF), (8, _OF)]),
-    "words": ("The three products,\nand as TOLD. An inner product, untold.", [(7, "word"), (8, "word")]),
+    "words": ("The three products,\nand as TOLD. An inner product, not known.", [(7, "word"), (8, "word")]),
     "a heading": ("## What was sent to it\n\nFine.", [(7, "word")]),
     "a table": (f"| what is\n| --- |\n| {LONG} {LONG} |\n| made (a (b)) |", [(10, "word")]),
     "code and links": (f"```sh\nmade {LONG} (a (b))\n```\n\n[A](made/of_it.md 'told') <!-- made -->", []),

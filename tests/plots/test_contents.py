@@ -18,14 +18,16 @@ from spbench.plots.convergence import draw as draw_convergence
 from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_seqlen, draw_max_seqlen_today
 from spbench.plots.methods import draw as draw_methods
-from spbench.plots.style import TIMES
+from spbench.plots.style import TIMES, strategy_name
 from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
 from tests.plots.rows import compared, published, ran, searched, table
 
 Row = dict[str, Any]
 GIB = 2**30
 TOKENS = "throughput_tokens_per_s"
-TP, RSA = "tensor parallel", "ring self attention"
+ALONE = "No sequence parallelism"
+TP, RSA = "Tensor parallelism", "Ring Self-Attention"
+TNL = "TransNormerLLM 1B, 8 GPUs"
 LOST = "out of memory from here on"
 
 
@@ -129,7 +131,7 @@ OVER_LENGTHS = {
     "a column for each backend, a row for each quantity": Case(
         lasp.draw_lasp_scalability,
         SCALED,
-        titles=["tnl-1b, DDP", "tnl-1b, FSDP", "", ""],
+        titles=["TransNormerLLM 1B, DDP", "TransNormerLLM 1B, FSDP", "", ""],
         axes=["Peak memory (GiB)", "", "Tokens per second", ""],
         data={
             "ours memory_gb 8 GPUs": [[(2048, 0.25), (4096, 0.5), (8192, 1)]] * 2,
@@ -146,7 +148,7 @@ OVER_LENGTHS = {
         marks={"ours oom 8 GPUs": 16384, "published oom 8 GPUs": 16384, "ours unsupported 16 GPUs": 16384},
         absent=["published memory_gb 16 GPUs"],
         legend=["8 GPUs", "16 GPUs", "published", LOST, f"{LOST}, published", "unsupported"],
-        notes=["tnl-1b, DDP, 16 GPUs: unsupported at 16K (reason of unsupported)"],
+        notes=["TransNormerLLM 1B, DDP, 16 GPUs: unsupported at 16K (reason of unsupported)"],
     ),
     "two readings of one method are two lines beside one published marker": Case(
         lasp.draw_lasp_speed,
@@ -166,14 +168,14 @@ OVER_LENGTHS = {
         lasp.draw_lasp_communication,
         [*LASP, *RING],
         SENT,
-        titles=["linear-transformer-0.4b, 8 GPUs"],
+        titles=["Linear transformer 0.4B, 8 GPUs"],
         data={
             "ours sent_elements LASP": [[(2048, 100), (65536, 100)]],
-            "ours sent_elements ring attention": [[(2048, 14), (65536, 15)]],
-            "published sent_elements ring attention": [[(2048, 14), (65536, 14)]],
+            "ours sent_elements Ring Attention": [[(2048, 14), (65536, 15)]],
+            "published sent_elements Ring Attention": [[(2048, 14), (65536, 14)]],
         },
-        legend=["ring attention", "LASP", "formula"],
-        notes=["engine virtual: metered as by the formula in 3 of 4 cells"],
+        legend=["Ring Attention", "LASP", "formula"],
+        notes=["3 of 4 cells on virtual ranks"],
     ),
     "rows that did not run have no metered elements": Case(
         lasp.draw_lasp_communication,
@@ -184,7 +186,7 @@ OVER_LENGTHS = {
     "a line for each strategy; searches are left out": Case(
         draw_methods,
         [*ROUND, searched("tensor_parallel", 8, 512)],
-        titles=[f"tnl-1b, 4 {TIMES} local"],
+        titles=[f"TransNormerLLM 1B, 4 {TIMES} local"],
         data={
             f"ours {TOKENS} Ulysses": [[(1024, 4000), (2048, 4000)]],
             "ours peak_memory_gib Ulysses": [[(1024, 0.25), (2048, 0.5)]],
@@ -224,7 +226,7 @@ MEMORY = [
     for name, both in HELD.items()
     for at, gib in enumerate(both)
 ]
-KEPT, RECOMPUTED = "kept for backward", "recomputed in backward"
+KEPT, RECOMPUTED = "activations kept", "activations recomputed"
 
 
 def staged(strategy: str, pp: int, status: str = "ok") -> Row:
@@ -258,34 +260,34 @@ OVER_GPUS = {
         titles=["64 frames of 4096 places", "128 frames of 4096 places"],
         axes=["Samples per second", ""],
         data={
-            f"ours {SAMPLES} Ulysses, frames cut": [[(2, 2), (4, 4)]],
-            f"ours {SAMPLES} Ulysses, places cut": [[(2, 1), (4, 2)]],
+            f"ours {SAMPLES} Ulysses, by frames": [[(2, 2), (4, 4)]],
+            f"ours {SAMPLES} Ulysses, by places": [[(2, 1), (4, 2)]],
             f"ours {SAMPLES} DSP": [[(2, 2), (4, 4)]] * 2,
-            f"published {SAMPLES} Ulysses, frames cut": [[(2, 0.7), (4, 0.7)]],
+            f"published {SAMPLES} Ulysses, by frames": [[(2, 0.7), (4, 0.7)]],
         },
-        legend=["Ulysses, frames cut", "Ulysses, places cut", "DSP", "published"],
+        legend=["Ulysses, by frames", "Ulysses, by places", "DSP", "published"],
         notes=[],
     ),
     "cuts that lie one over the other are named": Case(
         dsp.draw_dsp_throughput,
         [{**row, "measurement": {"samples_per_s": 1.0}} for row in CUTS],
-        notes=["Ulysses, frames cut and Ulysses, places cut are alike within 0.1%: 64 frames of 4096 places"],
+        notes=["by less than 0.1% and are drawn over each other: 64 frames of 4096 places"],
     ),
     "one device is a marker": Case(
         dsp.draw_dsp_inference,
         FORWARD,
         axes=["Latency of 100 forwards (s)"],
-        data={"ours latency_s single": [[(1, 400)]], "ours latency_s DSP": [[(2, 200), (4, 100)]]},
+        data={f"ours latency_s {ALONE}": [[(1, 400)]], "ours latency_s DSP": [[(2, 200), (4, 100)]]},
     ),
     "strong and weak scaling": Case(
         dsp.draw_dsp_scaling,
         [*LONG, sized("dsp", 16, 512), sized("dsp", 64, 2048), sized("megatron_sp", 32, 1024, "unsupported")],
-        titles=["st-dit-xl, strong:\n4096K positions", "st-dit-xl, weak:\n128K positions a GPU"],
+        titles=["ST-DiT XL, strong:\n4096K positions", "ST-DiT XL, weak:\n128K positions a GPU"],
         axes=["Tokens per second"],
         data={
             f"ours {TOKENS} DSP": [[(n, 1000 * n) for n in some] for some in ((8, 16, 32), (16, 32, 64))],
             # the length of others did not grow
-            f"ours {TOKENS} ring attention": [[(n, 1000 * n) for n in (8, 16, 32)]],
+            f"ours {TOKENS} Ring Attention": [[(n, 1000 * n) for n in (8, 16, 32)]],
         },
         marks={"ours unsupported Megatron-SP": 32},
         notes=["Megatron-SP: unsupported at 32 GPUs (reason of unsupported)"],
@@ -293,7 +295,7 @@ OVER_GPUS = {
     "bars of memory; a lost one is a mark": Case(
         dsp.draw_dsp_memory,
         MEMORY,
-        titles=["st-dit-xl, 128 frames of 4096 places, 8 GPUs"],
+        titles=["ST-DiT XL, 128 frames of 4096 places, 8 GPUs"],
         axes=["Peak memory (GiB)"],
         data={
             f"memory {KEPT} DSP": [32],
@@ -323,14 +325,14 @@ OVER_GPUS = {
     "pipeline stages": Case(
         rsa.draw_rsa_pipeline,
         [*(staged("tensor_parallel", pp) for pp in (4, 1, 2)), staged("tensor_parallel", 8, "unsupported")],
-        titles=["bert-base, sequence length 64"],
+        titles=["BERT base, sequence length 64"],
         axes=["Largest batch (sequences)"],
         data={
             f"ours batch {TP}": [[(4, 40), (8, 80), (16, 160)]],
             f"ours throughput {TP}": [[(4, 4000), (8, 8000), (16, 16000)]],
         },
         marks={f"ours unsupported {TP}": 32},
-        notes=[f"bert-base, sequence length 64, {TP}: unsupported at 32 GPUs (reason of unsupported)"],
+        notes=[f"BERT base, sequence length 64, {TP}: unsupported at 32 GPUs (reason of unsupported)"],
     ),
 }
 
@@ -400,7 +402,7 @@ LARGEST = {
         draw_max_seqlen,
         [*SEARCHES, LINFORMER],
         CLAIMS,
-        titles=["bert-base, batch 64", "bert-base-linformer, batch 4"],
+        titles=["BERT base, batch 64", "BERT base Linformer, batch 4"],
         axes=["Sequence length (tokens)"],
         data={
             f"ours largest {RSA}": [[(4, 768), (64, 2816)], 131072],
@@ -414,7 +416,7 @@ LARGEST = {
     "cells without an answer are marked below": Case(
         draw_max_seqlen,
         [*SEARCHES, *(searched(strategy, n, None, status) for status, strategy, n in STATUSES)],
-        marks={f"ours {status} {strategy.replace('_', ' ')}": n for status, strategy, n in STATUSES},
+        marks={f"ours {status} {strategy_name(strategy)}": n for status, strategy, n in STATUSES},
         legend=[TP, RSA, "out of memory", "unsupported", "failed"],
         notes=[f"{TP}: unsupported at 16 GPUs (reason of unsupported)"],
     ),
@@ -434,7 +436,7 @@ LARGEST = {
         splits.draw_max_seqlen_4d,
         SPLIT,
         table({**compared("longest", 1.0, 3328 / 3072, SPLIT[1]["key"], SPLIT[0]["key"]), "published": None}),
-        titles=["bert-large, batch 16", "bert-large, sequence length 512"],
+        titles=["BERT large, batch 16", "BERT large, sequence length 512"],
         data={f"seq_len {COMPOSED}": [3328], "seq_len sp 64, RSA": [3072], "batch sp 64, RSA": [600]},
     ),
     "a bar for each rung, in the order of switches": Case(
@@ -442,7 +444,7 @@ LARGEST = {
         [*RUNGS, *PRICED],
         PRICES,
         data={
-            "ours longest tiled loss + ring self attention": [1.1],
+            "ours longest tiled loss + Ring Self-Attention": [1.1],
             f"ours longest tiled loss + {RSA} + tiled MLP + checkpoints on host": [3.8],
             f"ours oom {RSA}": [[(0, 0)]],
         },
@@ -506,7 +508,7 @@ BARS = {
     "engines that agree share a bar up to the closed form": Case(
         draw_communication,
         [sender("distributed", 4, 8), sender("virtual", 4, 8)],
-        titles=["bert-tiny, batch 2, L 48"],
+        titles=["BERT tiny, batch 2, length 48"],
         axes=["Sent per GPU and step (KiB)"],
         data={
             f"forward {TP} 2 virtual": [4],
@@ -515,17 +517,17 @@ BARS = {
         },
         absent=[f"forward {TP} 2 distributed"],
         legend=[TP, "forward", "backward", "closed form"],
-        notes=[f"engine {e}: 1 of 1 cells send exactly the bytes" for e in ("distributed", "virtual")],
+        notes=[f"1 of 1 cells on {e} ranks send exactly the bytes" for e in ("real", "virtual")],
     ),
     "other bytes have a bar and a note, also where the sum is the same": Case(
         draw_communication,
         [sender("distributed", 6, 8), sender("virtual", 5, 7)],
         data={f"forward {TP} 2 virtual": [5], f"forward {TP} 2 distributed": [6]},
         notes=[
-            "engine distributed: 0 of 1 cells",
-            "engine virtual: 0 of 1 cells",
-            f"bert-tiny, {TP} at 2 GPUs, distributed: +16.67%, +50.00% forward",
-            f"bert-tiny, {TP} at 2 GPUs, virtual: +25.00% forward, -12.50% backward",
+            "0 of 1 cells on real ranks",
+            "0 of 1 cells on virtual ranks",
+            f"BERT tiny, {TP} at 2 GPUs, distributed: +16.67%, +50.00% forward",
+            f"BERT tiny, {TP} at 2 GPUs, virtual: +25.00% forward, -12.50% backward",
         ],
     ),
     "a closed form that is not known is no deviation": Case(
@@ -533,7 +535,7 @@ BARS = {
         [sender("virtual", 4, 8, formula=[])],
         absent=[f"formula {TP} 2 virtual"],
         legend=[TP, "forward", "backward"],
-        notes=["engine virtual: 0 of 0 cells send exactly the bytes of their closed form"],
+        notes=["0 of 0 cells on virtual ranks send exactly the bytes of their closed form"],
     ),
     "claims that are exactly met are counted, others are drawn": Case(
         draw_communication,
@@ -546,9 +548,9 @@ BARS = {
         data={"claim formula that is off first-steps": [[(8e-9, 0)]]},
         marks={f"failed {TP} 2 distributed": None},
         notes=[
-            "40 of 42 numbers of formulas exactly met",
-            "1 of 42 numbers of formulas not measured",
-            f"bert-tiny, {TP} at 2 GPUs, distributed: failed (reason of failed)",
+            "40 of 42 published formulas exactly met",
+            "1 of 42 published formulas not measured",
+            f"BERT tiny, {TP} at 2 GPUs, distributed: failed (reason of failed)",
         ],
     ),
     "splits by time, bytes stacked by axis, memory against the card": Case(
@@ -568,7 +570,7 @@ BARS = {
     "ablations": Case(
         lasp.draw_lasp_ablation,
         [*ABLATED, *SAVED],
-        titles=[*["tnl-1b, 8 GPUs, 64K tokens"] * 2, "tnl-1b, 8 GPUs: longest sequence that fits"],
+        titles=[*[f"{TNL}, 64K tokens"] * 2, f"{TNL}: longest sequence that fits"],
         axes=["Peak memory (GiB)", "Tokens per second"],
         data={
             "memory fused, cached LASP": [30],
@@ -576,7 +578,7 @@ BARS = {
             "memory neither LASP": [40],
             "length DDP LASP": [96],
         },
-        marks={"throughput cached LASP": None, "length DDP single": None},
+        marks={"throughput cached LASP": None, f"length DDP {ALONE}": None},
         legend=["data parallel only", "LASP", "failed", "out of memory"],
         notes=["cached: failed (reason of failed)"],
     ),
@@ -628,7 +630,7 @@ OTHERS = {
         draw_convergence,
         [{**CURVES[0], "status": "failed", "reason": "a reason", "measurement": {}}, *CURVES[1:]],
         absent=["deviation language one device, fp64"],
-        notes=["tnl-mini, one device, fp32: failed (a reason)"],
+        notes=["TransNormerLLM mini, one device, fp32: failed (a reason)"],
     ),
     "many backends": Case(
         draw_convergence,
@@ -645,13 +647,13 @@ OTHERS = {
             "reproduced goldens predicted": [[(100.0, 60.0)]],
             "relative_error b200 calibrated": [[(800.0, 840 / 800 - 1)]],
         },
-        notes=["1 measured numbers have none of ours"],
+        notes=["1 measured numbers have no number of ours"],
     ),
     "a panel a source of published times": Case(
         measured.draw_field,
         [],
         TIMED,
-        titles=["usp: 10.0%", "a layer: 1.0%"],
+        titles=["USP: 10.0%", "a layer: 1.0%"],
         data={"reproduced a-layer inferred": [[(19.6, 19.8)]]},
     ),
 }

@@ -190,7 +190,7 @@ def test_files_are_the_same_each_time_and_from_a_csv_file(tmp_path: Path) -> Non
 def test_the_scenarios_title_stands_above(scenario: object) -> None:
     rows = [{**row, "scenario": scenario} for row in SEARCHES]
     title = draw_max_seqlen.figure(rows, pd.DataFrame()).get_suptitle().replace("\n", " ")
-    assert title == "A scenario (piz-daint-p100, fp16, first-steps, virtual engine)"
+    assert title == "A scenario (piz-daint-p100, fp16, first-steps, virtual ranks)"
 
 
 @pytest.mark.parametrize(

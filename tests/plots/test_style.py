@@ -49,7 +49,7 @@ def test_strategies_around_each_other_have_the_hatch_of_the_inner_and_the_marker
     )
     assert looks(["megatron_sp+ring_self_attention"]) == {"megatron_sp+ring_self_attention": composed}
     assert strategy_name("megatron_sp+ring_self_attention") == "Megatron-SP + RSA"
-    assert strategy_name("ring_self_attention") == "ring self attention"
+    assert strategy_name("ring_self_attention") == "Ring Self-Attention"
 
 
 #: how linear RGB is seen by normal eyes, and without green, red and blue cones: Machado, Oliveira and

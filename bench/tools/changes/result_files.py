@@ -6,6 +6,7 @@ Each benchmark of pytest-benchmark is a row: its full name is the key, its time 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +93,14 @@ class Origin:
 
     @property
     def machine_name(self) -> str:
-        """The machine, as far as it is known: host name, processor and GPUs, with commas between them."""
-        return ", ".join(filter(None, self._machine))
+        """The machine, as far as it is known: "vm (Intel Xeon Processor, NVIDIA H100)", or a part of that."""
+        host, *hardware = self._machine
+        # without signs of trademarks and the clock
+        parts = [
+            re.sub(r"\((?:R|TM|C)\)| CPU(?= |$)| @.*", "", part, flags=re.IGNORECASE) for part in hardware
+        ]
+        about = ", ".join(" ".join(part.split()) for part in parts if part)
+        return f"{host} ({about})" if host and about else host or about
 
     @property
     def _machine(self) -> tuple[str, str, str]:

@@ -196,7 +196,7 @@ def test_a_file_of_pytest_benchmark(tmp_path: Path, capsys: pytest.CaptureFixtur
     benchmarks(old, 1.0, "2026-01-01", "test_a", "test_b", "test_gone")
     benchmarks(new, 3.0, "2026-01-02", "test_a")
     results = read_results(old)
-    assert (results.commits, results.machines) == (["a" * 12], ["here, CPU"])
+    assert (results.commits, results.machines) == (["a" * 12], ["here (CPU)"])
     assert len(readings(results.cells["tests/test_x.py::test_a"])["time_s"].samples) == 10
     assert exit_code(["compare", str(old), str(new)]) == 1
     out = capsys.readouterr().out
