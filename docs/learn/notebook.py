@@ -34,7 +34,7 @@ os.chdir(tempfile.mkdtemp())"""
 #: of a long output, the part that a chapter is about, by the command
 SHOWN = {
     "verify": " | sed -n '/^Where it goes wrong/,/^$/p; /^([0-9]*) /p; /^exit code/p'",
-    "advise": " | head -8 | cut -c1-110",
+    "advise": " | head -8 | cut -c1-130",
     "trace": " | head -1 | cut -d, -f1",
 }
 
