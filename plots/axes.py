@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from spbench.plots.series import Row, gpus
-from spbench.plots.style import GREY, INK, tick_texts
+from spbench.plots.style import GREY, INK, length_text, tick_texts
 
 #: the band for marks below the values, as a part of the whole panel
 BAND = 0.115
@@ -130,11 +130,6 @@ class Along:
         set_ticks(ax.xaxis, places, [self.tick(n) if n in labelled else "" for n in places])
         ax.xaxis.set_minor_locator(NullLocator())
         ax.tick_params(length=2.5, width=0.7, bottom=True)
-
-
-def length_text(tokens: int) -> str:
-    """A sequence length as papers write it: 2K for 2048."""
-    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
 
 
 LENGTHS = Along(

@@ -10,7 +10,7 @@ from itertools import combinations
 from matplotlib.axes import Axes
 from pandas import DataFrame
 
-from spbench.plots.axes import GPUS, LENGTHS, length_text, lost_notes
+from spbench.plots.axes import GPUS, LENGTHS, lost_notes
 from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import (
@@ -35,7 +35,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import looks, model_name, strategy_name
+from spbench.plots.style import length_text, looks, model_name, strategy_name
 
 #: forwards of a generation, as the scenario of the inference has it
 _STEPS = 100
