@@ -1,7 +1,7 @@
 """The chapters of docs/learn as one notebook, docs/notebooks/learn.ipynb.
 
-    python docs/learn/notebook.py           # write it again and run it, which takes some minutes
-    python docs/learn/notebook.py --dry-run  # say whether its cells are those of the pages
+    python docs/learn/notebook.py          # write it again and run it, which takes some minutes
+    python docs/learn/notebook.py --text   # write its text again, where no code has changed
 
 Text becomes Markdown cells, commands cells of Bash, and blocks with a title are written to their files.
 """
@@ -102,19 +102,31 @@ def differs() -> bool:
     return [(c.cell_type, c.source) for c in committed.cells] != [(c.cell_type, c.source) for c in cells()]
 
 
-def main(dry: bool) -> None:
-    if dry:
-        sys.exit(f"{NOTEBOOK} is not that of the pages" if differs() else 0)
+def kept(notebook: NotebookNode) -> None:
+    """Give its cells the outputs of the committed notebook.
+
+    Raises:
+        SystemExit: they have other code.
+    """
+    old, new = ([c for c in n.cells if c.cell_type == "code"] for n in (nbformat.read(NOTEBOOK, 4), notebook))
+    if [c.source for c in old] != [c.source for c in new]:
+        sys.exit("the code has changed: run the notebook, without --text")
+    for cell, before in zip(new, old, strict=True):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+
+
+def run(notebook: NotebookNode) -> None:
+    """Run all cells, in a folder of their own."""
     from nbclient import NotebookClient
 
-    notebook = written()
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=1500, kernel_name="python3", resources=resources).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-    nbformat.write(notebook, NOTEBOOK)
 
 
 if __name__ == "__main__":
-    main("--dry-run" in sys.argv[1:])
+    notebook = written()
+    (kept if "--text" in sys.argv[1:] else run)(notebook)
+    nbformat.write(notebook, NOTEBOOK)

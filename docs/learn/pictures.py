@@ -198,7 +198,7 @@ def draw_held(of_rank: Callable[[DeviceMesh], Iterator[Held]], axis: str) -> Fig
     by_rank = LockstepRanks().run({axis: RANKS}, _listed, of_rank)
     moments, heights = len(by_rank[0]), [len(held.text) for held in by_rank[0]]
     around = 0.68 if by_rank[0][0].note else 0.48
-    size = WIDTH_INCHES, sum(0.13 * height + around for height in heights) + 0.2
+    size = WIDTH_INCHES, sum(0.13 * height + around for height in heights) + 0.25
     figure, panels = plt.subplots(
         moments, RANKS, figsize=size, squeeze=False, layout="constrained", height_ratios=heights
     )
@@ -302,7 +302,7 @@ def draw_timeline(events: list[dict[str, Any]]) -> Figure:
         of_phase = [each for each in events if each["args"]["phase"] == phase]
         sent = [each for each in of_phase if each["cat"] == "communication"]
         start, end = min(e["ts"] for e in sent), max(e["ts"] + e["dur"] for e in sent)
-        margin = (end - start) * 0.12
+        margin = max((end - start) * 0.12, 300)
         for event in of_phase:
             bottom = event["pid"] + (0.53 if event["cat"] == "communication" else 0.08)
             left, width = (event["ts"] - start) / 1e3, event["dur"] / 1e3

@@ -109,10 +109,10 @@ class ExpandableSegments(CachingAllocator):
             hole = self._blocks[address]
             before = hole.previous
             first = before if before is not None and before.free else hole
-            found, block = 0, first
-            while found < size and block is not None and (block.free or self._is_hole(block)):
-                found, block = found + block.size, block.next  # type: ignore[assignment]
-            if found >= size:
+            room, block = 0, first
+            while room < size and block is not None and (block.free or self._is_hole(block)):
+                room, block = room + block.size, block.next  # type: ignore[assignment]
+            if room >= size:
                 return first
         raise AssertionError("the last range without pages has room for anything")
 

@@ -26,9 +26,9 @@ class OversizeBlocks(CachingAllocator):
         pool = self._free[of]
         index = bisect_left(pool, (size, -1))
         if index < len(pool) and not of[1]:
-            found = pool[index][0]
+            best = pool[index][0]
             oversize = size >= self.split_limit
-            if found >= (size + LARGE_SEGMENT if oversize else self.split_limit):
+            if best >= (size + LARGE_SEGMENT if oversize else self.split_limit):
                 return None
         return super()._take(size, of)
 

@@ -53,26 +53,26 @@ def stretches(sizes: Sequence[int], events: Sequence[int], streams: Sequence[int
     numbers = np.asarray(events, dtype=np.int64)
     born = numbers > 0
     births = numbers[born]
-    whole, streams_used = np.asarray(sizes, dtype=np.int64), max(streams, default=0) + 1
-    in_order = len(births) <= len(whole) and (births == np.arange(1, len(births) + 1)).all()
-    if not in_order or whole.max(initial=0) >= 2**62 // streams_used:
+    nbytes, streams_used = np.asarray(sizes, dtype=np.int64), max(streams, default=0) + 1
+    in_order = len(births) <= len(nbytes) and (births == np.arange(1, len(births) + 1)).all()
+    if not in_order or nbytes.max(initial=0) >= 2**62 // streams_used:
         return []
     newest = np.maximum.accumulate(np.where(born, numbers, 0))
     like = -1 - newest - numbers  # of a death: below 0, by how many were born after its storage
-    asked = whole * streams_used + (np.asarray(streams, dtype=np.int64) if streams else 0)
+    asked = nbytes * streams_used + (np.asarray(streams, dtype=np.int64) if streams else 0)
     like[born] = asked[births - 1]
     words, at = _words(like), 0
-    found: list[Stretch] = []
+    longest: list[Stretch] = []
     while at < len(words):
-        stretch = _longest(like, words, found[-1].end if found else 0, at)
+        stretch = _longest(like, words, longest[-1].end if longest else 0, at)
         if stretch is not None:
-            found.append(stretch)
+            longest.append(stretch)
         at = at + _LOOK if stretch is None else stretch.end
-    return found
+    return longest
 
 
 def _words(like: np.ndarray) -> np.ndarray:
-    """Of each event but the last ones, a number that is the same where it and those after it are alike."""
+    """A number for each event but the last ones, the same where it and those after it are alike."""
     words, length = like.astype(np.uint64), 1
     while length < _WORD and length < len(words):
         words = words[:-length] * np.uint64(0x9E3779B97F4A7C15) + words[length:]

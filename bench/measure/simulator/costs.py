@@ -207,8 +207,8 @@ class Costs:
         seconds[updates] = program.nbytes[updates] * sharing / bytes_per_s
 
     def _floors(self, program: Program) -> np.ndarray:
-        """The least seconds of each event if it is a kernel. Of the attention category only what computes is
-        attention; a softmax alone is not."""
+        """The least seconds of each event if it is a kernel. A softmax alone, though of the attention
+        category, has the floor of others."""
         attention = self.cluster.device.attention_floor_s.value or 0.0
         whole = (program.category == ATTENTION) & (program.flops > 0)
         return np.where(whole, max(attention, self.floor_s), self.floor_s)

@@ -158,7 +158,7 @@ class UnlikeWork:
 
 
 def unlike_work(steps: Sequence[Steps], axis: int | None) -> list[UnlikeWork | None]:
-    """Of each program, what its ranks have of its work; None: all have the same."""
+    """The shares of work of each program's ranks; None: all have the same."""
     if axis is None:
         return [None] * len(steps)
     found: list[UnlikeWork | None] = []

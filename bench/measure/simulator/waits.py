@@ -42,7 +42,7 @@ class Times(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Of each simulated rank of a program, seconds.
+    """Seconds that each simulated rank of a program waits or communicates.
 
     Attributes:
         waited: of the compute stream, for anything.
@@ -142,7 +142,7 @@ class _Crossing:
         return found
 
     def _leave(self, kind: int, partner: int) -> np.ndarray:
-        """Of each simulated rank, whether such a step leaves its node."""
+        """[simulated ranks]: whether such a step leaves the rank's node."""
         program, ranks = self._steps.program, self._steps.ranks
         if kind == COLLECTIVE:
             members = program.groups[partner].members_by_rank(ranks, program.mesh)
@@ -155,13 +155,13 @@ class _Crossing:
 
 
 def covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Of each column of [events, ranks], the length of the union of its intervals."""
+    """The length of the union of the intervals in each column of [events, ranks]."""
     return column_sums(np.subtract(*union(start, end)[::-1]))
 
 
 def union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each column of [events, ranks], starts and ends of intervals that do not overlap and have the same
-    union, in order."""
+    """Starts and ends of intervals in order that do not overlap and have the same union, for each column of
+    [events, ranks]."""
     # nearly in order already, which a stable sort makes use of
     order = np.argsort(start, axis=0, kind="stable")
     start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)

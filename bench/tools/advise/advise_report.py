@@ -17,7 +17,7 @@ from spbench.bench.tools.advise.possible import spelled
 from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.advise.turns import turns
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.bench.units import GIB, shown_price, shown_share
+from spbench.bench.units import GIB, shown_part, shown_price, shown_share
 
 #: lines for --why, and costs of simpler layouts, where no details are asked for
 _REASONS, _COSTS = 3, 3
@@ -64,11 +64,11 @@ def report(
             "why": answer.why(),
             "prices": [asdict(each) for each in answer.prices],
             "attention_kernels": answer.by_kernel,
-            "strategies": [_brief(seen) for seen in answer.found.of_strategies],
-            "nearest": answer.found.nearest and _brief(answer.found.nearest),
-            "impossible": answer.found.impossible,
-            "counts": dict(answer.found.counts),
-            "refused": answer.found.refused.reasons,
+            "strategies": [_brief(seen) for seen in answer.result.of_strategies],
+            "nearest": answer.result.nearest and _brief(answer.result.nearest),
+            "impossible": answer.result.impossible,
+            "counts": dict(answer.result.counts),
+            "refused": answer.result.refused.reasons,
             "seconds": answer.seconds,
             "cpu_s": answer.cpu_s,
         }
@@ -130,7 +130,7 @@ def _map(answers: Sequence[Advice]) -> Table:
             **(point := answer.point()),
             "best": _best(answer),
             "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
-            "layouts": answer.found.counts["looked at"],
+            "layouts": answer.result.counts["looked at"],
             "seconds": answer.seconds,
         }
         for answer in answers
@@ -140,15 +140,15 @@ def _map(answers: Sequence[Advice]) -> Table:
 
 def _best(answer: Advice) -> str:
     if answer.winner is None:
-        return "no layout is possible" if answer.found.impossible else "nothing fits"
+        return "no layout is possible" if answer.result.impossible else "nothing fits"
     return str(answer.winner)
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
     """The layouts, why the first is first, and what is simpler."""
     asked, winner = answer.in_words(), answer.winner
-    if answer.found.impossible:
-        yield f"{asked}: {answer.found.impossible}"
+    if answer.result.impossible:
+        yield f"{asked}: {answer.result.impossible}"
     elif winner is None:
         yield f"{asked}: nothing fits{_nearest(answer)}"
     else:
@@ -174,11 +174,11 @@ def _details(answer: Advice) -> Iterator[Table | str]:
             layout = f"{winner}, a used one beside those above it (by traces of few layers)"
             yield Table.of(f"What memory switches cost in {layout}", _SWITCH, answer.prices)
         if changes := answer.other_settings():
-            told = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
-            yield f"the fastest with other settings: {told}"
+            others = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
+            yield f"the fastest with other settings: {others}"
         if others := [*_others(answer)]:
             yield f"other strategies, by traces of few layers: {', '.join(others)}"
-    counts = answer.found.counts
+    counts = answer.result.counts
     if counts["looked at"]:
         yield (
             f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s "
@@ -205,14 +205,14 @@ def _told_apart(answer: Advice) -> str:
     """What the marks of the layouts mean."""
     text = f"{TIE}: not told apart from the fastest (up to {answer.tie_limit - 1:.0%}); the simplest is first"
     if hidden := answer.hidden_ties():
-        fastest = answer.found.best[0]
+        fastest = answer.result.best[0]
         where = f", the fastest of all {fastest}" if fastest in hidden else ""
         text += f"; {len(hidden)} more tie{where}"
     return text
 
 
 def _nearest(answer: Advice) -> str:
-    near = answer.found.nearest
+    near = answer.result.nearest
     if near is None:
         return ""
     memory = answer.memory(near)
@@ -234,15 +234,15 @@ def _gib(nbytes: float) -> str:
 
 
 def _floors(record: Mapping[str, Any]) -> str:
-    known = {"compute": record["compute_floor_s"], "links": record["links_floor_s"]}
-    return ", ".join(f"{what} {seconds:.3g} s" for what, seconds in known.items() if seconds is not None)
+    floors = {"compute": record["compute_floor_s"], "links": record["links_floor_s"]}
+    return ", ".join(f"{what} {seconds:.3g} s" for what, seconds in floors.items() if seconds is not None)
 
 
 def _others(answer: Advice) -> Iterator[str]:
     """The strategies that are not among the best."""
     shown = {seen.cell.strategy for seen in answer.ranked}
-    best = answer.found.best[0].step_s
-    for seen in answer.found.of_strategies:
+    best = answer.result.best[0].step_s
+    for seen in answer.result.of_strategies:
         if seen.cell.strategy not in shown:
             yield f"{seen} {seen.step_s / best - 1:+.0%}"
 
@@ -274,7 +274,7 @@ _LAYOUT = [
     Column("sends GiB", "sent_bytes", lambda nbytes: f"{nbytes / GIB:.3g}"),
     Column("exposed", "exposed_communication", shown_share),
     Column("bubble", "bubble", shown_share),
-    Column("bound", "bound"),
+    Column("bound", "bound", shown_part),
     Column("floors", "floors", of=_floors),
 ]
 #: columns of :class:`SwitchPrice`

@@ -13,7 +13,7 @@ from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.layout_search import BEHIND, Search
 from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import Found
+from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.advise.switch_prices import by_kernel, prices
 from spbench.bench.tools.fit.asking import Asking, Say, unheard, within
 
@@ -40,21 +40,21 @@ def answered(
     elsewhere = nullcontext() if executor is None else opened(executor)
     with elsewhere as there, Asking(jobs, there) as asking:
         for number, question in enumerate(questions):
-            told = within(say, number / len(questions), (number + 1) / len(questions))
+            say_here = within(say, number / len(questions), (number + 1) / len(questions))
             begun, cpu_s = time.monotonic(), time.process_time() + asking.cpu_s
-            search = Search(question, asking, told)
+            search = Search(question, asking, say_here)
             try:
                 answer = Advice(question, search.run())
             except UserError as error:
                 if len(questions) == 1:
                     raise
-                answer = Advice(question, Found(impossible=str(error)))
+                answer = Advice(question, SearchResult(impossible=str(error)))
             if winner := answer.winner:
-                told("what its memory switches and other attention kernels cost", BEHIND["all"])
+                say_here("what its memory switches and other attention kernels cost", BEHIND["all"])
                 switches = prices(question, winner.cell, asking)
                 answer = replace(answer, prices=switches, by_kernel=by_kernel(winner.cell, asking))
             if asked_about:
-                why = absence(question, answer.found, asked_about, search.every, search.too_large)
+                why = absence(question, answer.result, asked_about, search.every, search.too_large)
                 answer = replace(answer, absence=why)
             cpu_s = time.process_time() + asking.cpu_s - cpu_s
             yield replace(answer, seconds=time.monotonic() - begun, cpu_s=cpu_s)

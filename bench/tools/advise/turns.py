@@ -21,10 +21,10 @@ def varying(points: Sequence[Point]) -> list[str]:
     Raises:
         UserError: there are more than two, which no map has.
     """
-    found = [name for name in AXES if len({point[name] for point in points}) > 1]
-    if len(found) > 2:
+    names = [name for name in AXES if len({point[name] for point in points}) > 1]
+    if len(names) > 2:
         raise UserError("give several --gpus, several --seq-len or a range of a figure: two of these at most")
-    return found
+    return names
 
 
 def turns(points: Sequence[Point]) -> Iterator[str]:
@@ -42,9 +42,9 @@ def turns(points: Sequence[Point]) -> Iterator[str]:
         row = [point for point in points if tuple(point[name] for name in others) == value]
         head = "".join(f"{shown(name, n)}: " for name, n in zip(others, value, strict=True))
         runs = [[*run] for _, run in groupby(row, lambda point: str(point["strategy"]))]
-        told = [f"{run[0]['strategy'] or NOTHING} {_where(along, run, run is runs[-1])}" for run in runs]
+        winners = [f"{run[0]['strategy'] or NOTHING} {_where(along, run, run is runs[-1])}" for run in runs]
         ties = ", ".join(shown(along, point[along]) for point in row if point["tie"])
-        yield head + ", ".join(told) + (f"; a tie with another strategy at {ties}" if ties else "")
+        yield head + ", ".join(winners) + (f"; a tie with another strategy at {ties}" if ties else "")
 
 
 def _where(along: str, run: Sequence[Point], last: bool) -> str:

@@ -93,9 +93,9 @@ class Anatomy:
     events: int
 
 
-def plain(found: Anatomy) -> dict[str, Any]:
+def plain(taken_apart: Anatomy) -> dict[str, Any]:
     """An anatomy as plain data, as measurements and figures have it."""
-    return asdict(found)
+    return asdict(taken_apart)
 
 
 def anatomy(

@@ -207,10 +207,10 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
             yield _closest(answer, proofs.closest)
         yield f"for another layout: {answer.advise}"
     if (sizes := answer.sizes) is not None:
-        whole = f" (batch {sizes.batch})" if sizes.micro_batch else ""
+        batch = f" (batch {sizes.batch})" if sizes.micro_batch else ""
         yield (
             f"the longest length that fits: {sizes.seq_len or 'none'}; "
-            f"the largest micro-batch: {sizes.micro_batch or 'none'}{whole}; each with all else as it is"
+            f"the largest micro-batch: {sizes.micro_batch or 'none'}{batch}; each with all else as it is"
         )
 
 

@@ -121,8 +121,8 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     is kept.
 
     From the last one back every second one: who examines a cell begins with the first, and goes on with the
-    second last. Of the stages between, which differ in their micro-batches alone, two are traced; so no more
-    are taken here, unless each differs.
+    second last. The stages between differ in their micro-batches alone, and two of them are traced; so no
+    more are taken here, unless each differs.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []

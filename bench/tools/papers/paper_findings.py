@@ -80,7 +80,7 @@ class PaperFindings:
             title += f": {errors_by_role(rows)}" + (f"; status right in {statuses}" if statuses else "")
             yield title, _table_lines(rows)
         if order := self.orders.get(scenario):
-            yield "order of the ways to split a run (Kendall's tau)", order
+            yield "order of the layouts of a run (Kendall's tau)", order
         if formulas:
             yield "formulas", _formula_lines(formulas)
 
@@ -90,14 +90,12 @@ class PaperFindings:
         lines = []
         for scenario in self.scenarios:
             mine = [r for r in self.records if r["scenario"] == scenario]
-            document = self.documents.get(scenario)
-            remark = document.not_reproduced if document else ""
             # ratios of ours alone are no verdict
             answered = [r for r in mine if r["quantity"] != "ratio" or r["published"] is not None]
             for (what, variant), rows in by_answer(answered or mine).items():
-                statuses = {"statuses right": _statuses(rows), _REMARK: " ".join(remark.split())}
-                lines.append(_verdict_line(scenario, what, variant, rows) | statuses)
-                remark = ""
+                lines.append(
+                    _verdict_line(scenario, what, variant, rows) | {"statuses right": _statuses(rows)}
+                )
         # an error for each cell of a formula, one for any other number
         once = {id(r) for r in distinct(self.records)}
         rows = [r for r in self.records if id(r) in once or r["role"] == "formula"]
@@ -133,6 +131,11 @@ def table_of(record: Record) -> str:
 def label_of(record: Record) -> str:
     """What tells a record from others of its cell: measurement, rank and step; "" for most tables."""
     return str(record["table"]).partition(": ")[2]
+
+
+def published_run(record: Record) -> str:
+    """The published run that a record's number is of: FILE:ROW, whatever the column and the rank."""
+    return ":".join(str(record["source"]).split(":")[:2])
 
 
 def by_table(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Record]]:
@@ -207,8 +210,6 @@ def _statuses(records: Sequence[Record]) -> str:
 
 # -- lines of tables -----------------------------------------------------------------------------------------
 
-_REMARK = "what does not reproduce, and why"
-
 
 def _what(record: Record) -> str:
     """What a line of the verdict is about."""
@@ -225,7 +226,6 @@ def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record]
         "numbers": len(distinct(rows)),
         "errors": errors_by_role(rows),
         "statuses right": "",
-        _REMARK: "",
     }
 
 
@@ -283,8 +283,10 @@ def _formula_lines(records: Sequence[Record]) -> list[Line]:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """A Markdown table; columns in which nothing stands are left out."""
-    columns = [name for name in (lines[0] if lines else {}) if any(r[name] not in (None, "") for r in lines)]
-    rows = [columns, ["---"] * len(columns)]
-    rows += [["" if r[c] is None else str(r[c]).replace("|", "\\|") for c in columns] for r in lines]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    """A Markdown table; columns in which nothing stands are left out. "" without lines."""
+    if not lines:
+        return ""
+    columns = [name for name in lines[0] if any(r[name] not in (None, "") for r in lines)]
+    rows = [["" if r[c] is None else str(r[c]).replace("|", "\\|") for c in columns] for r in lines]
+    heads, *below = (f"| {' | '.join(row)} |\n" for row in [columns, *rows])
+    return "".join([heads, f"|{'---|' * len(columns)}\n", *below])

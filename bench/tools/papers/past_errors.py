@@ -1,5 +1,5 @@
 """How far ours are from published numbers, as evidence for other numbers: errors of step times by who
-measured, the order of the ways to split a run, and errors of memory by data-parallel backend.
+measured, the order of layouts, and errors of memory by data-parallel backend.
 
 Those times and rates of committed results count that no scalar was fitted to, each published number once for
 each file; the files of :data:`WITHOUT_RATES` are the same runs on clusters of which no more is known than

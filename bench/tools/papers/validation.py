@@ -13,7 +13,15 @@ from statistics import mean, median
 
 from spbench.bench.tools.papers.comparison import read_csv, read_records
 from spbench.bench.tools.papers.megatron_cases import CASES
-from spbench.bench.tools.papers.paper_findings import ROLES, Line, Record, distinct, label_of, table_of
+from spbench.bench.tools.papers.paper_findings import (
+    ROLES,
+    Line,
+    Record,
+    distinct,
+    label_of,
+    published_run,
+    table_of,
+)
 from spbench.bench.tools.papers.past_errors import DATASHEETS, counted_times, log_error
 from spbench.bench.tools.papers.sources import (
     MEASURED,
@@ -22,6 +30,7 @@ from spbench.bench.tools.papers.sources import (
     papers,
     published_file,
 )
+from spbench.bench.units import error_percent
 
 PREDICTORS_FILE = "other_predictors.csv"
 _LADDER = "alst"
@@ -99,12 +108,7 @@ def _statistics(errors: Sequence[float]) -> Line:
     if not errors:
         return {"numbers": 0, "median error": "", "mean": "", "worst": ""}
     values = {"median error": median(errors), "mean": mean(errors), "worst": max(errors)}
-    return {"numbers": len(errors), **{name: _percent(error) for name, error in values.items()}}
-
-
-def _percent(error: float) -> str:
-    """One digit after the point; two significant ones below 1%."""
-    return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
+    return {"numbers": len(errors), **{name: error_percent(error) for name, error in values.items()}}
 
 
 # -- how far to trust a number -------------------------------------------------------------------------------
@@ -174,8 +178,8 @@ def status_lines(folder: Path) -> list[Line]:
         runs: dict[str, tuple[str, str]] = {}
         for record in read_records(folder / f"{paper.name}.csv"):
             if record["status_published"] in ("ok", "oom"):
-                file, row, *_ = record["source"].split(":")
-                runs.setdefault(f"{file}:{row}", (record["status_published"], record["status_reproduced"]))
+                ended = record["status_published"], record["status_reproduced"]
+                runs.setdefault(published_run(record), ended)
         pairs[paper.label] = [*runs.values()]
     pairs["all"] = [pair for some in pairs.values() for pair in some]
     lines = []
@@ -212,8 +216,8 @@ def _trust_line(quantity: str, against: str, records: Sequence[Record]) -> Line:
         "quantity": quantity,
         "compared with": against,
         "numbers": len(errors),
-        "median error": _percent(median(errors)),
-        "worst": _percent(max(errors)),
+        "median error": error_percent(median(errors)),
+        "worst": error_percent(max(errors)),
         "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
     }
 

@@ -19,7 +19,7 @@ from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.sweep.sweep import unproven
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measurement import Measurement
-from spbench.bench.units import shown_time
+from spbench.bench.units import shown_part, shown_time
 from spbench.impls.strategies.base import Unsupported
 
 
@@ -60,6 +60,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     measured = with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})["measurement"]
     parts, of_step = _spoken(measurement.parts), _spoken(measurement.breakdown)
+    bound = shown_part(measurement.bound)
     priced_by = priced_by_in_words([measured])
     record = {
         "cell": cell.key,
@@ -73,7 +74,7 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     }
     return Output(
         [
-            f"step time {shown_band(measured)}, most of it {measurement.bound}; mean over ranks: {of_step}\n"
+            f"step time {shown_band(measured)}, most of it {bound}; mean over ranks: {of_step}\n"
             f"of computing and exposed communication: {parts}\n"
             + (f"priced by something else, with shares of the step: {priced_by}\n" if priced_by else "")
             + f"{output}: open it in https://ui.perfetto.dev",
@@ -86,5 +87,5 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
 
 def _spoken(seconds: Mapping[str, float]) -> str:
     """Parts of a step as words, such as "bubble 2.31 ms"."""
-    named = {part.removesuffix("_s").replace("_", " "): value for part, value in seconds.items()}
+    named = {shown_part(part.removesuffix("_s")): value for part, value in seconds.items()}
     return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())

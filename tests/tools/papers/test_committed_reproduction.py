@@ -16,6 +16,7 @@ from spbench.bench.tools.papers.comparison import read_records
 from spbench.bench.tools.papers.document import (
     FIRST_PAGE,
     LENGTHS_PAGE,
+    SUMMARY_PAGE,
     TRUST_PAGE,
     check_documents,
     rendered_documents,
@@ -26,6 +27,7 @@ from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.summary_page import headline_lines
 from spbench.bench.tools.papers.validation import status_lines, trust_lines
 from spbench.bench.yaml_files import read_yaml
 
@@ -37,9 +39,9 @@ SAME = ("published", "role", "source")
 
 def test_tables_are_safe_markdown() -> None:
     assert markdown([{"a": "x|y", "b": None, "c": 1}, {"a": "", "b": "", "c": 2}]) == (
-        "| a | c |\n| --- | --- |\n| x\\|y | 1 |\n|  | 2 |\n"
+        "| a | c |\n|---|---|\n| x\\|y | 1 |\n|  | 2 |\n"
     )
-    assert markdown([]) == "|  |\n|  |\n"
+    assert markdown([]) == ""
 
 
 def test_a_table_of_several_models_names_them() -> None:
@@ -111,6 +113,7 @@ def test_pages_have_the_errors_of_all_committed_files() -> None:
     assert len(trust_lines(files)) <= 8
     assert markdown(trust_lines(files)) in (ROOT / FIRST_PAGE).read_text()
     assert markdown(status_lines(files)) in (ROOT / TRUST_PAGE).read_text()
+    assert markdown(headline_lines(files)) in (ROOT / SUMMARY_PAGE).read_text()
 
 
 def test_the_page_has_the_errors_of_the_committed_cases() -> None:
@@ -124,14 +127,23 @@ def test_the_page_has_the_errors_of_the_committed_cases() -> None:
 def test_the_page_links_to_what_is_there(paper: str) -> None:
     links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
     details = (ROOT / "results" / "reproduction" / f"{paper}.md").read_text()
-    assert sorted(links) == sorted(findings(paper).scenarios)
-    assert sorted(links) == sorted(re.findall(r'<a id="(\w+)"></a>', details))
+    links = sorted({*links})
+    assert links == sorted(findings(paper).scenarios)
+    assert links == sorted(re.findall(r'<a id="(\w+)"></a>', details))
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", details):
         assert (ROOT / "results" / "reproduction" / link).exists(), link
 
 
 def test_the_page_is_a_page() -> None:
-    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 130
+    text = (ROOT / SUMMARY_PAGE).read_text()
+    assert len(text.splitlines()) < 140
+    assert len(text.split()) <= 1800
+
+
+def test_reasons_on_the_page_are_short() -> None:
+    """The rest stands in results/reproduction/PAPER.md."""
+    for scenario in (one for scenarios in loaded().values() for one in scenarios):
+        assert len(scenario.document.not_reproduced.split()) <= 25, scenario.name
 
 
 @pytest.mark.parametrize("paper", PAPERS)

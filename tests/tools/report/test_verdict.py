@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.report.report_verdict import counts, most_misses, verdict_on
+from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
+from spbench.bench.tools.report.report_verdict import most_misses
 
 
 def record(

@@ -9,13 +9,14 @@ from typing import Any
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.tools.papers.paper_findings import distinct, label_of, role_errors
+from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
 from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
 from spbench.bench.tools.report.report_markdown import code, dated, link, listed, plain, quantity_words
-from spbench.bench.tools.report.report_verdict import badge, counts, most_misses, verdict_on
+from spbench.bench.tools.report.report_verdict import badge, most_misses
 from spbench.bench.tools.report.what_changed import changes
 from spbench.plots.series import grouped
 
