@@ -141,10 +141,7 @@ GPUS = Along("Number of GPUs", gpus, str, " GPUs", oom_persists=False)
 # -- marks and notes of rows without a number ------------------------------------------------------------
 
 #: status -> (marker, filled, its name in legends); every other status without a number is a failure
-_MARKS = {
-    "oom": ("x", True, "out of memory"),
-    "unsupported": ("s", False, "unsupported"),
-}
+_MARKS = {"oom": ("x", True, "out of memory"), "unsupported": ("s", False, "unsupported")}
 _FAILURE = ("v", False, "failed")
 
 
