@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
+from spbench.bench.git import asked as asked_git
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
@@ -33,6 +36,7 @@ from spbench.bench.tools.papers.past_errors import (
 )
 from spbench.bench.tools.papers.reproduction import (
     FOLDER,
+    UNFOLLOWED,
     Reproduction,
     records_of,
     reproduce_paper,
@@ -162,3 +166,15 @@ def _all_cells() -> Mapping[str, Cell]:
     declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
     return {cell.key: cell for each in declared for cell in declared_cells(*each)}
+
+
+def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
+    """The outputs of `spbench reproduce`, whose options the arguments are."""
+    committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
+    request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
+    request.check()
+    if request.output == UNFOLLOWED:
+        message(
+            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
+        )
+    return reproduced(request, executor)
