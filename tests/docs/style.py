@@ -136,7 +136,7 @@ def _opening(page: list[Text]) -> Iterator[Fault]:
         count += words(text.text)
     if not 0 < count <= OPENING_WORDS:
         yield Fault(
-            found[0].line, "opening", f"{count} words of prose after the title, not 1 to {OPENING_WORDS}"
+            page[0].line, "opening", f"{count} words of prose after the title, not 1 to {OPENING_WORDS}"
         )
 
 
