@@ -95,6 +95,11 @@ def percent(part: float | None, places: int = 1) -> str | None:
     return None if part is None else f"{part:.{places}%}"
 
 
+def error_percent(error: float) -> str:
+    """The size of a relative error in percent: one digit after the point, two significant ones below 1%."""
+    return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
+
+
 def difference(error: float | None, places: int = 1) -> str | None:
     """A relative difference in percent, with its sign: "+8.3%"."""
     return None if error is None else f"{error:+.{places}%}"
@@ -144,3 +149,19 @@ def _with_digits(value: float, scale: float, digits: int) -> str:
         return f"{value:,.0f}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value / scale))))
     return f"{value / scale:,.{places}f}"
+
+
+#: the names of parts of a step, in rows -> what people are shown
+_PARTS_OF_STEP = {
+    "products": "matmul",
+    "memory_bound": "memory-bound",
+    "within_nodes": "intra-node links",
+    "across_nodes": "inter-node links",
+    "links within a node": "intra-node links",
+    "links across nodes": "inter-node links",
+}
+
+
+def shown_part(name: str) -> str:
+    """A part of a step, or what bounds it, as people are shown it: "matmul" for ``products``."""
+    return _PARTS_OF_STEP.get(name, name.replace("_", " "))

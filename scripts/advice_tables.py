@@ -26,6 +26,7 @@ from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.ask import answered
 from spbench.bench.tools.advise.question import question
 from spbench.bench.tools.fit.asked import Asked
+from spbench.plots.axes import length_text
 
 FOLDER = Path("results", "advice")
 PAGE = Path("docs", "advice.md")
@@ -92,7 +93,7 @@ def keep(name: str, answer: Advice, idle: bool) -> None:
         "seconds": round(answer.seconds, 1) if idle else "",
         "cpu_s": round(answer.cpu_s, 1),
         "code": code_digest(),
-        **{what: answer.found.counts[what] for what in _COUNTS},
+        **{what: answer.result.counts[what] for what in _COUNTS},
         "why": answer.why(),
     }
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,7 @@ def write_page() -> None:
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
         found = best.get(line["name"])
-        cells = [line["model"], f"{line['gpus']} {line['cluster']}", line["seq_len"]]
+        cells = [line["model"], f"{line['gpus']} {line['cluster']}", length_text(int(line["seq_len"]))]
         if found is None:
             cells += ["nothing fits", *[""] * 4]
         else:
@@ -142,7 +143,7 @@ def write_page() -> None:
             cells += [
                 f"{found['strategy']} {found['mesh']}, {found['backend']}",
                 f"{float(found['step_time_s']):.3g} s",
-                f"{rate:.3g}",
+                f"{float(f'{rate:.3g}'):,.0f}",
                 f"{float(found['mfu']):.0%}" if found["mfu"] else "",
                 ", ".join([*others[:_TIES], *([f"{len(others) - _TIES} more"] if others[_TIES:] else [])]),
             ]

@@ -127,11 +127,11 @@ def rates() -> dict[str, tuple[float, float]]:
 
 def models() -> Iterator[tuple[str, list[Kernel]]]:
     """(name, kernels) of the models of the tables, which have 16 heads of 128."""
-    heads, size = 16, 128
-    for model in (LINEAR_MODELS["tnl-1b"], SOFTMAX_MODELS["causal-transformer-1b"]):
-        assert (model.heads, model.hidden) == (heads, heads * size)
-    yield "tnl-1b", [*linear_kernels(heads, size, LENGTH)]
-    yield "causal-transformer-1b", [*flash_kernels(heads, size, LENGTH, causal=True)]
+    linear = LINEAR_MODELS["tnl-1b"]
+    yield "tnl-1b", [*linear_kernels(linear.heads, linear.hidden // linear.heads, LENGTH)]
+    softmax = SOFTMAX_MODELS["causal-transformer-1b"]
+    size = softmax.hidden // softmax.heads
+    yield "causal-transformer-1b", [*flash_kernels(softmax.heads, size, LENGTH, causal=True)]
 
 
 def kernel_table() -> list[Line]:

@@ -30,7 +30,7 @@ class Reader:
     def __init__(self, folder: Path, in_process: bool):
         self.folder, self.in_process = folder, in_process
         (folder / "results").mkdir()
-        for name in ("scenarios", "results/baseline"):
+        for name in ("scenarios", "results/baseline", "results/reproduction"):
             (folder / name).symlink_to(ROOT / name)
 
     def follow(self, blocks: Iterable[Block]) -> int:

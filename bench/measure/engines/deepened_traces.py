@@ -8,7 +8,7 @@ cuts do not depend on how many there are (:meth:`Backend.cuts`), outside forward
 A layer takes as long to trace as any other, and the layers of a model are alike. So few are traced: models of
 3 and 5 layers, from which that of all layers is put together, and one of 4, which is the proof: what is put
 together for 4 layers must equal it in every field. If it does not, or a list of the two is no list of like
-blocks, the whole model is traced. A guess does without the proof, and takes models of 2 and 4 layers.
+blocks, the whole model is traced. A guess takes the models of 3 and 5 layers, and does without the proof.
 
 What the proof cannot show is a limit that 5 layers do not reach. So nothing may grow with the number of
 layers that could have one (:mod:`measure.engines.deepened_traces`), unless the backend says that it
@@ -219,14 +219,14 @@ class _DeepCounts:
             raise NotAlike("a deeper model sends other messages")
 
     def by(self, layers: int) -> CommunicationMeter:
-        made = CommunicationMeter(self._deeper.axes)
-        made.current_phase = self._deeper.current_phase
+        meter = CommunicationMeter(self._deeper.axes)
+        meter.current_phase = self._deeper.current_phase
         pairs = zip(self._shallow.counts.items(), self._deeper.counts.items(), strict=True)
         for (before, n), (which, more) in pairs:
             growth = np.array([which.payload_bytes - before.payload_bytes, more - n], dtype=np.float64)
             payload, count = _grown(np.array([which.payload_bytes, more]), growth, layers).tolist()
-            made.counts[replace(which, payload_bytes=payload)] = count
-        return made
+            meter.counts[replace(which, payload_bytes=payload)] = count
+        return meter
 
 
 class DeepTrace:

@@ -1,6 +1,6 @@
 """A search on any engine: the largest value that fits, proved by a step at each value that was tried.
 
-On virtual ranks it is predicted from a few small traces (:mod:`measure.engines.extrapolate`), then
+On virtual ranks it is predicted from a few guessed traces (:mod:`measure.engines.extrapolate`), then
 proved by whole traces: the answer fits, one step more does not. So a search costs two whole traces where the
 prediction is right, one more where the allocator loses memory to fragmentation, and up to three more where
 the step is no multiple of what fused kernels take. The time of a step comes from the same traces.
@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.engine import Candidates, Engine
-from spbench.bench.measure.engines.extrapolate import NotOneProgram, Programs, ShallowNeeds
+from spbench.bench.measure.engines.extrapolate import Needs, NotOneProgram, Programs
 from spbench.bench.measure.engines.plan import rank_classes, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.repeated_events import stretches
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.replay import replay, stretches
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
 
 #: whole traces that a search may take before it is given up as a failure
 MAX_PROBES = 40
@@ -78,29 +76,19 @@ class Boundary:
         self._sample()
 
     def _sample(self) -> None:
-        """Learn how the memory of the predicted class grows, from small shallow traces."""
+        """Learn how the memory of the predicted class grows, from guessed traces of small sizes."""
         cell, quantity = self.candidates.cell, self.candidates.quantity
         smallest = quantity.smallest_sample(self.unit)
         points = [smallest * n for n in range(1, quantity.degree + 2)]
-        model = model_preset(*cell.model_arguments)
-        layers, self.period = getattr(model, "layers", None), model.period
-        if self.period > 1 and layers and layers % (cell.sizes.pp * self.period):
-            layers = None  # stages differ, so the model is traced whole
-        depth = layers and layers // cell.sizes.pp // self.period
-        self.needs = ShallowNeeds(cell, self._trace_at, depth, self.capacity)
+        self.needs = Needs(cell, self._trace_at, self.capacity)
         try:
-            self.programs: Programs | None = Programs(
-                lambda units, layers: self._trace_at(units, layers).memory, points, depth
-            )
+            self.programs: Programs | None = Programs(lambda units: self._trace_at(units).memory, points)
         except NotOneProgram:
             self.programs = None
 
-    def _trace_at(self, units: int, layers: int | None) -> Trace:
+    def _trace_at(self, units: int) -> Trace:
         cell = self.candidates.at(units * self.unit)
-        if layers is not None:
-            options = {**cell.model_options, "layers": layers * cell.sizes.pp * self.period}
-            cell = cell.model_copy(update={"model_options": options})
-        return tracing.trace(cell, rank_classes(cell)[self.predicted].first)
+        return tracing.trace(cell, rank_classes(cell)[self.predicted].first, effort="guess")
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -127,7 +115,7 @@ class Boundary:
                 return self._guess_of_needs()
 
     def _guess_of_needs(self) -> int:
-        """The last size that fits by traces of few layers. These do not see what the allocator loses: the
+        """The last size that fits by guessed traces. These do not see what the allocator loses: the
         first whole traces of one that may not flush tell it; else each disappointment goes further below."""
         if self.newest and len(self.proof) < 4 and not self.candidates.cell.training.alloc_retries:
             return self.needs.last_that_fits(self.low, self.high, self._most(self.newest))
@@ -157,8 +145,8 @@ class Boundary:
                 sizes = model.resized(log, at, units)
                 kind = allocator_of(self.candidates.cell)
                 repeated = stretches(sizes, log.events, log.streams)
-                found = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
-                return found.out_of_memory is None
+                served = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
+                return served.out_of_memory is None
         return model(units) <= self.capacity
 
     def probe(self, value: int) -> bool:
@@ -249,7 +237,7 @@ def search(cell: Cell, engine: Engine) -> Measurement:
     if answer and candidates.asked.timed:
         measurement = engine.measure(at(answer))
     measurement.answer = answer
-    measurement.proof = [proof_of(value, found) for value, found in tried.items()]
+    measurement.proof = [proof_of(value, measured) for value, measured in tried.items()]
     return measurement
 
 

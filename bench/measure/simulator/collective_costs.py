@@ -59,7 +59,7 @@ class GroupLinks(NamedTuple):
     @property
     def cards(self) -> float:
         """Network cards of a node for each of the groups that leave it: a ring on each, so a group alone on
-        its node has them all, as far as its devices can feed them. Of the node that has fewest."""
+        its node has them all, as far as its devices can feed them. The node that has fewest counts."""
         return min(map(self.cards_of, self.on_node))
 
     def cards_of(self, node: int) -> float:

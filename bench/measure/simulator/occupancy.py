@@ -97,7 +97,7 @@ class ProcessGroups:
         self.free = np.zeros(len(steps.ranks))
 
     def seconds(self, collective: str, nbytes: float) -> np.ndarray:
-        """Of one collective of all groups at once, in seconds by simulated group."""
+        """Seconds of one collective that all groups run at once, by simulated group."""
         key = (collective, nbytes)
         if key not in self._seconds:
             # groups that are not simulated take their share of the network cards too

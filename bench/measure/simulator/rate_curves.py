@@ -99,7 +99,8 @@ def _collective(costs: Costs, kind: str, ranks: int) -> Callable[[int], float]:
 
 
 def _send(costs: Costs, sources: Sequence[int], peer: int) -> Callable[[int], float]:
-    """Of each of a node's devices to its like on the other, or of one to its neighbour."""
+    """Seconds of a send by bytes: from each device of a node to its like on the other node, or from one
+    device to its neighbour."""
     latency, per_byte = costs.transfers(sources, [rank + peer for rank in sources], 1)
     return lambda nbytes: float((latency + per_byte * nbytes).max())
 

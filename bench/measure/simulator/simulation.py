@@ -76,13 +76,11 @@ class Simulation(SimulationState):
 
     def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
         """Take some ranks of a program from a step as far as they get."""
-        steps, before, posted = self.steps[number], self.before[number], self.posted[number]
-        kinds, streams, partners = steps.kinds, steps.streams, steps.partners
-        reached, left = self.reached[number], self.left[number]
-        end, ended, losses = self.end[number], self.ended[number], self.losses[number]
+        steps, before, host = self.steps[number], self.before[number], self.hosts[number]
+        kinds, streams = steps.kinds, steps.streams
+        reached, clocks = self.reached[number], self.clocks[number]
         everyone = len(who) == len(steps.ranks)
         index = slice(None) if everyone else who
-        clocks, host = self.clocks[number], self.hosts[number]
         now = clocks[COMPUTE_STREAM, index]
         if host is not None:
             launching = host.now[index]
@@ -115,35 +113,19 @@ class Simulation(SimulationState):
                     here = np.maximum(here, launching + host.latency)
             reached[at, index] = here
             if kind == WAIT:
-                partner = partners[at]
-                ends = end[partner][index]
-                if ended[partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
+                leaves = self._wait(number, at, who, here)
+                if leaves is None:
                     if host is None:
                         clocks[COMPUTE_STREAM, index] = now - before[at]
                     else:
                         clocks[COMPUTE_STREAM, index], host.now[index] = before_segment
-                    self._part(number, at, who, late)
                     return
-                if lost := losses[at]:
-                    lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
-                    here = here + self.costs.whole(self.costs.overlap_loss * lasted)
-                left[at, index] = here = np.maximum(here, ends)
                 if stream == COMPUTE_STREAM:
-                    now = here
+                    now = leaves
                 else:
-                    clocks[stream, index] = here
-            elif kind in (KERNEL, RECORD):
-                self.start[number][at, index] = here
-                end[at, index] = here = here + self.taken[number][at]
-                ended[at] += len(who)
-                if kind == KERNEL:
-                    clocks[stream, index] = here
+                    clocks[stream, index] = leaves
             else:
-                posted[at] += len(who)
-                if kind == COLLECTIVE:
-                    self._gather(number, at, who)
-                else:
-                    self._meet(number, at, who, everyone)
+                self._post(number, at, who, here)
             at += 1
         if host is None:
             now = now + before[len(kinds)]
@@ -151,8 +133,43 @@ class Simulation(SimulationState):
             now, host.now[index] = host.reach(len(kinds), now, launching, index)
         clocks[COMPUTE_STREAM, index] = now
 
+    def _wait(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> np.ndarray | None:
+        """When some ranks leave a wait that they reach at the times ``here``; None: not all of them can yet,
+        and they are set apart."""
+        steps, end = self.steps[number], self.end[number]
+        index = slice(None) if len(who) == len(steps.ranks) else who
+        partner = steps.partners[at]
+        ends = end[partner][index]
+        if self.ended[number][partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
+            self._part(number, at, who, late)
+            return None
+        if lost := self.losses[number][at]:
+            lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
+            here = here + self.costs.whole(self.costs.overlap_loss * lasted)
+        self.left[number][at, index] = here = np.maximum(here, ends)
+        return here
+
+    def _post(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> None:
+        """Begin what some ranks reach at the times ``here``: a kernel of a further stream, a record or
+        communication."""
+        steps = self.steps[number]
+        everyone, kind = len(who) == len(steps.ranks), steps.kinds[at]
+        if kind in (KERNEL, RECORD):
+            index = slice(None) if everyone else who
+            self.start[number][at, index] = here
+            self.end[number][at, index] = here = here + self.taken[number][at]
+            self.ended[number][at] += len(who)
+            if kind == KERNEL:
+                self.clocks[number][steps.streams[at], index] = here
+            return
+        self.posted[number][at] += len(who)
+        if kind == COLLECTIVE:
+            self._gather(number, at, who)
+        else:
+            self._meet(number, at, who, everyone)
+
     def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
-        """Of ranks that wait, those that can go on from here later; the others when what they wait for has
+        """Note when ranks that wait go on: some from here later, the others when what they wait for has
         ended."""
         if not late.all():
             self._resume(number, at, who[~late])

@@ -42,7 +42,7 @@ class Times(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Of each simulated rank of a program, seconds.
+    """Seconds that each simulated rank of a program waits or communicates.
 
     Attributes:
         waited: of the compute stream, for anything.
@@ -129,20 +129,20 @@ class _Crossing:
         # one number of both, which is small, so that a table tells which there are
         many = int(partners[moving].max(initial=0)) + 2
         codes = kinds * many + np.where(moving, partners, -1) + 1
-        found = np.bincount(codes) > 0
-        self._of = (np.cumsum(found) - 1)[codes]
-        each = ((code // many, code % many - 1) for code in np.flatnonzero(found).tolist())
+        used = np.bincount(codes) > 0
+        self._of = (np.cumsum(used) - 1)[codes]
+        each = ((code // many, code % many - 1) for code in np.flatnonzero(used).tolist())
         self._leaves = np.array([self._leave(*one) for one in each] if self.some else ())
 
     def shares(self, at: np.ndarray, places: np.ndarray) -> np.ndarray:
         """[steps, ranks]: 1.0 where a step, by its number, leaves the node of a rank, else 0.0."""
         if not self.some or not len(at):
             return np.zeros((len(at), len(self._nodes[places])))
-        found: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
-        return found
+        shares: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
+        return shares
 
     def _leave(self, kind: int, partner: int) -> np.ndarray:
-        """Of each simulated rank, whether such a step leaves its node."""
+        """[simulated ranks]: whether such a step leaves the rank's node."""
         program, ranks = self._steps.program, self._steps.ranks
         if kind == COLLECTIVE:
             members = program.groups[partner].members_by_rank(ranks, program.mesh)
@@ -155,13 +155,13 @@ class _Crossing:
 
 
 def covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Of each column of [events, ranks], the length of the union of its intervals."""
+    """The length of the union of the intervals in each column of [events, ranks]."""
     return column_sums(np.subtract(*union(start, end)[::-1]))
 
 
 def union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each column of [events, ranks], starts and ends of intervals that do not overlap and have the same
-    union, in order."""
+    """Starts and ends of intervals in order that do not overlap and have the same union, for each column of
+    [events, ranks]."""
     # nearly in order already, which a stable sort makes use of
     order = np.argsort(start, axis=0, kind="stable")
     start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)

@@ -17,7 +17,7 @@ from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
     IN_BLOCKS,
     NAMED,
-    Found,
+    SearchResult,
     Seen,
     complexity,
     is_tie,
@@ -37,15 +37,15 @@ _TO_EACH = "all_to_all"
 _TO_NEXT = ("send", "recv")
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
-    "products_s": "products",
-    IN_BLOCKS: "products in blocks, by a fitted charge",
+    "products_s": "matmul",
+    IN_BLOCKS: "matmul in blocks, by a fitted charge",
     "attention_s": "attention",
-    "memory_bound_s": "operators bound by memory",
-    "within_nodes_s": "waiting for links within a node",
-    "across_nodes_s": "waiting for links across nodes",
+    "memory_bound_s": "memory-bound operators",
+    "within_nodes_s": "exposed intra-node communication",
+    "across_nodes_s": "exposed inter-node communication",
     "bubble_s": "bubble",
-    "overhead_s": "launches",
-    "host_s": "host",
+    "overhead_s": "launch overhead",
+    "host_s": "waiting for the host",
 }
 
 
@@ -62,7 +62,7 @@ class Advice:
     """
 
     question: Question
-    found: Found
+    result: SearchResult
     seconds: float = 0.0
     cpu_s: float = 0.0
     prices: Sequence[SwitchPrice] = ()
@@ -73,26 +73,26 @@ class Advice:
     def ranked(self) -> list[Seen]:
         """The layouts that are named: those that tie with the fastest, the simplest first, and then the
         others."""
-        return ranked(self.found.best)[:NAMED]
+        return ranked(self.result.best)[:NAMED]
 
     @property
     def tie_limit(self) -> float:
         """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
-        return tie_limit(self.found.best)
+        return tie_limit(self.result.best)
 
     @property
     def _rates(self) -> str:
-        rates: str = self.found.best[0].measured["rates"]
+        rates: str = self.result.best[0].measured["rates"]
         return rates
 
     def is_tie(self, seen: Seen) -> bool:
-        """Whether its time is not told apart from the shortest; see :func:`.ranking.is_tie`."""
-        return is_tie(seen, self.found.best)
+        """Whether its time ties with the shortest; see :func:`.ranking.is_tie`."""
+        return is_tie(seen, self.result.best)
 
     def hidden_ties(self) -> list[Seen]:
         """Those that tie with the fastest and are not named, the simplest first; none is simpler than a tie
         that is named."""
-        return [seen for seen in ranked(self.found.best)[NAMED:] if self.is_tie(seen)]
+        return [seen for seen in ranked(self.result.best)[NAMED:] if self.is_tie(seen)]
 
     @property
     def winner(self) -> Seen | None:
@@ -125,7 +125,7 @@ class Advice:
         memory = {name: getattr(card, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
         return {
             "rank": rank,
-            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.found.best)) > 1,
+            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.result.best)) > 1,
             "strategy": cell.strategy,
             "mesh": cell.mesh_text,
             "backend": cell.training.backend,
@@ -133,7 +133,7 @@ class Advice:
             "settings": written(settings_beside(self.question.cell, cell)),
             "attention": model_preset(*cell.model_arguments).attention_kernel,
             "step_time_s": step,
-            "behind": step / self.found.best[0].step_s - 1,
+            "behind": step / self.result.best[0].step_s - 1,
             "step_time_low_s": measured.get("step_time_low_s"),
             "step_time_high_s": measured.get("step_time_high_s"),
             "tokens_per_s": measured["tokens_per_s"],
@@ -161,7 +161,7 @@ class Advice:
         """The layouts that fit and are simpler than the one that is named first: of each number of strategies
         and axes the fastest. None of them ties with the fastest."""
         by_shape: dict[tuple[int, ...], Seen] = {}
-        for seen in self.found.best:
+        for seen in self.result.best:
             by_shape.setdefault(complexity(seen.cell)[:2], seen)
         own = complexity(self.winner.cell)[:2] if self.winner else ()
         return [seen for shape, seen in by_shape.items() if shape < own]
@@ -175,7 +175,7 @@ class Advice:
     def priced_by(self) -> str:
         """What the times of the best layouts are priced by instead of a rate of its own, in words; "": all
         have rates."""
-        return priced_by_in_words(seen.measured for seen in self.found.best)
+        return priced_by_in_words(seen.measured for seen in self.result.best)
 
     def attention(self) -> str:
         """The named layout's attention kernel, and what its step would take by others, in words; "": nothing
@@ -194,10 +194,10 @@ class Advice:
         ]
 
     def point(self) -> dict[str, Any]:
-        """Of a map: the winner's strategy, "" where nothing fits, and whether another one ties with it."""
+        """A point of a map: the winner's strategy, "" where nothing fits, and whether one ties with it."""
         winner = self.winner
         strategy = winner.cell.strategy if winner else ""
-        others = [s for s in self.found.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
+        others = [s for s in self.result.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
         return {
             **self.asked,
             "strategy": strategy,
@@ -209,12 +209,12 @@ class Advice:
     def other_settings(self) -> dict[str, float]:
         """The times of the fastest layout with other settings of its strategy or another order of the mesh,
         over its own, by these settings; as far as they were looked at and fit, the fastest first."""
-        fastest = self.found.best[0]
+        fastest = self.result.best[0]
         searched = ("strategy_options", "mesh")
         same = fastest.cell.model_dump(exclude={*searched})
         own = {name: getattr(fastest.cell, name) for name in searched}
         others = {}
-        for seen in sorted((s for s in self.found.traced if s.fits), key=lambda s: s.step_s):
+        for seen in sorted((s for s in self.result.traced if s.fits), key=lambda s: s.step_s):
             if seen is not fastest and seen.cell.model_dump(exclude={*searched}) == same:
                 differs = {name: each for name in searched if (each := getattr(seen.cell, name)) != own[name]}
                 others[_differing(differs, own)] = seen.step_s / fastest.step_s
@@ -232,7 +232,7 @@ class Advice:
         winner = self.winner
         if winner is None:
             return ""
-        others = [s for s in self.found.of_strategies if s.cell.strategy != winner.cell.strategy]
+        others = [s for s in self.result.of_strategies if s.cell.strategy != winner.cell.strategy]
         if not others:
             if self.question.strategies == [winner.cell.strategy]:
                 return "no other strategy was asked about"
@@ -242,7 +242,7 @@ class Advice:
         differences = {name: theirs[name] - mine[name] for name in _PARTS}
         sign = 1 if other.step_s >= winner.step_s else -1
         reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
-        told = ", ".join(
+        causes = ", ".join(
             f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
             for name in reasons
             if sign * differences[name] > 0.001 * winner.step_s
@@ -258,14 +258,14 @@ class Advice:
             apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
         order = packaged_model().order(self._rates, apart)
-        return "; ".join(filter(None, [head, told, order]))
+        return "; ".join(filter(None, [head, causes, order]))
 
 
 def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Settings that another layout has not, as people write them."""
     options = settings.get("strategy_options", {})
-    told = {k: v for k, v in options.items() if v != own["strategy_options"].get(k)}
-    return written(told | ({"mesh": settings["mesh"] or "as it is"} if "mesh" in settings else {}))
+    differing = {k: v for k, v in options.items() if v != own["strategy_options"].get(k)}
+    return written(differing | ({"mesh": settings["mesh"] or "as it is"} if "mesh" in settings else {}))
 
 
 def _parts(seen: Seen) -> dict[str, float]:

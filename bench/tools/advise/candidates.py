@@ -128,16 +128,18 @@ def candidates(
         left_out: counts those that take longer, as :data:`SLOWER`.
     """
     forward_only = question.cell.training.step == "inference"
-    known = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
-    backends = [known[text] for text in estimates.backends]
+    settings_by_text = (
+        {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    )
+    backends = [settings_by_text[text] for text in estimates.backends]
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     for way in ways(question):
-        made = figures_of(estimates, way, question, refused)
-        if made is None:
+        figures_and_options = figures_of(estimates, way, question, refused)
+        if figures_and_options is None:
             continue
-        figures, options = made
+        figures, options = figures_and_options
         for layout in layouts(question, way, estimates.layers, refused):
             times, states = estimates.times(layout, figures), estimates.states(layout, figures)
             activations = estimates.activations(layout)
@@ -176,8 +178,8 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
 
 
 def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
-    """Of the settings of each backend that have states on the host, the place of those that have them on
-    cards and are the same otherwise; None: they have none there, or there are no such others."""
+    """For the settings of each backend, the place of those with the same settings but states on cards; None:
+    they have no states on the host, or there are no such others."""
 
     def twin(at: int) -> int | None:
         own = backends[at].items()

@@ -41,12 +41,12 @@ class Depths:
 
     @property
     def layer(self) -> float:
-        """Of a layer."""
+        """The number of one layer."""
         return self.two - self.one
 
     @property
     def ends(self) -> float:
-        """Of what is not layers."""
+        """The number of what is not layers."""
         return max(0.0, self.one - self.layer)
 
 
@@ -65,7 +65,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class BackendFigures:
-    """Of a backend, for each element of parameters that a rank has.
+    """What a backend holds and sends, for each element of parameters that a rank has.
 
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
@@ -82,7 +82,7 @@ class BackendFigures:
 
 @dataclass(frozen=True)
 class WayFigures:
-    """Of a way to divide a sample, on a rank.
+    """What a rank holds and sends by a way to divide a sample.
 
     Attributes:
         sent_s: seconds of what the strategy sends for one sample of one micro-batch.
@@ -136,7 +136,7 @@ class Estimates:
         sizes = {"dp": self.gpus // way.ranks, **way.axes}
         sent, elements = [], []
         for layers in (1, 2):
-            made = at_depth(self.cell, layers).model_copy(
+            shallow = at_depth(self.cell, layers).model_copy(
                 update={
                     "strategy": way.strategy,
                     "strategy_options": dict(options),
@@ -144,8 +144,8 @@ class Estimates:
                     "batch": 1,
                 }
             )
-            strategy, model = planned_strategy(made), model_preset(*made.model_arguments)
-            precision, (_, length) = PRECISIONS[made.precision], made.shape
+            strategy, model = planned_strategy(shallow), model_preset(*shallow.model_arguments)
+            precision, (_, length) = PRECISIONS[shallow.precision], shallow.shape
             sites = list(model.sites(1, length, strategy.vocabulary_parts))
             strategy.check(sites)
             entries = strategy.traffic(sites, precision.parameters.itemsize)
@@ -208,8 +208,8 @@ class Estimates:
         part = computing[None] / parts
         sums = np.maximum(0.0, once - _HIDDEN_ONCE * part)
         sent_s = sums + parts * np.maximum(0.0, each - _HIDDEN_EACH * part)
-        found: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
-        return found
+        seconds: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
+        return seconds
 
     def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
         """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
@@ -247,8 +247,8 @@ class Estimates:
         """Bytes of states of training on a rank, for each backend."""
         sharing = layout.dp * ranks_along(way.alike, layout.sizes)
         each = np.array([e.whole_bytes + e.shared_bytes / sharing for e in self.backends.values()])
-        found: np.ndarray = each * self._elements(layout, way)
-        return found
+        nbytes: np.ndarray = each * self._elements(layout, way)
+        return nbytes
 
     def activations(self, layout: Layout) -> np.ndarray:
         """Bytes of everything else on the fullest rank at its peak, for each saving."""
@@ -256,12 +256,12 @@ class Estimates:
         at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
         _, _, layer, ends = self._of_savings
         sample = self.periods / layout.pp * layer * at_once + ends
-        found: np.ndarray = layout.micro_batch * sample / layout.way.ranks
-        return found
+        nbytes: np.ndarray = layout.micro_batch * sample / layout.way.ranks
+        return nbytes
 
     @cached_property
     def _of_savings(self) -> np.ndarray:
-        """Of each saving: seconds of a layer and of the ends, bytes of a layer and of the ends."""
+        """[savings, 4]: seconds of a layer and of the ends, bytes of a layer and of the ends."""
         depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
         rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
         return np.array(rows, dtype=float).T

@@ -26,7 +26,7 @@ from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import NAMED, TOSS, Found, Seen, complexity, ranked
+from spbench.bench.tools.advise.ranking import NAMED, TOSS, SearchResult, Seen, complexity, ranked
 from spbench.bench.tools.advise.references import references, savings_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 from spbench.impls.models.model import model_preset
@@ -58,7 +58,7 @@ class Search:
 
     Args:
         asking: traces layouts.
-        say: told what is done.
+        say: takes what is done.
 
     Attributes:
         every: the candidates, once there are some.
@@ -69,7 +69,7 @@ class Search:
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         #: a layout that takes more is not traced
         self.most_bytes = self.usable
-        self.found = Found()
+        self.result = SearchResult()
         self.every: Sequence[Candidate] = ()
         self.seen: dict[str, Seen] = {}
         #: by strategy, how much longer steps were by traces of all layers than by those of few
@@ -85,7 +85,7 @@ class Search:
         """Estimated bytes above which nothing is traced."""
         return _TOO_LARGE * self.usable
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search.
 
         Raises:
@@ -99,7 +99,7 @@ class Search:
             waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
         self.say(f"{len(self.every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
-        counts = self.found.counts
+        counts = self.result.counts
         counts["need too much by the estimate"] = len(self.every) - len(waiting)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
@@ -110,7 +110,7 @@ class Search:
         self._polish()
         self._whole()
         self._conclude()
-        return self.found
+        return self.result
 
     def _enumerate(self) -> None:
         """Make all candidates, with their estimates by small traces.
@@ -119,7 +119,7 @@ class Search:
             UserError: none can be traced.
         """
         self.say("small traces of the model and of the backends", 0.0)
-        question, counts, refused = self.question, self.found.counts, self.found.refused
+        question, counts, refused = self.question, self.result.counts, self.result.refused
         savings = savings_of(question)
         estimates = Estimates(question.cell, question.gpus, *references(question, self.asking, savings))
         self.every = [*candidates(question, estimates, savings, refused, self.usable, counts)]
@@ -193,39 +193,39 @@ class Search:
 
     def _look(self, chosen: Sequence[Candidate]) -> None:
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
-        made = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
+        candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
         for seen in self._traced(cells, "few_layers"):
-            self.learned.add(made[seen.cell.key], seen.step_s, seen.peak)
+            self.learned.add(candidate_of[seen.cell.key], seen.step_s, seen.peak)
         self.learned.fit()
 
     def _traced(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
         """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
         is counted and left out."""
-        found = []
+        traced = []
         for cell, outcome in looks(self.asking, cells, depth):
             if outcome.status == "unsupported":
-                self.found.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
-                self.found.counts["cannot be run"] += 1
+                self.result.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.result.counts["cannot be run"] += 1
                 self.seen.pop(cell.key, None)
             else:
                 if depth == "all_layers" and (few := self.seen.get(cell.key)):
                     ratio = outcome.measurement["step_time_s"] / few.step_s
                     self.longer.setdefault(cell.strategy, []).append(ratio)
                 self.seen[cell.key] = Seen(cell, outcome, depth)
-                found.append(self.seen[cell.key])
-        return found
+                traced.append(self.seen[cell.key])
+        return traced
 
     def fitting(self) -> list[Seen]:
         """The cells that fit and that the program has, if one is given; the fastest first."""
-        found = (s for s in self.seen.values() if s.fits and self.question.runs(s.cell))
-        return sorted(found, key=self._least_whole_s)
+        seen = (s for s in self.seen.values() if s.fits and self.question.runs(s.cell))
+        return sorted(seen, key=self._least_whole_s)
 
     def _least_whole_s(self, seen: Seen) -> float:
         """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
         longer than by few layers, as where the host falls behind, so will this one."""
-        known = self.longer.get(seen.cell.strategy, ())
-        few = seen.depth != "all_layers" and len(known) > 1
-        return seen.step_s * (min(known) if few else 1.0)
+        ratios = self.longer.get(seen.cell.strategy, ())
+        few = seen.depth != "all_layers" and len(ratios) > 1
+        return seen.step_s * (min(ratios) if few else 1.0)
 
     # -- all layers ------------------------------------------------------------------------------------
 
@@ -272,15 +272,15 @@ class Search:
             if not self.question.keeps(settings):
                 continue
             try:
-                made = changed(cell, settings)
+                other = changed(cell, settings)
             except UserError:
                 continue
-            if made.key not in self.seen:
-                cells[made.key] = made
+            if other.key not in self.seen:
+                cells[other.key] = other
         return [*cells.values()]
 
     def _changes_looked_at(self, cells: Sequence[Cell]) -> None:
-        self.found.counts["looked at"] += len(cells)
+        self.result.counts["looked at"] += len(cells)
         self._traced(cells, "few_layers")
 
     def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
@@ -292,7 +292,7 @@ class Search:
                 yield {"mesh": mesh}
 
     def _partial(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """Of a cell that saves memory, what saves less of it and takes less time, the cheapest first."""
+        """Settings that save less memory than a cell's own and take less time, the cheapest first."""
         model = model_preset(*self.question.cell.model_arguments)
         savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
         own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
@@ -305,7 +305,7 @@ class Search:
         return self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        """Of each kind of cells the fastest that fits, or the simplest of those that are as fast but for a
+        """The fastest of each kind of cells that fits, or the simplest of those that are as fast but for a
         toss; the fastest first."""
         of_kinds: dict[Hashable, list[Seen]] = {}
         for seen in self.fitting():
@@ -317,11 +317,11 @@ class Search:
         return sorted(best, key=self._least_whole_s)
 
     def _conclude(self) -> None:
-        found, fitting = self.found, self.fitting()
-        found.traced = [*self.seen.values()]
-        found.best = self._best_layouts()
-        found.of_strategies = self._best_of(lambda cell: cell.strategy)
+        result, fitting = self.result, self.fitting()
+        result.traced = [*self.seen.values()]
+        result.best = self._best_layouts()
+        result.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:
-            found.nearest = min(self.seen.values(), key=lambda s: s.peak)
-        found.counts["traced with few layers"] = len(self.seen)
-        found.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in found.traced)
+            result.nearest = min(self.seen.values(), key=lambda s: s.peak)
+        result.counts["traced with few layers"] = len(self.seen)
+        result.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in result.traced)

@@ -80,15 +80,15 @@ class Refused:
 
 
 def divisors(n: int) -> list[int]:
-    """Of n, in ascending order."""
+    """The divisors of n, in ascending order."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def searched_strategies(question: Question) -> list[Nesting]:
-    """The strategies that may be asked, alone and around each other; no peers, which stand for the same. Of a
-    program's, those that it has, alone or around others that it has alone."""
+    """The strategies that may be asked, alone and around each other; no peers, which stand for the same.
+    Where a program is given, those that it has, alone or around others that it has alone."""
     own = [name for name, cls in strategies().items() if not cls.requires and settings_of(question, name)]
-    found = []
+    searched = []
     for depth in range(1, _DEEPEST + 1):
         for parts in itertools.permutations(own, depth):
             if not question.allows(PLUS.join(parts)):
@@ -98,8 +98,8 @@ def searched_strategies(question: Question) -> list[Nesting]:
             except ValueError:
                 continue
             if settings_of(question, nested.name):
-                found.append(nested)
-    return found
+                searched.append(nested)
+    return searched
 
 
 def ways(question: Question) -> Iterator[Way]:

@@ -117,12 +117,12 @@ class Nearest(NamedTuple):
 
 
 class Learned:
-    """How far estimates were off.
+    """Corrections to the estimates, from traced candidates.
 
-    Of seconds, traced over estimated: a factor of each way, times one of each backend and one of each size of
-    micro-batches, by Bayesian least squares of their logarithms. So a size that was traced only with ways
-    that were traced with no other is as good as unknown: its factor cannot be told from theirs. Of bytes,
-    what was not foreseen of the candidates that are most alike.
+    Seconds: one factor per way, per backend and per size of micro-batches, fitted to traced over estimated
+    seconds by Bayesian least squares of their logarithms. A size that was traced only with ways that were
+    traced with no other size is as good as unknown: its factor cannot be separated from theirs. Bytes: the
+    traced excess over the estimate of the candidates that are most alike.
     """
 
     def __init__(self) -> None:
@@ -211,27 +211,29 @@ class Learned:
         """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
         in some way."""
         bounds = [
-            min(each.least(candidate) for each in known) / margin for margin, known in self._like(candidate)
+            min(each.least(candidate) for each in excesses) / margin
+            for margin, excesses in self._like(candidate)
         ]
         return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
 
     def most_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the most, likewise."""
         bounds = [
-            max(each.most(candidate) for each in known) * margin for margin, known in self._like(candidate)
+            max(each.most(candidate) for each in excesses) * margin
+            for margin, excesses in self._like(candidate)
         ]
         return min(bounds, default=candidate.estimated_bytes * SURELY)
 
     def _like(self, candidate: Candidate) -> Iterator[tuple[float, list[Excess]]]:
         """What is known of candidates that are like this one in some way, each with its margin."""
         for margin, key in _likenesses(candidate):
-            if known := self._excess.get(key):
-                yield margin, known
+            if excesses := self._excess.get(key):
+                yield margin, excesses
 
     def _of_way(self, way: Way) -> Nearest:
         if way not in self._nearest:
-            alike = [known for known in self._of_ways if known.strategy == way.strategy]
-            nearest = min(alike, key=lambda known: _doublings(way, known), default=None)
+            alike = [traced for traced in self._of_ways if traced.strategy == way.strategy]
+            nearest = min(alike, key=lambda traced: _doublings(way, traced), default=None)
             self._nearest[way] = (
                 Nearest(self._relatives(way.strategy), math.nan, None)
                 if nearest is None

@@ -3,7 +3,7 @@ and micro-batches.
 
 A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
 same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
-:class:`PeakModel`; a step of all layers is traced with that many, and only micro-batches are added.
+:func:`deep_peak`; a step of all layers is traced with that many, and only micro-batches are added.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deepened_traces import stage_layers, with_layers
-from spbench.bench.measure.engines.extrapolate import DEPTHS, PeakModel
 from spbench.bench.measure.engines.plan import plan, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.repeated_events import stretches
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.replay import replay, stretches
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -34,6 +34,8 @@ from spbench.bench.tools.fit.asking import COST, Asking, Task
 from spbench.bench.units import GIB
 from spbench.impls.layout import Unsupported
 
+#: the depths of shallow traces, in layers a pipeline stage; each phase of a step is then mostly layers
+DEPTHS = (2, 3)
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
@@ -114,31 +116,33 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     counts = _counts(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(DEPTHS):
-        made = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
-        most = made[counts[-1]]
-        found = most.memory_measurement()
+        by_count = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
+        most = by_count[counts[-1]]
+        measurement = most.memory_measurement()
         if depth != "small" and usable_memory_bytes(cell) is not None:
-            found.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
-        step = _grown({n: ShallowStep.of(traces) for n, traces in made.items()}, cell.training.micro_batches)
+            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
+        step = _grown(
+            {n: ShallowStep.of(traces) for n, traces in by_count.items()}, cell.training.micro_batches
+        )
     else:
         deep = {
             (d, n): virtual.trace_classes(_with(cell, d * unit, n), events=True)
             for d, n in itertools.product(DEPTHS, counts)
         }
-        found = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
+        measurement = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
         by_depth = [
             _grown({n: ShallowStep.of(deep[d, n]) for n in counts}, cell.training.micro_batches)
             for d in DEPTHS
         ]
         step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
-    _set_bytes(found, cell)
+    _set_bytes(measurement, cell)
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
-    add_step_time(found, cell, step.seconds["step"], breakdown, step.priced_by)
-    found.parts = dict(step.parts)
-    found.bound = bound_of({**found.breakdown, **found.parts})
-    found.mfu = utilization(cell, step.seconds["step"])
-    found.meters[COST] = {"cpu_s": time.process_time() - begun}
-    return found
+    add_step_time(measurement, cell, step.seconds["step"], breakdown, step.priced_by)
+    measurement.parts = dict(step.parts)
+    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
+    measurement.mfu = utilization(cell, step.seconds["step"])
+    measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
+    return measurement
 
 
 def _counts(cell: Cell) -> list[int]:
@@ -154,8 +158,8 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     batch, _ = cell.shape
     batch = batch // cell.training.micro_batches * micro_batches
-    made = cell.model_copy(update={"training": training, "batch": batch})
-    return made if layers is None else with_layers(made, layers)
+    other = cell.model_copy(update={"training": training, "batch": batch})
+    return other if layers is None else with_layers(other, layers)
 
 
 def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
@@ -169,39 +173,74 @@ def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
 
 def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
     """The peak of the rank class with the largest, and whether that fits the card."""
-    shallow = by_depth[DEPTHS[0]]
     usable = usable_memory_bytes(cell)
-    peaks = []
-    for at in range(len(shallow.classes)):
-
-        def log(_: int, depth: int | None, at: int = at) -> MemoryLog:
-            return by_depth[depth or DEPTHS[0]].traces[at].memory
-
-        peaks.append(PeakModel(log, [1], layers)(1))
+    shallow, deeper = (by_depth[depth].traces for depth in DEPTHS)
+    peaks = [deep_peak(a.memory, b.memory, layers) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
     fits = usable is None or peak <= usable
-    reason = "" if fits else f"about {peak / GIB:.0f} GiB by traces of few layers"
-    found = Measurement(
+    reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"
+    measurement = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )
     deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
-    found.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
-    return found
+    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
+    return measurement
+
+
+def deep_peak(shallow: MemoryLog, deeper: MemoryLog, layers: int) -> int:
+    """Peak allocated bytes of the step of a stage with that many layers.
+
+    The overall peak alone must not be extrapolated: which phase it falls in changes with the depth. So each
+    phase is taken apart. A deeper model has the same first layers as seen from the start of a phase, and the
+    same last ones as seen from its end; what lies between are equal layers, and linear in depth.
+
+    Args:
+        shallow, deeper: logs of stages with :data:`DEPTHS` layers.
+    """
+    changes = [log.signed_bytes() for log in (shallow, deeper)]
+    lives = [np.cumsum(each) for each in changes]
+    peaks = []
+    for spans in zip(shallow.spans(), deeper.spans(), strict=True):
+        where = [span for _, span in spans]
+        live, more_live = (each[span] for each, span in zip(lives, where, strict=True))
+        change, more_change = (each[span] for each, span in zip(changes, where, strict=True))
+        front, back = _alike(change, more_change)
+        ends = slice(len(live) - back, None), slice(len(more_live) - back, None)
+        for a, b in ((slice(front), slice(front)), ends):
+            # a peak is where something is born; what dies, dies at other events in a deeper model
+            if (rises := (change[a] > 0) & (more_change[b] > 0)).any():
+                low, high = live[a][rises], more_live[b][rises]
+                peaks.append((low + (layers - DEPTHS[0]) * (high - low)).max())
+    return int(max(peaks))
+
+
+def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
+    """How many events of a phase, from its start and from its end, are of the same bytes in both depths; at
+    least half of the phase each, for buffers of all layers differ in size alone."""
+    # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
+    n = min(len(here), len(deeper))
+    half = n // 2
+    front = np.flatnonzero(here[:n] != deeper[:n])
+    back = np.flatnonzero(here[len(here) - n :] != deeper[len(deeper) - n :])
+    return (
+        max(half, int(front[0]) if len(front) else n),
+        max(n - half, n - 1 - int(back[-1]) if len(back) else n),
+    )
 
 
 def _reserved_share(log: MemoryLog, cell: Cell) -> float:
     """What the allocator reserves for a log, over what it gives out at the most."""
     repeated = stretches(log.sizes, log.events, log.streams)
-    found = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
-    return found.peak_reserved / max(1, found.peak_allocated)
+    served = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
+    return served.peak_reserved / max(1, served.peak_allocated)
 
 
-def _set_bytes(found: Measurement, cell: Cell) -> None:
+def _set_bytes(measurement: Measurement, cell: Cell) -> None:
     """Set what the ranks send, by the closed forms of the cell as it is; of all classes that which sends
     most. Traces of fewer micro-batches are held to their own."""
     planned = plan(cell)
     by_class = [planned.formula(each.first) for each in planned.classes]
     most: list[dict[str, Any]] = max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
-    found.formula = most
-    found.communication = []
+    measurement.formula = most
+    measurement.communication = []

@@ -13,7 +13,7 @@ from spbench.bench.tools.advise.candidates import Candidate, figures_of
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Refused, backend_settings, divisors, layouts, ways
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import Found
+from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.units import GIB, shown_price
 from spbench.impls.registries import backend_class
 
@@ -71,8 +71,8 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
 
 def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
     """What of a question may be changed so that it has a layout, each tried."""
-    for text, made in _without(question, kept):
-        if possible(made, Refused()):
+    for text, narrowed in _without(question, kept):
+        if possible(narrowed, Refused()):
             yield f"without {text}"
     for flag, values, made_of in (
         ("--batch", _batches(question), _with_batch),
@@ -176,7 +176,7 @@ class Absence:
 
 def absence(
     question: Question,
-    found: Found,
+    result: SearchResult,
     asked_about: Mapping[str, int],
     every: Sequence[Candidate] = (),
     too_large: float = math.inf,
@@ -190,8 +190,8 @@ def absence(
     named = spelled(asked_about)
     if reason := _cannot_be(question, asked_about):
         return Absence((), f"no layout with {named} can be: {reason}")
-    best_s = found.best[0].step_s if found.best else None
-    traced = [each for each in found.traced if _has(each.cell.sizes.by_axis, asked_about)]
+    best_s = result.best[0].step_s if result.best else None
+    traced = [each for each in result.traced if _has(each.cell.sizes.by_axis, asked_about)]
     lines = []
     for seen in sorted(traced, key=lambda each: (not each.fits, each.step_s)):
         why = f"needs {seen.peak / GIB:.1f} GiB"
@@ -201,10 +201,10 @@ def absence(
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
         {"layout": what, "why": reason}
-        for what, reason in found.refused.reasons.items()
+        for what, reason in result.refused.reasons.items()
         if wanted <= {part for word in what.split() for part in word.split("x")}
     ]
-    kinds = {(each.cell.strategy, each.cell.mesh_text) for each in found.traced}
+    kinds = {(each.cell.strategy, each.cell.mesh_text) for each in result.traced}
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
     return Absence(lines, _untraced(left, named, best_s, too_large) if left else "")
 

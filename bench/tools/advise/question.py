@@ -135,8 +135,8 @@ class Question:
         return self._only("strategy")
 
     def _only(self, kind: str) -> list[str]:
-        known = names(kind)
-        return [each for each in self.only if each.split(PLUS)[0] in known]
+        names_of_kind = names(kind)
+        return [each for each in self.only if each.split(PLUS)[0] in names_of_kind]
 
     def _wanted(self, kind: str, name: str) -> bool:
         wanted = self._only(kind)
@@ -174,8 +174,8 @@ def question(
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
     # a job's file may need the number to be read; a model's cell is one of one rank
     ranks = asked.gpus if kind == "job" else None
-    found = subject(words, Asked(asked.cluster, ranks, None, settings))
-    distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in found.cells}
+    about = subject(words, Asked(asked.cluster, ranks, None, settings))
+    distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in about.cells}
     if len(distinct) > 1:
         raise UserError(
             f"{' '.join(words)} has {len(distinct)} questions; choose one model, length and batch, as by "
@@ -192,10 +192,10 @@ def question(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
-    remarks += _said(found.remarks)
-    made = Question(plain, gpus, only, without, axes, options, remarks, program=program)
-    _check_program(made)
-    return made
+    remarks += _said(about.remarks)
+    asked_question = Question(plain, gpus, only, without, axes, options, remarks, program=program)
+    _check_program(asked_question)
+    return asked_question
 
 
 def _check_program(asked: Question) -> None:
@@ -270,10 +270,10 @@ def _said(remarks: Sequence[str]) -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    known = [*names("strategy"), *names("backend")]
+    known_names = [*names("strategy"), *names("backend")]
     for part in name.split(PLUS):
-        if part not in known:
-            raise UserError(unknown("strategy", part, known))
+        if part not in known_names:
+            raise UserError(unknown("strategy", part, known_names))
 
 
 def _check_setting(name: str) -> None:
@@ -286,16 +286,16 @@ def _check_setting(name: str) -> None:
 
 
 def whole_numbers(
-    flag: str, pairs: Sequence[tuple[str, str]], known: Sequence[str] = MESH_AXES
+    flag: str, pairs: Sequence[tuple[str, str]], allowed: Sequence[str] = MESH_AXES
 ) -> dict[str, int]:
     """The numbers that an option's pairs of name and text give.
 
     Raises:
         UserError: a name is not among those known or is given twice, or a number none from 1 on.
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for name, text in given_once(flag, pairs).items():
-        if name not in known or not text.isdecimal() or int(text) < 1:
-            raise UserError(f"{flag} {name}={text}: give {', '.join(known)} as a whole number from 1 on")
-        found[name] = int(text)
-    return found
+        if name not in allowed or not text.isdecimal() or int(text) < 1:
+            raise UserError(f"{flag} {name}={text}: give {', '.join(allowed)} as a whole number from 1 on")
+        numbers[name] = int(text)
+    return numbers

@@ -85,7 +85,7 @@ class Seen:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:

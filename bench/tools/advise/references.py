@@ -45,14 +45,14 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
     model = model_preset(*question.cell.model_arguments)
     of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
     alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
-    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
+    savings: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
     for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
         options = {name: value for each in together for name, value in each.items()}
-        made = question.on_two(model_options={**question.cell.model_options, **options})
+        on_two = question.on_two(model_options={**question.cell.model_options, **options})
         kept = question.keeps({f"model_options.{name}": value for name, value in options.items()})
-        if kept and question.runs(made, "model_options"):
-            found.setdefault(as_text(options), options)
-    return found
+        if kept and question.runs(on_two, "model_options"):
+            savings.setdefault(as_text(options), options)
+    return savings
 
 
 def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[Mapping[str, Any]]]:
@@ -116,18 +116,18 @@ def references(
     kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
     for settings in kinds:
         for dp in _REPLICAS:
-            made = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
-            ask("backend", as_text(settings), dp, _short(made))
-    found: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
+            cell = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
+            ask("backend", as_text(settings), dp, _short(cell))
+    outcomes: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
     as_it_is = next(iter(cells))
     for cell, outcome in looks(asking, cells.values(), "small"):
         if outcome.status != "unsupported":
-            found |= dict.fromkeys(places[cell.key], (cell, outcome))
+            outcomes |= dict.fromkeys(places[cell.key], (cell, outcome))
         elif cell.key == as_it_is:
             raise UserError(f"{question.cell.model} cannot be run: {outcome.reason}")
     return (
-        {text: reference for text in savings if (reference := _reference(found, text))},
-        {text: figures for text in map(as_text, kinds) if (figures := _backend(found, text))},
+        {text: reference for text in savings if (reference := _reference(outcomes, text))},
+        {text: figures for text in map(as_text, kinds) if (figures := _backend(outcomes, text))},
     )
 
 
@@ -141,11 +141,11 @@ def _short(cell: Cell) -> Cell:
     return short
 
 
-Found = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
+_Outcomes = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
 
 
-def _reference(found: Found, text: str) -> Reference | None:
-    both = [found.get(("model", text, layers)) for layers in (1, 2)]
+def _reference(outcomes: _Outcomes, text: str) -> Reference | None:
+    both = [outcomes.get(("model", text, layers)) for layers in (1, 2)]
     if None in both:
         return None
     measured = [each[1].measurement for each in both if each]
@@ -159,8 +159,8 @@ def _held(measurement: Mapping[str, Any], counts: Callable[[str], bool]) -> floa
     return float(sum(n for name, n in measurement["peak_held"].items() if counts(name)))
 
 
-def _backend(found: Found, text: str) -> BackendFigures | None:
-    both = [found.get(("backend", text, dp)) for dp in _REPLICAS]
+def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
+    both = [outcomes.get(("backend", text, dp)) for dp in _REPLICAS]
     if None in both:
         return None
     (cell, fewest), (_, most) = (each for each in both if each)
@@ -187,8 +187,8 @@ def _backend(found: Found, text: str) -> BackendFigures | None:
 def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
     """By collective, what a rank exchanges with its replicas in a step, for each element."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
-    made = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
+    planned = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
     sent: Counter[str] = Counter()
-    for row in plan(made).formula(0):
+    for row in plan(planned).formula(0):
         sent[row["collective"]] += row["payload_bytes"] * row["count"] / elements
     return sent

@@ -42,8 +42,8 @@ class SwitchPrice:
 
 def _measured(cells: Iterable[Cell], asking: Asking) -> dict[str, Mapping[str, Any]]:
     """The measurements of the cells that can be traced, by key."""
-    found = looks(asking, cells, "few_layers")
-    return {cell.key: outcome.measurement for cell, outcome in found if outcome.status != "unsupported"}
+    outcomes = looks(asking, cells, "few_layers")
+    return {cell.key: outcome.measurement for cell, outcome in outcomes if outcome.status != "unsupported"}
 
 
 def prices(question: Question, cell: Cell, asking: Asking) -> list[SwitchPrice]:
@@ -56,15 +56,15 @@ def prices(question: Question, cell: Cell, asking: Asking) -> list[SwitchPrice]:
     pairs = [(*step, True) for step in pairwise(_chain(question.cell, cell))]
     pairs += [(cell, other, False) for other in _others(question, cell)]
     seen = _measured([each for *both, _ in pairs for each in both], asking)
-    found = []
+    priced = []
     for without, with_it, used in pairs:
         if without.key in seen and with_it.key in seen:
             before, after = seen[without.key], seen[with_it.key]
             saved = before["peak_memory_bytes"] - after["peak_memory_bytes"]
             ratio = after["step_time_s"] / before["step_time_s"]
             if used or saved > 0:
-                found.append(SwitchPrice(written(_differing(without, with_it)), used, ratio, saved))
-    return found
+                priced.append(SwitchPrice(written(_differing(without, with_it)), used, ratio, saved))
+    return priced
 
 
 def by_kernel(cell: Cell, asking: Asking) -> dict[str, float]:
@@ -75,13 +75,17 @@ def by_kernel(cell: Cell, asking: Asking) -> dict[str, float]:
         cell: the layout.
     """
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
-    own, known = model.attention_kernel, device.attention
-    if known is None or own not in known.kernels or not hasattr(model, "attention"):
+    own, rates_of = model.attention_kernel, device.attention
+    if rates_of is None or own not in rates_of.kernels or not hasattr(model, "attention"):
         return {}
-    kernels = [name for name, rates in known.kernels.items() if rates and not cannot_run(device, name)]
+    kernels = [name for name, rates in rates_of.kernels.items() if rates and not cannot_run(device, name)]
     cells = {name: cell if name == own else changed(cell, {ATTENTION: name}) for name in kernels}
     seen = _measured(cells.values(), asking) if len(cells) > 1 else {}
-    seconds = {name: seen[made.key]["step_time_s"] for name, made in cells.items() if made.key in seen}
+    seconds = {
+        name: seen[with_kernel.key]["step_time_s"]
+        for name, with_kernel in cells.items()
+        if with_kernel.key in seen
+    }
     if own not in seconds:
         return {}
     ratios = {name: s / seconds[own] for name, s in seconds.items() if name != own}

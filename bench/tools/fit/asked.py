@@ -1,6 +1,6 @@
 """What a command line asks about: its options, and what its words stand for.
 
-Nothing here imports torch, so that a mistake in the words is told at once.
+Nothing here imports torch, so that a mistake in the words is shown at once.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     if not others and _is_model(first) and not has_configurations(first):
         return "model"
     if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
-        known = [*packaged(PACKAGE), *names("model")]
-        hint = suggestion(missing[0], known, "spbench list scenarios, spbench list models")
+        known_names = [*packaged(PACKAGE), *names("model")]
+        hint = suggestion(missing[0], known_names, "spbench list scenarios, spbench list models")
         hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
         raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
     return "job"
@@ -99,5 +99,5 @@ def ask_for(needed: Mapping[str, Any], model: str) -> None:
     """
     if missing := [flag for flag, value in needed.items() if value is None]:
         flags = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
-        known = "; spbench list clusters has the names" if "--cluster NAME" in missing else ""
-        raise UserError(f"{model} is a model: give {flags} too{known}")
+        hint = "; spbench list clusters has the names" if "--cluster NAME" in missing else ""
+        raise UserError(f"{model} is a model: give {flags} too{hint}")

@@ -11,10 +11,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.fit.anatomy import plain
+from spbench.bench.tools.fit.anatomy import examine, plain, trace_stage
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Say, Task, within
-from spbench.bench.tools.fit.examine import examine, trace_stage
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
@@ -73,7 +72,7 @@ def fitting(
 
     Args:
         words, asked: as of :func:`subject`.
-        say: told what is done, and the share that is behind.
+        say: takes what is done, and the share that is behind.
         jobs: workers; None: one a usable core.
         suggest: try changes also where the fullest fits.
         longest: search for the largest sizes.
@@ -121,8 +120,8 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     is kept.
 
     From the last one back every second one: who examines a cell begins with the first, and goes on with the
-    second last. Of the stages between, which differ in their micro-batches alone, two are traced; so no more
-    are taken here, unless each differs.
+    second last. The stages between differ in their micro-batches alone, and two of them are traced; so no
+    more are taken here, unless each differs.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []

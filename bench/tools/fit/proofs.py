@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed, written
+from spbench.bench.tools.fit.anatomy import attempt
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard, within
-from spbench.bench.tools.fit.examine import attempt
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.suggestions import Change, both, pairs, single_changes
 
@@ -59,19 +59,19 @@ class Prover:
 
     def attempt(self, changes: Iterable[Change], enough: int, say: Say) -> int:
         """Run changes until so many more fit; returns how many were run."""
-        made_by: dict[str, tuple[Task, Change]] = {}
+        by_key: dict[str, tuple[Task, Change]] = {}
         for change in changes:
             try:
-                made = changed(self.cell, change.settings)
+                other = changed(self.cell, change.settings)
             except UserError:  # of options that exclude each other
                 continue
-            if made.key != self.cell.key:
-                made_by.setdefault(made.key, (Task(made, attempt), change))
+            if other.key != self.cell.key:
+                by_key.setdefault(other.key, (Task(other, attempt), change))
         tried, before = 0, len(self.fitting)
-        tasks = [task for task, _ in made_by.values()]
+        tasks = [task for task, _ in by_key.values()]
         outcomes = self.asking(tasks, lambda: len(self.fitting) - before >= enough)
         for number, (task, outcome) in enumerate(outcomes, 1):
-            change = made_by[task.cell.key][1]
+            change = by_key[task.cell.key][1]
             if outcome.status in ("ok", "oom"):
                 tried += 1
                 verdict = Verdict(task.cell, outcome.measurement, change)
@@ -80,7 +80,7 @@ class Prover:
                 elif verdict.memory.total_bytes < self.total_bytes:
                     self.fitting.append(verdict)
             ending = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
-            say(f"{written(change.settings)}: {ending}", number / len(made_by))
+            say(f"{written(change.settings)}: {ending}", number / len(by_key))
         return tried
 
 
@@ -91,7 +91,7 @@ def prove(cell: Cell, total_bytes: int, asking: Asking, say: Say = unheard) -> P
 
     Args:
         total_bytes, asking: as of :class:`Prover`.
-        say: told of each change that was tried, and of the share that is behind.
+        say: takes each change that was tried, and the share that is behind.
     """
     changes, prover = single_changes(cell), Prover(cell, total_bytes, asking)
     tried, pairs_tried = prover.attempt(changes, MOST, within(say, 0, _SINGLE)), 0

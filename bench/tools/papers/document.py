@@ -1,10 +1,16 @@
 """The generated parts of REPRODUCE.md, results/reproduction/PAPER.md, README.md and pages of docs.
 
-A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``. REPRODUCE.md has
-a part named ``verdict`` for each paper; PAPER.md has one for each of its scenarios, under the scenario's
-name. docs/trust.md has ``validation``, the errors by who measured real machines, and docs/long_context.md has
-``ladder``, the longest sequences that others published. README.md has ``trust``, the errors of all results in
-eight lines, whose PAPER is ``all``. All else is left alone.
+A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``; all else is left
+alone. A paper has these parts:
+
+- REPRODUCE.md: ``verdict``
+- results/reproduction/PAPER.md: ``compared``, a line for each table, quantity and variant; and a part for
+  each of its scenarios, under the scenario's name
+- docs/trust.md, of real machines alone: ``validation``, the errors by who measured
+- docs/long_context.md, of the field alone: ``ladder``, the longest sequences by switches
+
+The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md, ``trust`` of
+README.md and ``statuses`` of docs/trust.md.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from pathlib import Path
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
 from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
-from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED, papers
+from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED
+from spbench.bench.tools.papers.summary_page import headline_lines, paper_sections
 from spbench.bench.tools.papers.validation import ladder_lines, status_lines, trust_lines, validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
@@ -25,14 +32,18 @@ TRUST_PAGE = Path("docs", "trust.md")
 LENGTHS_PAGE = Path("docs", "long_context.md")
 DETAILS_FOLDER = Path("results", "reproduction")
 
-VERDICT = "verdict"
+VERDICT, COMPARED = "verdict", "compared"
 #: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
 _FURTHER = {
     MEASURED: (TRUST_PAGE, "validation", validation_lines),
     FIELD: (LENGTHS_PAGE, "ladder", ladder_lines),
 }
 #: the parts that all committed results make
-_OF_ALL = ((FIRST_PAGE, "trust", trust_lines), (TRUST_PAGE, "statuses", status_lines))
+_OF_ALL = (
+    (FIRST_PAGE, "trust", trust_lines),
+    (TRUST_PAGE, "statuses", status_lines),
+    (SUMMARY_PAGE, "headlines", headline_lines),
+)
 _PART = re.compile(
     r"(?P<begin>^<!-- spbench reproduce (?P<paper>[\w-]+): (?P<name>[\w-]+) -->\n)"
     r"(?P<text>.*?)(?P<end>^<!-- end -->)",
@@ -43,9 +54,14 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
     """The documents on a paper, below the working directory, with the names of their generated parts."""
-    documents = {SUMMARY_PAGE: [VERDICT], _details(paper): scenarios}
-    further = {page: [name] for page, name, _ in [_FURTHER[paper]]} if paper in _FURTHER else {}
-    return documents | further
+    documents: dict[Path, Sequence[str]] = {
+        SUMMARY_PAGE: [VERDICT],
+        _details(paper): [COMPARED, *scenarios],
+    }
+    if paper in _FURTHER:
+        page, name, _ = _FURTHER[paper]
+        documents[page] = [name]
+    return documents
 
 
 def _details(paper: str) -> Path:
@@ -126,8 +142,9 @@ def _rendered(text: str, findings: PaperFindings, details: str) -> str:
 
     def content(name: str) -> str:
         if name == VERDICT:
-            finding = papers()[findings.paper].finding if findings.paper in papers() else ""
-            return "\n\n".join(filter(None, [finding, markdown(_linked(findings, details))]))
+            return paper_sections(findings, details)
+        if name == COMPARED:
+            return markdown(_titled(findings))
         if further_lines and name == further:
             return markdown(further_lines(findings.records))
         return findings.part(name)
@@ -135,14 +152,14 @@ def _rendered(text: str, findings: PaperFindings, details: str) -> str:
     return _replaced(text, findings.paper, content)
 
 
-def _linked(findings: PaperFindings, details: str) -> list[Line]:
-    """The verdict, with a link from each scenario's title to its details, once for all of its lines."""
+def _titled(findings: PaperFindings) -> list[Line]:
+    """All that was compared, with a link from each scenario's title to its part, once for its lines."""
     lines: list[Line] = []
     above = ""
     for line in findings.verdict():
         scenario = line.pop("scenario")
         document = findings.documents.get(scenario)
-        title = f"[{document.title}]({details}#{scenario})" if document else "**all of the paper**"
+        title = f"[{document.title}](#{scenario})" if document else "**all of the page**"
         lines.append({"table or figure": "" if title == above else title, **line})
         above = title
     return lines

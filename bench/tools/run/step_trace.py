@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,13 +15,27 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import add_simulated_time
 from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.scenarios.select import Narrowing, the_cell
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.sweep.sweep import unproven
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measurement import Measurement
-from spbench.bench.units import shown_time
+from spbench.bench.tools.papers.answer import load_scenario
+from spbench.bench.units import shown_part, shown_time
 from spbench.impls.strategies.base import Unsupported
+
+
+def traced(
+    scenario: str,
+    narrowing: Narrowing,
+    shape: Mapping[str, int | None],
+    ranks: Sequence[int],
+    output: Path,
+) -> Output:
+    """The outcome of `spbench trace`, whose options the arguments are."""
+    narrowing = dataclasses.replace(narrowing, engines=("virtual",))
+    return write_trace(the_cell("a trace", load_scenario(scenario), narrowing, shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
@@ -60,6 +75,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     measured = with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})["measurement"]
     parts, of_step = _spoken(measurement.parts), _spoken(measurement.breakdown)
+    bound = shown_part(measurement.bound)
     priced_by = priced_by_in_words([measured])
     record = {
         "cell": cell.key,
@@ -73,7 +89,7 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     }
     return Output(
         [
-            f"step time {shown_band(measured)}, most of it {measurement.bound}; mean over ranks: {of_step}\n"
+            f"step time {shown_band(measured)}, most of it {bound}; mean over ranks: {of_step}\n"
             f"of computing and exposed communication: {parts}\n"
             + (f"priced by something else, with shares of the step: {priced_by}\n" if priced_by else "")
             + f"{output}: open it in https://ui.perfetto.dev",
@@ -86,5 +102,5 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
 
 def _spoken(seconds: Mapping[str, float]) -> str:
     """Parts of a step as words, such as "bubble 2.31 ms"."""
-    named = {part.removesuffix("_s").replace("_", " "): value for part, value in seconds.items()}
+    named = {shown_part(part.removesuffix("_s")): value for part, value in seconds.items()}
     return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())

@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice, settings_beside
-from spbench.bench.tools.advise.ranking import NAMED, Found, Seen, complexity
+from spbench.bench.tools.advise.ranking import NAMED, SearchResult, Seen, complexity
 from tests.tools.advise.questions import asked
 
 TIE = packaged_model().tie("sourced")
@@ -43,7 +43,7 @@ def advice(*best: Seen, **more: Any) -> Advice:
     ordered = sorted(best, key=lambda each: each.step_s)
     strategies = {each.cell.strategy: each for each in reversed(ordered)}
     of_strategies = sorted(strategies.values(), key=lambda each: each.step_s)
-    return Advice(asked(8), Found(best=ordered, of_strategies=of_strategies), **more)
+    return Advice(asked(8), SearchResult(best=ordered, of_strategies=of_strategies), **more)
 
 
 FAST = seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0)
@@ -91,7 +91,7 @@ def test_beyond_the_errors_the_fastest_is_first() -> None:
 def test_a_reason_is_in_the_measurements() -> None:
     text = advice(FAST, FAR).why()
     assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.1%} more time; ")
-    assert "waiting for links within a node 0.4 s against 0.05" in text
+    assert "exposed intra-node communication 0.4 s against 0.05" in text
     known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.measured["parts"].values()}
     assert set(re.findall(r"([\d.]+) s against", text)) | set(re.findall(r"against ([\d.]+)", text)) <= known
 
@@ -115,8 +115,8 @@ def test_what_a_fitted_charge_alone_tells_apart_is_a_tie() -> None:
     ]
     assert [record["tie"] for record in answer.records()] == [True, True, False]
     of_ring = answer.bars()[0]["parts"]
-    assert of_ring["products"] == pytest.approx(0.6)
-    assert of_ring["products in blocks, by a fitted charge"] == 1.0
+    assert of_ring["matmul"] == pytest.approx(0.6)
+    assert of_ring["matmul in blocks, by a fitted charge"] == 1.0
     text = advice(FAST, charged).why()
     assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes 50.0% less time, but +0.0% without")
 
@@ -133,7 +133,7 @@ def test_other_settings_of_the_fastest_are_told() -> None:
     other, large = ring(1.1, "ddp", placement="zigzag"), ring(1.2, placement="striped")
     large.outcome = replace(large.outcome, status="oom")
     answer = advice(fastest, FAR)
-    answer.found.traced.extend([contiguous, large, other, zigzag, fastest, FAR])
+    answer.result.traced.extend([contiguous, large, other, zigzag, fastest, FAR])
     assert answer.other_settings() == {"placement=zigzag": 1.5, "placement=contiguous": 2.0}
 
 

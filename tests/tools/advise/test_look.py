@@ -8,7 +8,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.tools.advise.look import look
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.tools.advise.look import DEPTHS, deep_peak, look
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -87,3 +88,56 @@ def test_the_peak_of_many_layers_in_buckets(backend: str) -> None:
     cell = cell_of("micro-batches", sizes={"dp": 16}, model_options=BUCKETS, training=training, seq_len=512)
     _, peak = whole(cell)
     assert look(cell, "few_layers").peak_memory_bytes == pytest.approx(peak, rel=0.01)
+
+
+def step_with_buckets(layers: int) -> MemoryLog:
+    """The step of a model whose layers keep 4 KiB of activations each, and whose update has buckets of three
+    layers in 2 KiB buffers of their own, a rest of which goes to the bucket before: so three layers have
+    fewer events in the update than two."""
+    log = MemoryLog()
+
+    def born(nbytes: int) -> int:
+        log.sizes.append(nbytes)
+        log.events.append(len(log.sizes))
+        return len(log.sizes)
+
+    states = [born(1024) for _ in range(layers)]
+    log.marks.append(("forward", len(log.events)))
+    kept = [born(4096) for _ in range(layers)]
+    log.marks.append(("backward", len(log.events)))
+    for number in reversed(kept):
+        temporary = born(8192)
+        log.events += [-temporary, -number]
+    log.marks.append(("optimizer", len(log.events)))
+    for _ in range(layers // 3 or layers):
+        log.events.append(-born(2048))
+    log.marks.append(("end", len(log.events)))
+    log.events += [-number for number in states]
+    return log
+
+
+@pytest.mark.parametrize("layers", [4, 7, 30])
+def test_a_deeper_model_may_have_fewer_events_in_a_phase(layers: int) -> None:
+    shallow, deeper = logs = [step_with_buckets(n) for n in DEPTHS]
+    events = [dict(log.spans())["optimizer"] for log in logs]
+    assert events[0].stop - events[0].start > events[1].stop - events[1].start
+    peak = step_with_buckets(layers).peak().nbytes
+    assert deep_peak(shallow, deeper, layers) == peak == 8192 + layers * (1024 + 4096)
+
+
+def test_a_peak_is_where_something_is_born() -> None:
+    """In a deeper model the same place may be one where something dies: what is alive there is not linear in
+    depth, and is no peak."""
+
+    def log(n: int) -> MemoryLog:
+        # one storage a layer; they die one after another in the shallow model, at the end in the deeper one
+        born, dead = [*range(1, n + 1)], [-number for number in range(1, n + 1)]
+        made = MemoryLog([1024] * (n + 1), [*born, *dead], [("forward", 0), ("optimizer", n)])
+        if n == DEPTHS[0]:
+            made.events.append(n + 1)
+        else:
+            made.events.insert(n, n + 1)
+        return made
+
+    # of five layers: five storages, and the last one with the deeper model's five still alive
+    assert deep_peak(*map(log, DEPTHS), 5) <= 6 * 1024

@@ -12,7 +12,7 @@ from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.layouts import Layout, Refused, Way
 from spbench.bench.tools.advise.possible import absence, possible, why_impossible
 from spbench.bench.tools.advise.question import Question, question
-from spbench.bench.tools.advise.ranking import Found
+from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.fit.asked import Asked
 from tests.tools.advise.questions import MODEL
 
@@ -94,7 +94,7 @@ def test_the_batch_that_is_taken_is_one_that_the_gpus_divide() -> None:
 def test_layouts_that_cannot_be_are_not_said_to_be_slow(
     options: dict[str, Any], why: dict[str, int], reason: str
 ) -> None:
-    found = absence(asked(**options), Found(), why)
+    found = absence(asked(**options), SearchResult(), why)
     assert found.lines == ()
     assert reason in found.sentence
 
@@ -121,7 +121,7 @@ def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate(
             (4, 1, 2, 1.0, 50.0),
         )
     ]
-    found = absence(asked(gpus=8), Found(), {"tp": tp}, candidates, too_large)
+    found = absence(asked(gpus=8), SearchResult(), {"tp": tp}, candidates, too_large)
     assert found.sentence == (words and f"not traced, of those with tp{tp}: {words}")
 
 

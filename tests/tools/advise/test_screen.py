@@ -29,7 +29,7 @@ def test_an_answer_fits_a_screen() -> None:
     prices = [SwitchPrice(f"model_options.loss_tile={2048 + n}", True, 1.3, 50 * GIB) for n in range(6)]
     absence = Absence((), "no layout with tp2 can be: made up")
     answer = advice(*best, seen("single", {"dp": 8}, 60.0), prices=prices, absence=absence)
-    answer.found.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
+    answer.result.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
     output = report([answer], {"tp": 2})
     assert faults_of(output, most_lines=40) == []
     assert faults_of(output, view=View(wide=True, details=True)) == []
@@ -44,7 +44,7 @@ def test_an_answer_fits_a_screen() -> None:
 def test_several_answers_are_a_map() -> None:
     best = [seen("ulysses", {"sp": 8}, 2.0), seen("single", {"dp": 8}, 60.0)]
     fits, none = advice(*best, seconds=3.0), advice()
-    none.found.impossible = "no layout of 8 GPUs is possible: made up"
+    none.result.impossible = "no layout of 8 GPUs is possible: made up"
     output = report([fits, none])
     assert faults_of(output) == []
     table = output.sections[0]

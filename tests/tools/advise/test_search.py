@@ -22,7 +22,7 @@ from spbench.bench.tools.advise.layout_search import BEST, Search
 from spbench.bench.tools.advise.layouts import Refused
 from spbench.bench.tools.advise.learned import Bounds, Learned, Waiting
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import TOSS, Found, Seen, complexity, ranked, tie_limit
+from spbench.bench.tools.advise.ranking import TOSS, SearchResult, Seen, complexity, ranked, tie_limit
 from spbench.bench.tools.advise.references import as_text
 from spbench.bench.tools.fit.asking import Task
 from spbench.impls.strategies.nesting import PLUS
@@ -115,7 +115,7 @@ class MadeUp:
             yield task, Outcome(status, measurement=found)
 
 
-def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0) -> Found:
+def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0) -> SearchResult:
     """What a search finds by these answers; its estimates are those of the candidates.
 
     Args:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.comparison import read_comparisons, read_records
 from spbench.bench.tools.papers.document import rendered_documents
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from tests.bench.disk import files_of_at_most
@@ -25,6 +25,8 @@ more by hand
 """
 ADD = "add <!-- spbench reproduce rsa: {} --> and <!-- end -->"
 DETAILS = """# Details
+<!-- spbench reproduce rsa: compared -->
+<!-- end -->
 <!-- spbench reproduce rsa: small -->
 old
 <!-- end -->
@@ -49,20 +51,25 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     assert details.endswith("<!-- end -->\nmore by hand\n")
     assert "5 cells (5 ok), 0 s of one core in all.\n" in details
     assert "| tensor_parallel | tp2 b64 Lmax | 1000 | 1024 | +2.4% | predicted |  |\n" in details
+    assert "## [RSA, arXiv 2105.13120](results/reproduction/rsa.md): no\n\n3 of 7 numbers met, " in page
     link = "[A small scenario](results/reproduction/rsa.md#small)"
+    assert f"| {link} | size: **no** | 2/5 | 21.2%, 96.5% | Two ranks: we do not know why. |\n" in page
+    assert "|  | memory: **no** | 1/3 | 26.2%, 50.0% |  |\n" in page
     claims = "1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, worst 96.5%"
-    assert f"| {link} | claims | first | 2 | {claims} |  | Two ranks: we do not know why. |\n" in page
+    assert f"| [A small scenario](#small) | claims | first | 2 | {claims} |  |\n" in details
     memory = "2 predicted, median error 26.2%, worst 50.0%"
-    assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |  |\n" in page
-    records, runs = (read_records(Path("results/reproduction", f"rsa{kind}.csv")) for kind in ("", "_runs"))
-    found = PaperFindings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
+    assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |\n" in details
+    records, runs = (Path("results/reproduction", f"rsa{kind}.csv") for kind in ("", "_runs"))
+    found = PaperFindings(
+        "rsa", read_comparisons(records), read_records(runs), {"small": load_scenario("small.yaml").document}
+    )
     assert [*rendered_documents(found).values()] == [page, details]
 
 
 def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> None:
     write_documents()
     spbench("reproduce", "rsa", "--write", "--all-variants")
-    page = Path("REPRODUCE.md").read_text()
+    page = Path("results/reproduction/rsa.md").read_text()
     lines = [line.split(" | ") for line in page.splitlines() if " | claims | " in line or "t1: " in line]
     assert sorted((line[1], line[2], line[3]) for line in lines) == [
         (what, variant, "2")
@@ -70,10 +77,10 @@ def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> No
         for variant in ("first", "steady")
     ]
     # of both variants, and of the first only
-    whole = "| **all of the paper** |  |  | 6 | 4 predicted, "
+    whole = "| **all of the page** |  |  | 6 | 4 predicted, "
     assert whole in page
     spbench("reproduce", "rsa", "--write")
-    assert whole in Path("REPRODUCE.md").read_text()
+    assert whole in Path("results/reproduction/rsa.md").read_text()
 
 
 def test_documents_are_written_whole_or_not_at_all(spbench: Run) -> None:
@@ -108,7 +115,7 @@ def test_numbers_of_changed_code_are_not_written(spbench: Run, monkeypatch: pyte
     [
         ("REPRODUCE.md", None, "cannot read REPRODUCE.md: No such file or directory"),
         ("results/reproduction/rsa.md", None, "cannot read results/reproduction/rsa.md: No such file"),
-        ("results/reproduction/rsa.md", "nothing", f"rsa.md has no part for small: {ADD.format('small')}"),
+        ("results/reproduction/rsa.md", "nothing", "rsa.md has no part for compared, small: add "),
         ("REPRODUCE.md", "nothing", f"REPRODUCE.md has no part for verdict: {ADD.format('verdict')}"),
         (
             "results/reproduction/rsa.md",

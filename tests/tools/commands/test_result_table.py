@@ -38,7 +38,7 @@ def test_a_simulated_time_has_three_digits_an_interval_and_its_parts() -> None:
     assert line["step"].startswith("2.00 s ")
     assert line["step"].endswith("%")
     shown = [line[name] for name in ("tokens/s", "MFU", "compute", "exposed", "bubble", "host", "bound")]
-    assert shown == ["123000", "41.2%", "60%", "30%", None, "10%", "products"]
+    assert shown == ["123000", "41.2%", "60%", "30%", None, "10%", "matmul"]
 
 
 def test_a_measured_time_has_three_digits_alone() -> None:

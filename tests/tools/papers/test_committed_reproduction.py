@@ -12,10 +12,11 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.tools.papers.answer import compare
-from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.comparison import read_comparisons, read_records
 from spbench.bench.tools.papers.document import (
     FIRST_PAGE,
     LENGTHS_PAGE,
+    SUMMARY_PAGE,
     TRUST_PAGE,
     check_documents,
     rendered_documents,
@@ -26,6 +27,7 @@ from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.summary_page import headline_lines
 from spbench.bench.tools.papers.validation import status_lines, trust_lines
 from spbench.bench.yaml_files import read_yaml
 
@@ -37,16 +39,16 @@ SAME = ("published", "role", "source")
 
 def test_tables_are_safe_markdown() -> None:
     assert markdown([{"a": "x|y", "b": None, "c": 1}, {"a": "", "b": "", "c": 2}]) == (
-        "| a | c |\n| --- | --- |\n| x\\|y | 1 |\n|  | 2 |\n"
+        "| a | c |\n|---|---|\n| x\\|y | 1 |\n|  | 2 |\n"
     )
-    assert markdown([]) == "|  |\n|  |\n"
+    assert markdown([]) == ""
 
 
 def test_a_table_of_several_models_names_them() -> None:
-    records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
+    records = [r for r in findings("rsa").records if r.table == "rsa-pipeline"]
     ((_, lines), *_) = PaperFindings("rsa", records, []).blocks("rsa_pipeline")
     assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
-    base = [r for r in records if "bert-base" in r["cell"]]
+    base = [r for r in records if "bert-base" in r.cell]
     ((_, lines), *_) = PaperFindings("rsa", base, []).blocks("rsa_pipeline")
     assert {line["model"] for line in lines} == {""}
 
@@ -69,7 +71,7 @@ def loaded() -> dict[str, list[Scenario]]:
 
 def findings(paper: str) -> PaperFindings:
     folder = ROOT / "results" / "reproduction"
-    records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
+    records, runs = read_comparisons(folder / f"{paper}.csv"), read_records(folder / f"{paper}_runs.csv")
     documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
     return PaperFindings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
 
@@ -111,6 +113,7 @@ def test_pages_have_the_errors_of_all_committed_files() -> None:
     assert len(trust_lines(files)) <= 8
     assert markdown(trust_lines(files)) in (ROOT / FIRST_PAGE).read_text()
     assert markdown(status_lines(files)) in (ROOT / TRUST_PAGE).read_text()
+    assert markdown(headline_lines(files)) in (ROOT / SUMMARY_PAGE).read_text()
 
 
 def test_the_page_has_the_errors_of_the_committed_cases() -> None:
@@ -124,14 +127,23 @@ def test_the_page_has_the_errors_of_the_committed_cases() -> None:
 def test_the_page_links_to_what_is_there(paper: str) -> None:
     links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
     details = (ROOT / "results" / "reproduction" / f"{paper}.md").read_text()
-    assert sorted(links) == sorted(findings(paper).scenarios)
-    assert sorted(links) == sorted(re.findall(r'<a id="(\w+)"></a>', details))
+    links = sorted({*links})
+    assert links == sorted(findings(paper).scenarios)
+    assert links == sorted(re.findall(r'<a id="(\w+)"></a>', details))
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", details):
         assert (ROOT / "results" / "reproduction" / link).exists(), link
 
 
 def test_the_page_is_a_page() -> None:
-    assert len((ROOT / "REPRODUCE.md").read_text().splitlines()) < 130
+    text = (ROOT / SUMMARY_PAGE).read_text()
+    assert len(text.splitlines()) < 140
+    assert len(text.split()) <= 1800
+
+
+def test_reasons_on_the_page_are_short() -> None:
+    """The rest stands in results/reproduction/PAPER.md."""
+    for scenario in (one for scenarios in loaded().values() for one in scenarios):
+        assert len(scenario.document.not_reproduced.split()) <= 25, scenario.name
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -139,8 +151,8 @@ def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> 
     """No published number, role or source was changed since, and no published number is missing."""
     committed = findings(paper).records
     for scenario in loaded()[paper]:
-        mine = {tuple(r[k] for k in KEY): r for r in committed if r["scenario"] == scenario.name}
+        mine = {tuple(getattr(r, k) for k in KEY): r for r in committed if r.scenario == scenario.name}
         for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
             if entry.quantity != "sent_bytes" and entry.role != "curve":
                 line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
-                assert [line[name] for name in SAME] == [getattr(entry, name) for name in SAME]
+                assert [getattr(line, name) for name in SAME] == [getattr(entry, name) for name in SAME]
