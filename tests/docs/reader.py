@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -29,9 +30,11 @@ class Reader:
 
     def __init__(self, folder: Path, in_process: bool):
         self.folder, self.in_process = folder, in_process
-        (folder / "results").mkdir()
-        for name in ("scenarios", "results/baseline", "results/reproduction"):
-            (folder / name).symlink_to(ROOT / name)
+        (folder / "scenarios").symlink_to(ROOT / "scenarios")
+        # results are copied: what a command writes must not reach those of the checkout
+        for name in ("baseline", "reproduction"):
+            ignored = shutil.ignore_patterns("figures")
+            shutil.copytree(ROOT / "results" / name, folder / "results" / name, ignore=ignored)
 
     def follow(self, blocks: Iterable[Block]) -> int:
         """Do what the blocks say, in order, and return the number of commands and programs that were run.
