@@ -56,8 +56,8 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = MOST_SHOWN
 def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
     """The end of an error about an unknown name: ``; did you mean 'x'? (known: x, y)``.
 
-    Without a name close to ``word`` the question is left out; without known names the text is empty. Of names
-    that would be a wall of text, the nearest are shown.
+    Without a name close to ``word`` the question is left out; without known names the text is empty. Where
+    there are very many names, the nearest are shown.
 
     Args:
         where: what shows all of them, as "spbench list models".

@@ -261,8 +261,8 @@ class DiskCache:
         files = []
         for path in self.folder.glob("??/*"):
             with suppress(OSError):  # another process has just removed it
-                found = path.stat()
-                files.append((found.st_mtime, found.st_size, path))
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
         kept = 0
         for _, size, path in sorted(files, reverse=True):
             kept += size

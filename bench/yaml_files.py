@@ -153,7 +153,7 @@ def _known_keys(model: type[BaseModel], path: Path_) -> list[str]:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
 
 
 Scalar = str | int | float | bool

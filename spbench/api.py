@@ -17,9 +17,9 @@ from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.scenarios.expand import impossible
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.provenance import digests_of_a_run, project_commit
+from spbench.bench.measure.sweep.provenance import project_commit
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
-from spbench.bench.measure.sweep.sweep import as_row, sweep, unfinished, unproven
+from spbench.bench.measure.sweep.sweep import as_row, digests_of_a_run, sweep, unfinished, unproven
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted
 from spbench.impls.registries import DEFAULT_BACKEND

@@ -6,7 +6,8 @@ SPBENCH_DEBUG=1 errors keep their traceback.
 
 The command NAME is the function ``command`` of the module NAME_command in a room of bench/tools, or an entry
 point of the group ``spbench.commands``. Only the one that is asked for is imported; what help says
-of the others is read from their files.
+of the others is read from their files. What it runs may be a function elsewhere (:func:`options.body`), which
+is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """Of a process that torchrun, or a launcher like it, has started: the first runs the command line, on the
-    ranks of all of them, and the others are what runs these."""
+    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
+    the command line, on the ranks of all of them; each other process runs its rank."""
     from spbench.bench.measure.processes.torchrun import Launched, coordinating, serve
 
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.command_line.progress import silence
 from spbench.bench.errors import shown
+from spbench.bench.setting_values import MOST_POSITIONS, MOST_SECONDS, no_size, size
 
 DEFAULT_FORM = "table"
 _GIVEN = click.core.ParameterSource.COMMANDLINE
@@ -42,12 +44,10 @@ def numbers(least: int = 1) -> Several:
     """Whole numbers of at least ``least``."""
 
     def number(word: str) -> int:
-        from spbench.bench.setting_values import size
-
-        found = size(word)
-        if found is None or found < least:
+        count = size(word)
+        if count is None or count < least:
             raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
-        return found
+        return count
 
     return Several("n[,n...]", number)
 
@@ -70,8 +70,6 @@ class Length(click.ParamType[int]):
     name = "n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from spbench.bench.setting_values import MOST_POSITIONS, no_size, size
-
         number = value if isinstance(value, int) else size(value)
         if number is None:
             self.fail(no_size(str(value)), param, ctx)
@@ -86,8 +84,6 @@ class Limit(click.ParamType[float]):
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from spbench.bench.setting_values import MOST_SECONDS
-
         try:
             seconds = float(value)
         except ValueError:
@@ -257,6 +253,25 @@ def shape(command: Command) -> Function:
     of_batch = click.option("--batch", type=Length(), help="Only this batch; where one is searched for, it.")
     length = "Likewise for the sequence length, as 131072 or 128K."
     return of_batch(click.option("--seq-len", type=Length(), help=length)(shaped))
+
+
+def body(place: str) -> Callable[[Command], Function]:
+    """The body of a command: a function that is imported when the command runs, and not for its help.
+
+    Args:
+        place: of the function, below bench/tools: "run.step_trace:traced". It gets the values of the options
+            by their names.
+    """
+
+    def with_body(command: Command) -> Function:
+        @functools.wraps(command)
+        def run(**arguments: Any) -> Any:
+            module, _, name = place.partition(":")
+            return getattr(importlib.import_module(f"spbench.bench.tools.{module}"), name)(**arguments)
+
+        return run
+
+    return with_body
 
 
 def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:

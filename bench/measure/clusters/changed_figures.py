@@ -42,10 +42,10 @@ def values_of(text: str) -> list[str]:
     first, last = float(match[1]), float(match[2])
     if not 0 < first <= last <= first * 2.0**_MOST:
         raise UserError(f"{text}: give factors above 0, the smaller first, as x0.5..x4")
-    found = [first]
-    while found[-1] * 2 <= last * (1 + 1e-9):
-        found.append(found[-1] * 2)
-    return [f"x{value:g}" for value in found]
+    values = [first]
+    while values[-1] * 2 <= last * (1 + 1e-9):
+        values.append(values[-1] * 2)
+    return [f"x{value:g}" for value in values]
 
 
 def sweep(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
@@ -94,8 +94,8 @@ def _change(content: dict[str, Any], cluster: str, figure: str, text: str) -> No
     places = dict(_figures(content, ""))
     if figure not in places:
         part = figure.partition(".")[0]
-        known = [name for name in places if name.startswith(f"{part}.")]
-        raise UserError(f"--set {figure}: cluster {cluster} has no such figure{suggestion(figure, known)}")
+        figures = [name for name in places if name.startswith(f"{part}.")]
+        raise UserError(f"--set {figure}: cluster {cluster} has no such figure{suggestion(figure, figures)}")
     holder, key = places[figure]
     before = holder[key]
     factor = _FACTOR.fullmatch(text)

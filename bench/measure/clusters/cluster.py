@@ -59,12 +59,12 @@ class Device(StrictModel):
             all-to-alls; null counts as none.
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
-        compute_efficiency: share of the peak rate that matrix products reach; null counts as all of it.
+        compute_efficiency: share of the peak rate that matmuls reach; null counts as all of it.
         products: by precision, in place of ``compute_efficiency``.
         attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
         attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
-            where of a causal mask only what it leaves is counted; null: they reach what matrix products do.
+            where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
         overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
@@ -77,9 +77,9 @@ class Device(StrictModel):
         multiprocessors: streaming multiprocessors, on which a kernel's thread blocks run; null: kernels of
             few blocks are not slowed down.
         l2_cache_bytes: of the cache that all multiprocessors share.
-        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first product
+        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first matmul
             of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
-            its first product. One that is left out, or null, takes none.
+            its first matmul. One that is left out, or null, takes none.
     """
 
     name: str
@@ -127,13 +127,13 @@ class Calibration(StrictModel):
     Attributes:
         efficiency: of all that a device does, beside the three below and the device's own: every kernel and
             message takes 1 / efficiency times as long.
-        compute_efficiency: of matrix products, beside the device's; of attention kernels too where the device
+        compute_efficiency: of matmuls, beside the device's; of attention kernels too where the device
             has none for them.
         memory_efficiency: of kernels, beside the device's.
         link_efficiency: share of every link's bandwidth that communication reaches.
         step_overhead_s: added to each step.
         parameter_overhead_s: added to each step for each parameter of the model, whole.
-        strided_element_s: for each element of a matrix product's operands and result that lies in a block
+        strided_element_s: for each element of a matmul's operands and result that lies in a block
             of a wider matrix (block-wise attention scores).
         fitted_on: the cells that the values were fitted on.
     """
@@ -326,8 +326,8 @@ def _drop_words_on_other_values(below: dict[str, Any], above: Mapping[str, Any])
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
     """What the packaged cluster says that a file extends; UserError, with ``where`` it says so, if there is
     none but itself."""
-    known = packaged(PACKAGE)
-    others = [name for name, file in known.items() if file != path]
+    names = packaged(PACKAGE)
+    others = [name for name, file in names.items() if file != path]
     if base not in others:
         raise UserError(f"{path}: {where}: unknown cluster {base!r}{suggestion(base, others)}")
-    return dict(_resolved(known[base], read_file(known[base])))
+    return dict(_resolved(names[base], read_file(names[base])))

@@ -44,10 +44,10 @@ def usual_kernel(device: Device) -> str:
     the version that the card's file has as its default. "flash" where the card is not known, or has neither:
     what stands for it there."""
     choice = engines_choice(generation_of(device))
-    known = device.attention
-    if choice == "cudnn" and known is not None and "cudnn" in known.kernels:
+    attention = device.attention
+    if choice == "cudnn" and attention is not None and "cudnn" in attention.kernels:
         return choice
-    return "flash" if known is None else known.default
+    return "flash" if attention is None else attention.default
 
 
 def cannot_run(device: Device, kernel: str) -> tuple[str, str] | None:
@@ -105,9 +105,11 @@ def without_own_rates(cluster: Cluster) -> list[str]:
         "links within a node": node is not None and _lacks(node),
         "network": _lacks(cluster.network),
     }
-    found = [work for work, lacks in lacking.items() if lacks]
-    known = {} if device.attention is None else device.attention.kernels
-    return found + [kernel for kernel, of in known.items() if all(r.limit_flops_per_s.substitute for r in of)]
+    works = [work for work, lacks in lacking.items() if lacks]
+    kernels = {} if device.attention is None else device.attention.kernels
+    return works + [
+        kernel for kernel, of in kernels.items() if all(r.limit_flops_per_s.substitute for r in of)
+    ]
 
 
 def _lacks(link: Link) -> bool:

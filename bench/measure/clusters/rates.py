@@ -65,8 +65,8 @@ class Host(StrictModel):
 
     def seconds(self, figure: str) -> float:
         """What one of the figures is on this host; 0 where it is not known."""
-        known: Sourced[float] = getattr(self, figure)
-        return (known.value or 0.0) * (self.scale.value or 1.0)
+        sourced: Sourced[float] = getattr(self, figure)
+        return (sourced.value or 0.0) * (self.scale.value or 1.0)
 
 
 class HostMemory(StrictModel):
@@ -118,13 +118,13 @@ def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np
 
 
 class ProductRate(StrictModel):
-    """Matrix products of one precision: seconds = FLOPs / (peak x share) + bytes / bandwidth.
+    """Matmuls of one precision: seconds = FLOPs / (peak x share) + bytes / bandwidth.
 
     Attributes:
         share: of the peak rate.
-        bandwidth_bytes_per_s: of the operands and the result, which large products pay least for; null: the
+        bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
-        measured: FLOPs a second of square products by n, where a source has several; for figures alone.
+        measured: FLOP/s of square matmuls by n, where a source has several; for figures alone.
     """
 
     share: Sourced[PositiveFloat]
@@ -173,8 +173,8 @@ class AttentionRates(StrictModel):
     @model_validator(mode="after")
     def _default_known(self) -> Self:
         if not self.kernels.get(self.default):
-            known = [name for name, rates in self.kernels.items() if rates]
-            raise ValueError(f"default {self.default!r} has no rates{suggestion(self.default, known)}")
+            names = [name for name, rates in self.kernels.items() if rates]
+            raise ValueError(f"default {self.default!r} has no rates{suggestion(self.default, names)}")
         return self
 
     def rate_of(self, kernel: str, head_size: int, direction: Direction, mask: Mask) -> AttentionRate | None:
@@ -246,8 +246,8 @@ class Link(StrictModel):
     def _in_order(self) -> Self:
         for kind, rates in self.collectives.items():
             sizes = [rate.ranks for rate in rates]
-            known = [size for size in sizes if size is not None]
-            if not rates or known != sorted(set(known)) or (len(rates) > 1 and len(known) < len(rates)):
+            given = [size for size in sizes if size is not None]
+            if not rates or given != sorted(set(given)) or (len(rates) > 1 and len(given) < len(rates)):
                 raise ValueError(
                     f"collectives.{kind}: give one rate, or one a number of ranks in ascending order"
                 )

@@ -219,14 +219,14 @@ class _DeepCounts:
             raise NotAlike("a deeper model sends other messages")
 
     def by(self, layers: int) -> CommunicationMeter:
-        made = CommunicationMeter(self._deeper.axes)
-        made.current_phase = self._deeper.current_phase
+        meter = CommunicationMeter(self._deeper.axes)
+        meter.current_phase = self._deeper.current_phase
         pairs = zip(self._shallow.counts.items(), self._deeper.counts.items(), strict=True)
         for (before, n), (which, more) in pairs:
             growth = np.array([which.payload_bytes - before.payload_bytes, more - n], dtype=np.float64)
             payload, count = _grown(np.array([which.payload_bytes, more]), growth, layers).tolist()
-            made.counts[replace(which, payload_bytes=payload)] = count
-        return made
+            meter.counts[replace(which, payload_bytes=payload)] = count
+        return meter
 
 
 class DeepTrace:

@@ -120,8 +120,8 @@ def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any
     check_gpus(world, cell.device)
     with ranks_for(world, fresh=True) as ranks:
         limit = cell.timeout_s or DEFAULT_LIMIT_S
-        found = ranks.run(cell.mesh_sizes, _on_rank, work, cell, timeout_s=limit, device=cell.device)
-    return dict(enumerate(found))
+        results = ranks.run(cell.mesh_sizes, _on_rank, work, cell, timeout_s=limit, device=cell.device)
+    return dict(enumerate(results))
 
 
 def _on_rank(mesh: DeviceMesh, work: Callable[[DeviceMesh, Cell], Any], cell: Cell) -> Any:
@@ -179,7 +179,7 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
 
 
 def learning_rate(asked: Learning, step: int) -> float:
-    """Of a step, counted from 1."""
+    """The learning rate of a step; steps count from 1."""
     top = max(1, asked.warmup)
     rising, falling = step / top, (asked.steps + 1 - step) / max(1, asked.steps + 1 - top)
     return asked.learning_rate * min(rising, falling)

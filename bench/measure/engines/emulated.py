@@ -47,7 +47,7 @@ from spbench.impls.layout import Unavailable
 #: of torch.distributed: :class:`EmulatedGroup`
 BACKEND = "emulated"
 DEVICES = ("cpu", "cuda")
-#: of what others send: like a product of weights and normalised activations, and small enough for float16
+#: of what others send: like a matmul of weights and normalised activations, and small enough for float16
 _RECEIVED_DEVIATION = 0.1
 #: of matrices: that of training
 _WEIGHTS_DEVIATION = 0.02
@@ -134,10 +134,10 @@ class EmulatedEngine(Engine):
         traces = virtual.trace_classes(cell, events=can_time(cell))
         rank = traces.worst().rank if cell.rank is None else cell.rank
         with _player(cell) as play:
-            found = play(cell, rank, timed=True)
-        if found.status == "ok":
-            _add_time(found, traces, rank)
-        return found
+            measurement = play(cell, rank, timed=True)
+        if measurement.status == "ok":
+            _add_time(measurement, traces, rank)
+        return measurement
 
     @contextmanager
     def probes(self, cell: Cell) -> Iterator[Callable[[Cell], Measurement]]:
@@ -155,8 +155,8 @@ def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
         def run(function: Callable[..., Any], *args: Any) -> Any:
             limit = cell.timeout_s or DEFAULT_LIMIT_S
             # Gloo, as NCCL would take memory of the GPU for a group that is left at once
-            (found,) = process.run({}, function, *args, timeout_s=limit, device=cell.device, backend="gloo")
-            return found
+            (result,) = process.run({}, function, *args, timeout_s=limit, device=cell.device, backend="gloo")
+            return result
 
         fraction = 1.0
         if cell.device == "cuda":
@@ -219,13 +219,13 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
         usable = usable_memory_bytes(cell)
         alone = trace.measurement(None if cell.device == "cuda" else usable)
         metered = mismatched(limit_by_host(alone, cell, [alone]))
-        found = add_timed_steps(metered, rank, lambda: training.step(inputs), timing, cell.device)
-        found.usable_memory_bytes = usable
+        measurement = add_timed_steps(metered, rank, lambda: training.step(inputs), timing, cell.device)
+        measurement.usable_memory_bytes = usable
         if not timed:
-            found.step_time_samples_s = []
-        if found.status == "ok" and not _finite(training.step(inputs)):
-            found.status, found.reason = "numerics", "a loss is not finite"
-        return found
+            measurement.step_time_samples_s = []
+        if measurement.status == "ok" and not _finite(training.step(inputs)):
+            measurement.status, measurement.reason = "numerics", "a loss is not finite"
+        return measurement
 
 
 def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Recorder, Any, dict[str, Tensor]]:
@@ -252,14 +252,14 @@ def _finite(outcome: Tensor | dict[str, Tensor]) -> bool:
     return all(math.isfinite(x.double().sum().item()) for x in losses)
 
 
-def _add_time(found: Measurement, traces: ClassTraces, rank: int) -> None:
+def _add_time(measurement: Measurement, traces: ClassTraces, rank: int) -> None:
     """Set the step time and what it is made of, where the cluster's links are known."""
     if not traces.timed:
         return
     timeline = traces.simulator()()
     modelled = timeline.breakdown_of(rank)
     waits = {name: modelled[name] for name in ("exposed_communication_s", "bubble_s")}
-    compute_s = statistics.median(found.step_time_samples_s)
+    compute_s = statistics.median(measurement.step_time_samples_s)
     step_time_s = compute_s + sum(waits.values())
-    add_step_time(found, traces.cell, step_time_s, {"compute_s": compute_s, **waits})
-    found.mfu = utilization(traces.cell, step_time_s)
+    add_step_time(measurement, traces.cell, step_time_s, {"compute_s": compute_s, **waits})
+    measurement.mfu = utilization(traces.cell, step_time_s)

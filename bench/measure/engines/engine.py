@@ -99,10 +99,10 @@ def engine_class(name: str) -> type[Engine]:
     Raises:
         KeyError: there is none; with the known names.
     """
-    known = engines()
-    if name not in known:
-        raise KeyError(f"unknown engine {name!r}; known: {', '.join(known)}")
-    return known[name]
+    classes = engines()
+    if name not in classes:
+        raise KeyError(f"unknown engine {name!r}; known: {', '.join(classes)}")
+    return classes[name]
 
 
 def heeded(engine: str) -> list[str]:

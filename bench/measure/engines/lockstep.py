@@ -106,7 +106,7 @@ def _error(squares: list[Squares]) -> float:
 def _summed_up(
     errors: Mapping[str, float], squares: Mapping[str, list[Squares]]
 ) -> Iterator[tuple[str, float]]:
-    """Of many gradients, that of all as one vector and the largest."""
+    """The errors of the loss, of all gradients as one vector, and of the worst gradient."""
     yield "loss", errors["loss"]
     gradients = [name for name in errors if name != "loss"]
     yield "gradients", _error([each for name in gradients for each in squares[name]])
@@ -221,6 +221,6 @@ def _called(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str,
 
 
 def _drawn_gradient(name: str, output: Tensor) -> Tensor:
-    """Of a whole output, the gradient that its backward begins with."""
+    """The gradient of an output, with which its backward begins."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name}".encode()))
     return torch.randn(output.shape, generator=generator, dtype=torch.float64)

@@ -64,14 +64,14 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     for axis in strategy.axes:
         sets = strategy.roles(axis, sizes[axis])
         along_axes.append(sets if axis == marked else roles_by_load(sets, loads_along(cell, axis)))
-    found = []
+    classes = []
     for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):
             members = dict(zip(strategy.axes, roles, strict=True))
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
             ranks = global_ranks(sizes, {"pp": [stage], **members})
-            found.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
-    return found
+            classes.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
+    return classes
 
 
 def sending_class(cell: Cell, rank: int) -> RankClass:
@@ -153,13 +153,13 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
-    found = nesting(cell.strategy)
-    for axis in unused_axes(found.axes, cell.mesh_sizes):
+    nested = nesting(cell.strategy)
+    for axis in unused_axes(nested.axes, cell.mesh_sizes):
         raise Unsupported(
-            f"{found.name} does not use the axis {axis}",
-            f"give the ranks to {found.axes[0]}" if found.axes else "use one rank",
+            f"{nested.name} does not use the axis {axis}",
+            f"give the ranks to {nested.axes[0]}" if nested.axes else "use one rank",
         )
-    return found.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
+    return nested.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
 
 
 def composition(cell: Cell, place: Place) -> Composition:

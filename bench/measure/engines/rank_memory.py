@@ -63,7 +63,7 @@ def _rounded(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def limit_by_host(found: Measurement, cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
+def limit_by_host(measurement: Measurement, cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
     """A measurement with the largest bytes that a rank and a node hold on hosts; with the status oom where it
     was ok and a node has less.
 
@@ -72,7 +72,7 @@ def limit_by_host(found: Measurement, cell: Cell, by_rank: Sequence[Measurement]
     """
     peaks = [m.peak_host_memory_bytes or 0 for m in by_rank]
     if not any(peaks):
-        return found
+        return measurement
     planned, held = plan(cell), np.zeros(cell.sizes.world, dtype=np.int64)
     for measured, peak in zip(by_rank, peaks, strict=True):
         held[list(planned.class_of(measured.peak_rank).ranks)] = peak
@@ -82,17 +82,17 @@ def limit_by_host(found: Measurement, cell: Cell, by_rank: Sequence[Measurement]
     nodes = node_of(np.arange(len(held)), cluster)
     sums = np.bincount(nodes, weights=held).astype(np.int64)
     node = int(sums.argmax())
-    found.peak_host_memory_bytes, found.node_host_memory_bytes = int(held.max()), int(sums[node])
-    if found.status == "ok" and host_is_full(found, cell):
+    measurement.peak_host_memory_bytes, measurement.node_host_memory_bytes = int(held.max()), int(sums[node])
+    if measurement.status == "ok" and host_is_full(measurement, cell):
         total = cluster.host_memory.total_bytes.value or 0
         ranks, fullest = int((nodes == node).sum()), int(held[nodes == node].max())
-        found.status = "oom"
-        found.reason = (
+        measurement.status = "oom"
+        measurement.reason = (
             f"the host of a node has {total / _GIB:.1f} GiB of memory, and its {ranks} ranks hold "
             f"{sums[node] / _GIB:.1f} GiB there, up to {fullest / _GIB:.2f} GiB each: what waits on the "
             "host does not fit, though the devices have room"
         )
-    return found
+    return measurement
 
 
 def part_of_host(cell: Cell, nbytes: int) -> float:
@@ -104,10 +104,10 @@ def part_of_host(cell: Cell, nbytes: int) -> float:
     return nbytes * ranks / total if total else 0.0
 
 
-def host_is_full(found: Measurement, cell: Cell) -> bool:
+def host_is_full(measurement: Measurement, cell: Cell) -> bool:
     """Whether a node's ranks hold more in its host's memory than that has."""
     total = load_cluster(cell.cluster).host_memory.total_bytes.value
-    return total is not None and (found.node_host_memory_bytes or 0) > total
+    return total is not None and (measurement.node_host_memory_bytes or 0) > total
 
 
 #: categories of what is kept from step to step
@@ -263,13 +263,13 @@ def needs(memory: RankMemory, cell: Cell) -> str:
 
 def _fewer_states(cell: Cell) -> str:
     """What would hold fewer model states: another backend, where replicas and stages allow it."""
-    known, name = backends(), cell.training.backend
-    here, sizes = known[name], cell.sizes.by_axis
+    classes, name = backends(), cell.training.backend
+    here, sizes = classes[name], cell.sizes.by_axis
     replicas = prod(n for axis, n in sizes.items() if axis not in ("pp", "tp"))
     options = set_options(here.options_type(), cell.training.backend_options, name)
     if replicas > 1 and not getattr(options, "distributed_optimizer", True):
         return "of which distributed_optimizer shards the optimizer's over replicas"
-    able = [each for each in known.values() if each.searched and (each.pipelined or cell.sizes.pp == 1)]
+    able = [each for each in classes.values() if each.searched and (each.pipelined or cell.sizes.pp == 1)]
     most = max(able, key=lambda each: len(each.shares_out or ()))
     if replicas > 1 and here.shares_out is not None and here.shares_out < (most.shares_out or frozenset()):
         return f"which the backend {most.name} shards over replicas"

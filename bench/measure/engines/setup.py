@@ -145,10 +145,10 @@ def rank_inputs(
     """This rank's part of a whole batch (views)."""
     return {
         name: strategy.shard(
-            whole if name in model.unbatched else whole.chunk(around.replicas)[around.replica],
+            value if name in model.unbatched else value.chunk(around.replicas)[around.replica],
             model.sequence_dims[name],
         )
-        for name, whole in batch.items()
+        for name, value in batch.items()
     }
 
 

@@ -36,9 +36,9 @@ from spbench.impls import loose_files
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
 
-#: FLOPs of a step of those of its forward: backward has two products for each
+#: FLOPs of a step over those of its forward: backward has two matmuls for each
 _OF_FORWARD = {"training": 3, "inference": 1}
-#: options of models that cut the same products into pieces, which a single device would trace one by one
+#: options of models that cut the same matmuls into pieces, which a single device would trace one by one
 _PIECES = ("mlp_tile", "loss_tile")
 #: what sums of that many numbers can be off by
 _ROUNDING = 1e-9
@@ -62,12 +62,12 @@ def _of_a_sequence(model: str, precision: Precision, seq_len: int) -> Flops:
     alone = {"strategy": "single", "batch": 1, "seq_len": seq_len, "training": {"step": "inference"}}
     of_model = {"model": name, "model_options": options, "model_config_json": config}
     cell = Cell.model_validate({**alone, **of_model, "precision": precision})
-    made = model_preset(*cell.model_arguments)
-    layers = getattr(made, "layers", 0)
-    if layers <= 2 * made.period or layers % made.period:
+    built = model_preset(*cell.model_arguments)
+    layers = getattr(built, "layers", 0)
+    if layers <= 2 * built.period or layers % built.period:
         return _forward(cell)
-    one, two = (_forward(with_layers(cell, n * made.period)) for n in (1, 2))
-    return one.plus(two.plus(one.times(-1)).times(layers // made.period - 1))
+    one, two = (_forward(with_layers(cell, n * built.period)) for n in (1, 2))
+    return one.plus(two.plus(one.times(-1)).times(layers // built.period - 1))
 
 
 def _forward(cell: Cell) -> Flops:
@@ -82,28 +82,28 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
 
     Causal softmax attention is work that ranks only share out: together they have the model's, but for heads
     that are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the
-    same work. All products together are at least the model's. This is not said of linear attention. A
+    same work. All matmuls together are at least the model's. This is not said of linear attention. A
     strategy of users may have more, as one that multiplies what a mask hides.
 
     Args:
         metered: of all ranks.
     """
     model = forward_flops(cell)
-    found = {"model": model_flops(cell), "forward": metered.forward, "all": metered.all}
+    counts = {"model": model_flops(cell), "forward": metered.forward, "all": metered.all}
     _, length = cell.shape
     kinds = {site.kind for site in model_preset(*cell.model_arguments).sites(1, length)}
     if kinds & {"linear_attention", "gated_recurrence"}:
-        return found, ""  # cut into other chunks where ranks have fewer positions
+        return counts, ""  # cut into other chunks where ranks have fewer positions
     allowed = _ROUNDING + (work_error(cell) or 0.0)
     if cell.strategy_options.get("placement") == "striped":
         allowed += cell.sizes.world / length
     more = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads") or _of_users(cell)
     most = float("inf") if more else model.attention * (1 + allowed)
     if not model.attention * (1 - allowed) <= metered.attention <= most:
-        return found, _differs("softmax attention", metered.attention, model.attention)
+        return counts, _differs("softmax attention", metered.attention, model.attention)
     if metered.forward < model.forward * (1 - allowed):
-        return found, _differs("forward", metered.forward, model.forward)
-    return found, ""
+        return counts, _differs("forward", metered.forward, model.forward)
+    return counts, ""
 
 
 def _of_users(cell: Cell) -> bool:
@@ -123,7 +123,7 @@ def _differs(what: str, metered: float, model: float) -> str:
 #: the least share of a step for which it is named what some work is priced by
 NAMED = 0.01
 #: the grades of such prices, the worst first, and the least share of a step with which each makes the class
-#: of its time. Of work without any rate a small share is little only by its price, which may be much too low
+#: of its time. A small share of work without any rate may be small only because its price is much too low
 COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
 
 #: what can bound a step, by the names of :attr:`Measurement.parts` and :attr:`Measurement.breakdown`
@@ -245,26 +245,26 @@ def add_timed_steps(
         torch.OutOfMemoryError: a GPU has no room for the step.
     """
     on_gpu = device_type == "cuda"
-    found: dict[str, Any] = {"rank": rank, "host": platform.node()}
-    found["device"] = torch.cuda.get_device_name() if on_gpu else device_type
+    entry: dict[str, Any] = {"rank": rank, "host": platform.node()}
+    entry["device"] = torch.cuda.get_device_name() if on_gpu else device_type
     for _ in range(timing.warmup):
         step()
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        found["allocated_before_bytes"] = torch.cuda.memory_allocated()
+        entry["allocated_before_bytes"] = torch.cuda.memory_allocated()
     with telemetry_of(torch.cuda.current_device() if on_gpu else None) as telemetry:
         metered.step_time_samples_s = seconds(step, device_type, timing.samples)
     if on_gpu:
         torch.cuda.synchronize()
         statistics = torch.cuda.memory_stats()
-        found["metered_peak_memory_bytes"] = metered.peak_memory_bytes
+        entry["metered_peak_memory_bytes"] = metered.peak_memory_bytes
         metered.by_class = []
-        metered.peak_memory_bytes = found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        metered.reserved_memory_bytes = found["reserved_memory_bytes"] = torch.cuda.max_memory_reserved()
-        found |= {name: statistics.get(name, 0) for name in _STATISTICS}
-        found["telemetry"] = telemetry.summary(timing.samples)
-    metered.ranks = [found]
+        metered.peak_memory_bytes = entry["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        metered.reserved_memory_bytes = entry["reserved_memory_bytes"] = torch.cuda.max_memory_reserved()
+        entry |= {name: statistics.get(name, 0) for name in _STATISTICS}
+        entry["telemetry"] = telemetry.summary(timing.samples)
+    metered.ranks = [entry]
     return metered
 
 

@@ -105,7 +105,7 @@ class Trace:
             formula=planned.formula(self.rank),
             formula_difference=planned.difference(self.communication, self.rank),
             unpriced_operators={} if self.program is None else self.program.unpriced_calls(),
-            meters={name: dict(found) for name, found in self.found.items()},
+            meters={name: dict(counts) for name, counts in self.found.items()},
         )
         if memory.failure is not None:
             measurement.status = "oom"

@@ -1,9 +1,10 @@
 """Which ranks along a strategy's axis have other work than others, and which of them stand for which.
 
-Under a causal mask a rank's work follows from the positions that it holds. Of contiguous chunks rank r meets
-r + 1 blocks of keys; zigzag, all ranks meet as many; of packed documents, each what its documents leave.
-Ranks of equal work are one class. Where there are more than MOST_SETS kinds of work, ranks of much the same
-work are put together (:func:`roles_by_load`), and :func:`work_error` says how far that can be off.
+Under a causal mask a rank's work follows from the positions that it holds. With contiguous chunks rank r
+meets r + 1 blocks of keys; with zigzag all ranks meet as many; with packed documents each meets what its
+documents leave. Ranks of equal work are one class. Where there are more than MOST_SETS kinds of work, ranks
+of much the same work are put together (:func:`roles_by_load`), and :func:`work_error` says how far that can
+be off.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _loads(
     length: int,
     layers: _Layers,
 ) -> Sequence[Load]:
-    found, sizes = nesting(strategy), dict(mesh)
+    nested, sizes = nesting(strategy), dict(mesh)
     chosen: Mapping[str, Any] = json.loads(options)
 
     def load(each: Strategy) -> Load:
@@ -91,7 +92,7 @@ def _loads(
         return Load(pairs, len(parts), tuple(parts))
 
     def of_rank(rank: int) -> Load:
-        return load(found.configured(Place(sizes, {axis: rank}), chosen))
+        return load(nested.configured(Place(sizes, {axis: rank}), chosen))
 
     first, last = of_rank(0), of_rank(sizes[axis] - 1)
     # of one text the work grows with the rank, or is even
@@ -169,15 +170,15 @@ def roles_by_load(roles: Sequence[Sequence[int]], loads: Sequence[Load]) -> list
     Where there are more kinds of work, the rank that has most is a set of its own, since others wait for it
     and its peak is the largest; the others are in sets of neighbours by load (:func:`odd_sets`).
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for ranks in roles:
         distinct = sorted({loads[rank] for rank in ranks}, reverse=True)
         if len(distinct) == 1:
-            found.append([*ranks])
+            groups.append([*ranks])
             continue
         order = sorted(sorted(ranks), key=lambda rank: loads[rank], reverse=True)
         if len(distinct) <= MOST_SETS:
-            found += [[rank for rank in order if loads[rank] == each] for each in distinct]
+            groups += [[rank for rank in order if loads[rank] == each] for each in distinct]
             continue
-        found += [[order[place] for place in each] for each in odd_sets(len(order), MOST_SETS)]
-    return found
+        groups += [[order[place] for place in each] for each in odd_sets(len(order), MOST_SETS)]
+    return groups

@@ -80,15 +80,15 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
         "formula_difference": differences,
         "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
     }
-    found = worst.model_copy(update=changes)
-    return mismatched(limit_by_host(found, cell, by_rank))
+    measurement = worst.model_copy(update=changes)
+    return mismatched(limit_by_host(measurement, cell, by_rank))
 
 
-def mismatched(found: Measurement) -> Measurement:
+def mismatched(measurement: Measurement) -> Measurement:
     """The measurement, with the status mismatch where meter and closed form disagree."""
-    if found.formula_difference:
-        found.status, found.reason = "mismatch", _mismatch(found.formula_difference)
-    return found
+    if measurement.formula_difference:
+        measurement.status, measurement.reason = "mismatch", _mismatch(measurement.formula_difference)
+    return measurement
 
 
 def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
@@ -123,13 +123,13 @@ class ClassTraces:
 
     def measurement(self) -> Measurement:
         """The cell's measurement, with times where the programs were recorded and the step fits."""
-        found = self.memory_measurement()
-        if found.status == "ok":
-            self.add_time(found)
-        return found
+        measurement = self.memory_measurement()
+        if measurement.status == "ok":
+            self.add_time(measurement)
+        return measurement
 
     @no_cyclic_collection()
-    def add_time(self, found: Measurement) -> None:
+    def add_time(self, measurement: Measurement) -> None:
         """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
         a rate that they need, the reason says so."""
         if not self.timed:
@@ -137,9 +137,9 @@ class ClassTraces:
         try:
             timeline = self.simulator()()
         except RatesUnknown as error:
-            found.reason = found.reason or f"no time: {error}"
+            measurement.reason = measurement.reason or f"no time: {error}"
         else:
-            add_simulated_time(found, self.cell, timeline)
+            add_simulated_time(measurement, self.cell, timeline)
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""

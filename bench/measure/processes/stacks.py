@@ -223,7 +223,7 @@ def collect(
             them, or None if there is none in that time.
 
     Raises:
-        RankError: a rank failed, or did not answer in time. Of several failures the first is the cause: the
+        RankError: a rank failed, or did not answer in time. If several failed, the first is the cause: the
             others failed as they waited for that rank.
     """
     values: list[Any] = [None] * ranks

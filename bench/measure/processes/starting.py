@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -177,8 +178,6 @@ def limits_of_process() -> dict[int, tuple[int, int]]:
     Linux."""
     if sys.platform != "linux":
         return {}
-    import resource
-
     every = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
     return {limit: resource.getrlimit(limit) for limit in every}
 
@@ -206,8 +205,6 @@ class Surroundings:
         if self.cores:
             os.sched_setaffinity(0, self.cores)
         if self.limits:
-            import resource
-
             for limit, values in self.limits.items():
                 with suppress(ValueError, OSError):  # above the server's own
                     resource.setrlimit(limit, values)
@@ -254,8 +251,6 @@ def check_open_files(further: int, purpose: str) -> None:
     """
     if not (limits := limits_of_process()):
         return
-    import resource
-
     allowed = limits[resource.RLIMIT_NOFILE][0]
     needed = len(os.listdir("/proc/self/fd")) + further
     if allowed != resource.RLIM_INFINITY and allowed < needed:

@@ -67,21 +67,21 @@ LISTED = {
 }
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     """What is wrong with a name that nothing of a kind has, and what to write instead."""
     here = ELSEWHERE.get(kind, {}).get(name.lower())
     listed = LISTED.get(kind)
-    mend = f"; here that is {here}" if here else suggestion(name, known, f"spbench list {listed}")
+    mend = f"; here that is {here}" if here else suggestion(name, allowed, f"spbench list {listed}")
     mend = (remote_name(name) if kind == "model" else "") or mend
     file = f"; or give the path of a {FILES[kind]}" if kind in FILES else ""
     return f"unknown {kind} {shown(name)}{mend}{file}"
 
 
-def check_known(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
+def check_known(kind: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """UserError for the first of some names that nothing of a kind has."""
     for name in given:
-        if name not in known:
-            raise UserError(unknown(kind, name, known))
+        if name not in allowed:
+            raise UserError(unknown(kind, name, allowed))
 
 
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:

@@ -161,8 +161,8 @@ def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[
         wanted.setdefault(name, []).append(str(size(value) or value) if count else value)
     for name, values in wanted.items():
         settings = [settings_of(cell) for cell in cells]
-        known = list(dict.fromkeys(known for has in settings for known in has))
-        check_known("setting", [name], known)
+        names = list(dict.fromkeys(names for has in settings for names in has))
+        check_known("setting", [name], names)
         has = [of_cell.get(name, UNSET) for of_cell in settings]
         cells = [cell for cell, value in zip(cells, has, strict=True) if value in values]
         if not cells:

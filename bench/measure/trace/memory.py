@@ -185,7 +185,7 @@ class MemoryMeter(Meter):
         self.note_workspace(func)
 
     def note_workspace(self, func: Any) -> None:
-        """Note the workspace that a library's first matrix product allocates and keeps. torch has one
+        """Note the workspace that a library's first matmul allocates and keeps. torch has one
         for cuBLAS in each thread: that of the forward pass, and that of autograd with its recomputations."""
         library = _library(func)
         if library is None:

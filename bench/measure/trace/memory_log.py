@@ -74,8 +74,8 @@ class MemoryLog:
     def signed_bytes(self, sizes: np.ndarray | None = None) -> np.ndarray:
         """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces the recorded."""
         events = np.asarray(self.events, dtype=np.int64)
-        whole = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
-        return np.sign(events) * whole[np.abs(events) - 1]
+        rounded_sizes = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
+        return np.sign(events) * rounded_sizes[np.abs(events) - 1]
 
     def spans(self) -> list[tuple[str, slice]]:
         """The phases in order, each with its events; forward and backward once a micro-batch."""
@@ -83,7 +83,7 @@ class MemoryLog:
         return [(name, slice(start, end)) for (name, start), end in zip(self.marks, starts[1:], strict=True)]
 
     def phase_ends(self) -> list[dict[str, int]]:
-        """Of each traced step, the first event after the last of its phases of each name."""
+        """For each traced step, the first event after the last of its phases of each name."""
         ends: list[dict[str, int]] = [{} for _ in self.step_ends]
         for name, span in self.spans():
             step = self.step_of(span.start) - 1
@@ -116,8 +116,8 @@ class MemoryLog:
 
     def born_before_step(self) -> list[bool]:
         """For each storage, in the order of their numbers: whether it was made before the first phase."""
-        made = sum(event > 0 for event in self.events[: self.step_start])
-        return [number < made for number in range(len(self.sizes))]
+        births = sum(event > 0 for event in self.events[: self.step_start])
+        return [number < births for number in range(len(self.sizes))]
 
     def peak(self) -> Peak:
         """The largest sum of live bytes over the traced steps, in whole granules: what an allocator that
@@ -125,7 +125,7 @@ class MemoryLog:
         return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
 
     def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
-        """Of each traced step the largest sum of live bytes, when it was, and what held it; arguments and
+        """For each traced step, the largest sum of live bytes, when it was, and what held it; arguments and
         errors as of :meth:`levels`."""
         return self.levels(nbytes).steps
 
@@ -162,7 +162,8 @@ class MemoryLog:
         return Levels(live, peaks[0], peaks[1:])
 
     def categories(self) -> list[str]:
-        """Of each storage: its tag; else activation if forward made it and left it alive; else temporary."""
+        """The category of each storage: its tag; else activation if forward made it and left it alive; else
+        temporary."""
         numbers = self._categories(np.asarray(self.events, dtype=np.int64)).tolist()
         return [CATEGORIES[n] for n in numbers]
 
@@ -172,10 +173,10 @@ class MemoryLog:
         for name, span in self.spans():
             if name == "forward":
                 inside = events[span]
-                made = np.zeros(len(self.sizes), dtype=bool)
-                made[inside[inside > 0] - 1] = True
-                made[-inside[inside < 0] - 1] = False
-                kept |= made
+                is_born = np.zeros(len(self.sizes), dtype=bool)
+                is_born[inside[inside > 0] - 1] = True
+                is_born[-inside[inside < 0] - 1] = False
+                kept |= is_born
         places = {name: n for n, name in enumerate(CATEGORIES)}
         categories = np.where(kept, places["activations"], places["temporaries"])
         categories[[*self.tags]] = [places[tag] for tag in self.tags.values()]

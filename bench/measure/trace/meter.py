@@ -2,8 +2,8 @@
 
 A meter is found by being there: a class derived from :class:`Meter`, with a name, in a module of this
 package. A scenario asks for it by name (``meters: [NAME]``); what it found stands in the row under
-``measurement.meters.NAME``. Memory and communication are metered in every cell. Of several traced steps
-(``training.steps``), meters see the last, but for that of memory, which sees all.
+``measurement.meters.NAME``. Memory and communication are metered in every cell. If several steps
+are traced (``training.steps``), meters see the last one, but for the meter of memory, which sees all.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Meter:
 
 def meters() -> Mapping[str, type[Meter]]:
     """The meters that a scenario can ask for, by name."""
-    found = named_classes("spbench.bench.measure.trace", Meter)
-    return {name: cls for name, cls in found.items() if not cls.always}
+    classes = named_classes("spbench.bench.measure.trace", Meter)
+    return {name: cls for name, cls in classes.items() if not cls.always}
 
 
 def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
@@ -90,7 +90,7 @@ def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
     Raises:
         KeyError: one is unknown; with the known names.
     """
-    known = meters()
-    if missing := [name for name in names if name not in known]:
-        raise KeyError(f"unknown meter {missing[0]!r}; known: {', '.join(known) or 'none'}")
-    return [known[name] for name in names]
+    classes = meters()
+    if missing := [name for name in names if name not in classes]:
+        raise KeyError(f"unknown meter {missing[0]!r}; known: {', '.join(classes) or 'none'}")
+    return [classes[name] for name in names]

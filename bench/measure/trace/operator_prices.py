@@ -34,7 +34,7 @@ from spbench.impls.kernels.ranged_attention import Size
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _OTHER = len(PRECISION_NAMES) - 1
 
-#: matrix products -> position of their first operand; the second follows it
+#: matmuls -> position of their first operand; the second follows it
 PRODUCTS = {
     "mm": 0,
     "bmm": 0,
@@ -166,7 +166,7 @@ class Price:
     def of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> tuple[int, int, int, int, tuple[int, int, int, int], int]:
-        """Of one call: category, bytes, FLOPs, precision, shape, and a matrix product's strided elements, as
+        """The category, bytes, FLOPs, precision and shape of one call, and a matmul's strided elements, as
         :class:`Program` has them."""
         nbytes, precision = 0, _OTHER
         for value, weight in zip(args, self._positional, strict=False):
@@ -187,8 +187,8 @@ class Price:
         a, b = args[self._product], args[self._product + 1]
         *_, m, k = a.shape
         n, batch = b.shape[-1], prod(a.shape[:-2])
-        made = result if isinstance(result, Tensor) else args[0]  # added to in place
-        strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(made)
+        tensor = result if isinstance(result, Tensor) else args[0]  # added to in place
+        strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(tensor)
         precision = _PRECISION.get(a.dtype, _OTHER)
         return MATRIX_PRODUCT, nbytes, 2 * batch * m * n * k, precision, (batch, m, n, k), strided
 

@@ -187,8 +187,8 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     """What is to be built at the next call with this key; None where it must take the plain path."""
     if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
         return None
-    made = result if type(result) in (tuple, list) else [] if result is None else [result]
-    if any(type(x) is not FakeTensor or x.constant is not None for x in made):
+    results = result if type(result) in (tuple, list) else [] if result is None else [result]
+    if any(type(x) is not FakeTensor or x.constant is not None for x in results):
         return None
     return _remembered(args, kwargs, result)
 
@@ -221,15 +221,15 @@ def _remembered(
                 return None
             storages[storage_key(x)] = None
         its = attributes or {name: value for name, value in vars(x).items() if name != "fake_mode"}
-        made = tuple(x.shape), x.stride(), x.dtype, its["_fake_device"], its, path, offset
-        results.append(Made(*made))
+        description = tuple(x.shape), x.stride(), x.dtype, its["_fake_device"], its, path, offset
+        results.append(Made(*description))
     return Remembered(tuple(results), type(result) if several else None, _several_views(results))
 
 
-def _several_views(made: Sequence[Made | OperatorArgument]) -> Views | None:
+def _several_views(results: Sequence[Made | OperatorArgument]) -> Views | None:
     """See :attr:`Remembered.views`."""
-    views = [each for each in made if isinstance(each, Made) and each.view_of is not None]
-    if not 1 < len(views) == len(made):
+    views = [each for each in results if isinstance(each, Made) and each.view_of is not None]
+    if not 1 < len(views) == len(results):
         return None
     first, places = views[0], [(view.shape, view.stride, view.offset) for view in views]
     alike = {(view.view_of, view.dtype, view.device) for view in views}

@@ -211,9 +211,9 @@ _IN_PLACE = (
 )
 
 
-def _remember(key: Key, found: Remembered | None) -> None:
+def _remember(key: Key, remembered: Remembered | None) -> None:
     if len(MEMORY) < MOST_ENTRIES:
-        MEMORY[key] = found
+        MEMORY[key] = remembered
 
 
 class FastRecorder(Recorder):
@@ -270,12 +270,12 @@ class FastRecorder(Recorder):
         self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Remembered | None:
         """What a call returns; None: the plain path has to say."""
-        found = MEMORY.get(key, _NEVER_SEEN)  # asked once, for long keys take long to hash
-        if found is not _NEVER_SEEN:
-            return found
-        if (found := worked_out(func, args, kwargs, self._attributes)) is not None:
-            _remember(key, found)
-        return found
+        remembered = MEMORY.get(key, _NEVER_SEEN)  # asked once, for long keys take long to hash
+        if remembered is not _NEVER_SEEN:
+            return remembered
+        if (remembered := worked_out(func, args, kwargs, self._attributes)) is not None:
+            _remember(key, remembered)
+        return remembered
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):

@@ -161,13 +161,13 @@ class KeptTensors:
         last = self.tensors[len(before) :]
         for x, number in zip(self.tensors, before, strict=False):
             self.meter.set_number(x.untyped_storage(), number)
-        made = []
+        repeated = []
         for step in range(times):
             for x, number in zip(last, after[len(before) :], strict=True):
                 assert isinstance(x, FakeTensor)
-                made.append(fake_like(x))
-                self.meter.set_number(made[-1].untyped_storage(), number + step * births)
-        self.tensors[len(before) : len(before)] = made
+                repeated.append(fake_like(x))
+                self.meter.set_number(repeated[-1].untyped_storage(), number + step * births)
+        self.tensors[len(before) : len(before)] = repeated
 
 
 class StorageRecord:
@@ -188,7 +188,7 @@ class StorageRecord:
     def end_step(self) -> None:
         changes = self.log.events[self._changes.ends[-1] :]
         self._kept.end_step()
-        # a library's first product makes a workspace, wherever it is
+        # a library's first matmul makes a workspace, wherever it is
         lasting = self._kept.numbers.union(self.log.workspaces)
         self._living.end_step(
             (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting

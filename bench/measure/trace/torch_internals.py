@@ -153,14 +153,14 @@ def fake_views(
     twice the time."""
     storage, device = whole.untyped_storage(), whole.fake_device
     elements = storage.nbytes() // dtype.itemsize
-    made, attributes = [], {**attributes, "fake_mode": whole.fake_mode}
+    views, attributes = [], {**attributes, "fake_mode": whole.fake_mode}
     with torch._C._DisableTorchDispatch():
         flat = torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (elements,), (1,))
         for shape, stride, offset in places:
             fake = _wrapped(flat.as_strided(shape, stride, offset), device)
             fake.__dict__.update(attributes)
-            made.append(fake)
-    return made
+            views.append(fake)
+    return views
 
 
 def fake_like(x: FakeTensor) -> FakeTensor:
@@ -234,18 +234,18 @@ def _fakes_are_equal() -> bool:
     """Whether :func:`fake_tensor` makes what torch does, for a tensor and a view of it."""
     mode = FakeTensorMode()
     with mode:
-        whole = torch.empty_strided((4, 6), (8, 1), dtype=torch.bfloat16)
-        view = whole[1:, ::2]
-    assert isinstance(whole, FakeTensor)
+        tensor = torch.empty_strided((4, 6), (8, 1), dtype=torch.bfloat16)
+        view = tensor[1:, ::2]
+    assert isinstance(tensor, FakeTensor)
     assert isinstance(view, FakeTensor)
-    for theirs, storage in ((whole, None), (view, whole.untyped_storage())):
+    for theirs, storage in ((tensor, None), (view, tensor.untyped_storage())):
         attributes = {name: value for name, value in vars(theirs).items() if name != "fake_mode"}
         metadata = tuple(theirs.shape), theirs.stride(), theirs.dtype, theirs.fake_device, attributes
         ours = fake_tensor(mode, *metadata, storage, int(theirs.storage_offset()))
         if _metadata(ours) != _metadata(theirs) or vars(ours) != vars(theirs):
             return False
     place = tuple(view.shape), view.stride(), int(view.storage_offset())
-    (ours,) = fake_views(whole, view.dtype, [place], attributes)
+    (ours,) = fake_views(tensor, view.dtype, [place], attributes)
     return _metadata(ours) == _metadata(view) and vars(ours) == vars(view)
 
 

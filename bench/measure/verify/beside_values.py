@@ -81,8 +81,8 @@ def check_bytes(
     recorder: Recorder, case: Case, model: Model, checked: VerifiedRun
 ) -> Iterator[tuple[str, Discrepancy]]:
     """Where the step was seen to send other bytes than the closed forms of its strategy and backend say, by
-    phase and collective; and where a rank holds other parameters than the model's sites say. Of the whole
-    model alone, as closed forms are of that; the optimizer's step is run for its messages. Not on the staged
+    phase and collective; and where a rank holds other parameters than the model's sites say. For the
+    whole model alone, as closed forms are; the optimizer's step is run for its messages. Not on the staged
     backend: torch calls a group that is written in Python without the operators that meters watch.
 
     Args:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import NO_END, RankError
@@ -107,40 +107,57 @@ def verify(
     nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
     presets = {name: _model(name) for name in (_tiny() if models is None else models)}
     _check_known(dtypes, backend)
-    chosen, of_backend = dict(options or {}), dict(backend_options or {})
-    everywhere: dict[str, Any] = {
-        "batch": batch,
-        "seq_len": seq_len,
-        "options": chosen,
-        "backend": backend,
-        "backend_options": of_backend,
-    }
-    failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # of RED rows, by strategy
+    given = {"options": dict(options or {}), "backend_options": dict(backend_options or {})}
+    settings = {"batch": batch, "seq_len": seq_len, "backend": backend, **given}
+    cases = [*_cases(nestings, presets, world_sizes, dtypes, parts, settings)]
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
-        cases = [
-            (strategy, name, mesh, dtype, part, varying)
-            for strategy, (name, preset) in itertools.product(nestings, presets.items())
-            for size in world_sizes
-            for mesh in _meshes(strategy, size)
-            for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts))
-        ]
         expect(len(cases))
-        for strategy, name, mesh, dtype, part, varying in cases:
-            varied = set_options(presets[name], varying, f"model {name}")
-            case = Case(strategy, varied, part, dtype, **everywhere)
-            reds = failures[strategy.name]
-            row = verify_case(
-                *(ranks, case, mesh),
-                device=device,
-                model_name=name,
-                variant=_spelled({**varying, **chosen, **of_backend}),
-                explain=len(reds) < explain,
-                timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
-            )
-            reds += [row] if row.status == "RED" else []
-            yield row
+        yield from _rows(ranks, cases, device, explain)
+
+
+class _Planned(NamedTuple):
+    """A case that is to be run: on which mesh, and the names of its model and of all options."""
+
+    case: Case
+    mesh: Mapping[str, int] | int
+    model: str
+    variant: str
+
+
+def _cases(
+    nestings: Sequence[Nesting],
+    presets: Mapping[str, Model],
+    world_sizes: Sequence[int],
+    dtypes: Sequence[str],
+    parts: Sequence[str] | None,
+    settings: Mapping[str, Any],
+) -> Iterator[_Planned]:
+    """The cases of :func:`verify`; ``settings`` are those of each."""
+    for strategy, (name, preset) in itertools.product(nestings, presets.items()):
+        for mesh in itertools.chain.from_iterable(_meshes(strategy, size) for size in world_sizes):
+            for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts)):
+                model = set_options(preset, varying, f"model {name}")
+                variant = _spelled({**varying, **settings["options"], **settings["backend_options"]})
+                yield _Planned(Case(strategy, model, part, dtype, **settings), mesh, name, variant)
+
+
+def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) -> Iterator[VerifyRow]:
+    """The row of each case, as soon as it is done."""
+    failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # the RED rows, by strategy
+    for case, mesh, model, variant in cases:
+        reds = failures[case.strategy.name]
+        row = verify_case(
+            *(ranks, case, mesh),
+            device=device,
+            model_name=model,
+            variant=variant,
+            explain=len(reds) < explain,
+            timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
+        )
+        reds += [row] if row.status == "RED" else []
+        yield row
 
 
 def _check_known(dtypes: Sequence[str], backend: str) -> None:

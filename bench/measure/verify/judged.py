@@ -82,7 +82,7 @@ def discrepancies(
 
 def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> dict[str, float]:
     """The errors alone of :func:`discrepancies`."""
-    return {name: found.error for name, found in discrepancies(reference, got).items()}
+    return {name: discrepancy.error for name, discrepancy in discrepancies(reference, got).items()}
 
 
 def _discrepancy(reference: Tensor | None, x: Tensor | None) -> Discrepancy:
@@ -161,7 +161,7 @@ def limits(dtype: torch.dtype, noises: Sequence[float]) -> Callable[[float], flo
 def judged(dtype: torch.dtype, findings: Sequence[Sequence[Finding]]) -> list[Judged]:
     """The findings of ranks 0, 1, ... with their limits."""
     limit = limits(dtype, [f.noise for ranks in findings for f in ranks])
-    return [Judged(rank, f, limit(f.noise)) for rank, found in enumerate(findings) for f in found]
+    return [Judged(rank, f, limit(f.noise)) for rank, of_rank in enumerate(findings) for f in of_rank]
 
 
 def worst_of(every: Sequence[Judged], wrong: Sequence[Judged]) -> Judged:

@@ -153,16 +153,16 @@ class VerifiedRun:
             tensors[f"gradient of {name}"] = gradients[name].values if name in gradients else None
         return tensors
 
-    def _input(self, name: str, whole: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
-        if whole.is_floating_point():
-            whole = whole.to(values).to(dtype)
-        x = self.strategy.shard(whole.to(self.device), self.part.sequence_dims[name]).clone()
+    def _input(self, name: str, full: Tensor, values: torch.dtype, dtype: torch.dtype) -> Tensor:
+        if full.is_floating_point():
+            full = full.to(values).to(dtype)
+        x = self.strategy.shard(full.to(self.device), self.part.sequence_dims[name]).clone()
         return x.requires_grad_(x.is_floating_point())
 
     def _output_gradient(self, name: str, shape: torch.Size, case: Case) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {name}".encode()))
-        whole = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
-        return self.strategy.shard(whole.to(self.device), self.part.output_dims[name])
+        full = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
+        return self.strategy.shard(full.to(self.device), self.part.output_dims[name])
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
         """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""

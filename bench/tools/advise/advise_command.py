@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
-
 import click
 
 from spbench.bench.command_line.options import (
@@ -12,6 +9,7 @@ from spbench.bench.command_line.options import (
     WORDS,
     Counts,
     Length,
+    body,
     changes,
     executor,
     files_of,
@@ -20,10 +18,6 @@ from spbench.bench.command_line.options import (
     path_option,
     printed,
 )
-from spbench.bench.command_line.output import Output
-from spbench.bench.command_line.progress import Progress
-from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
 
 
 @click.command("advise")
@@ -64,24 +58,8 @@ from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
 @jobs
 @executor
 @printed
-def command(
-    subject: tuple[str, ...],
-    cluster: str | None,
-    gpus: tuple[int, ...] | None,
-    seq_len: tuple[int, ...] | None,
-    batch_tokens: int | None,
-    batch: int | None,
-    only: tuple[str, ...],
-    without: tuple[str, ...],
-    fixed: tuple[tuple[str, str], ...],
-    changes: tuple[tuple[str, str], ...],
-    why: tuple[tuple[str, str], ...],
-    program: str | None,
-    figure: Path | None,
-    output: Path | None,
-    jobs: int | None,
-    executor: str | None,
-) -> Output:
+@body("advise.ask:advise")
+def command() -> None:
     """Find the fastest layouts of a model that fit its cards.
 
     A layout is strategies, ranks along each axis, a backend, micro-batches and recomputation. Layouts are
@@ -90,34 +68,3 @@ def command(
     figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
     is kept, so that the same command goes on where it was stopped.
     """
-    from spbench.bench.measure.scenarios.scenario import given
-    from spbench.bench.tools.advise.advise_report import check_figure, report, varying
-    from spbench.bench.tools.advise.ask import answered
-    from spbench.bench.tools.advise.question import question, whole_numbers
-    from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-
-    if kind_of(subject) == "model":
-        lengths = seq_len or dict(changes).get("seq_len")
-        ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": lengths}, subject[0])
-
-    if batch is not None and batch_tokens is not None:
-        raise UserError("--batch and --batch-tokens say the same: give one")
-    asked_about = whole_numbers("--why", why)
-    of_cluster = [(name, text) for name, text in changes if is_figure(name)]
-    settings = given([pair for pair in changes if pair not in of_cluster])
-    if batch is not None:
-        settings["batch"] = batch
-    questions = []
-    for length, n in itertools.product(seq_len or [None], gpus or [None]):
-        own = settings if length is None else {**settings, "seq_len": length}
-        asked = Asked(cluster, n, None, own)
-        one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
-        questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
-    varying([each.place for each in questions])
-    check_figure(figure)
-    answers = []
-    with Progress() as progress:
-        for answer in answered(questions, jobs, progress.at, executor, asked_about):
-            answers.append(answer)
-            progress.at(f"answered in {answer.seconds:.0f} s", len(answers) / len(questions))
-    return report(answers, asked_about, figure, output, program or "")

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
+from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
+from spbench.bench.measure.scenarios.scenario import given
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.tools.advise.advice import Advice
+from spbench.bench.tools.advise.advise_report import check_figure, report, varying
 from spbench.bench.tools.advise.layout_search import BEHIND, Search
 from spbench.bench.tools.advise.possible import absence
-from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.question import Question, question, whole_numbers
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.advise.switch_prices import by_kernel, prices
+from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard, within
 
 
@@ -39,22 +47,68 @@ def answered(
     """
     elsewhere = nullcontext() if executor is None else opened(executor)
     with elsewhere as there, Asking(jobs, there) as asking:
-        for number, question in enumerate(questions):
+        for number, each in enumerate(questions):
             say_here = within(say, number / len(questions), (number + 1) / len(questions))
             begun, cpu_s = time.monotonic(), time.process_time() + asking.cpu_s
-            search = Search(question, asking, say_here)
+            search = Search(each, asking, say_here)
             try:
-                answer = Advice(question, search.run())
+                answer = Advice(each, search.run())
             except UserError as error:
                 if len(questions) == 1:
                     raise
-                answer = Advice(question, SearchResult(impossible=str(error)))
+                answer = Advice(each, SearchResult(impossible=str(error)))
             if winner := answer.winner:
                 say_here("what its memory switches and other attention kernels cost", BEHIND["all"])
-                switches = prices(question, winner.cell, asking)
+                switches = prices(each, winner.cell, asking)
                 answer = replace(answer, prices=switches, by_kernel=by_kernel(winner.cell, asking))
             if asked_about:
-                why = absence(question, answer.result, asked_about, search.every, search.too_large)
+                why = absence(each, answer.result, asked_about, search.every, search.too_large)
                 answer = replace(answer, absence=why)
             cpu_s = time.process_time() + asking.cpu_s - cpu_s
             yield replace(answer, seconds=time.monotonic() - begun, cpu_s=cpu_s)
+
+
+def advise(
+    subject: tuple[str, ...],
+    cluster: str | None,
+    gpus: tuple[int, ...] | None,
+    seq_len: tuple[int, ...] | None,
+    batch_tokens: int | None,
+    batch: int | None,
+    only: tuple[str, ...],
+    without: tuple[str, ...],
+    fixed: tuple[tuple[str, str], ...],
+    changes: tuple[tuple[str, str], ...],
+    why: tuple[tuple[str, str], ...],
+    program: str | None,
+    figure: Path | None,
+    output: Path | None,
+    jobs: int | None,
+    executor: str | None,
+) -> Output:
+    """The outcome of `spbench advise`, whose options the arguments are."""
+    if kind_of(subject) == "model":
+        lengths = seq_len or dict(changes).get("seq_len")
+        ask_for({"--cluster NAME": cluster, "--gpus N": gpus, "--seq-len N": lengths}, subject[0])
+
+    if batch is not None and batch_tokens is not None:
+        raise UserError("--batch and --batch-tokens say the same: give one")
+    asked_about = whole_numbers("--why", why)
+    of_cluster = [(name, text) for name, text in changes if is_figure(name)]
+    settings = given([pair for pair in changes if pair not in of_cluster])
+    if batch is not None:
+        settings["batch"] = batch
+    questions = []
+    for length, n in itertools.product(seq_len or [None], gpus or [None]):
+        own = settings if length is None else {**settings, "seq_len": length}
+        asked = Asked(cluster, n, None, own)
+        one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
+        questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
+    varying([each.place for each in questions])
+    check_figure(figure)
+    answers = []
+    with Progress() as progress:
+        for answer in answered(questions, jobs, progress.at, executor, asked_about):
+            answers.append(answer)
+            progress.at(f"answered in {answer.seconds:.0f} s", len(answers) / len(questions))
+    return report(answers, asked_about, figure, output, program or "")

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from spbench.bench.command_line.options import WORDS, many, numbers, path_option, printed, refuse_given
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.measure.clusters.cluster import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of_logs, heading
 from spbench.bench.tools.calibrate.log_findings import findings_of
 from spbench.bench.yaml_text import comment, dump
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.clusters.cluster import Calibration
-    from spbench.bench.tools.calibrate.fit import Residual
 
 
 def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -> Output:
@@ -37,22 +30,27 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     if resolved(output) in [resolved(path) for path in logs]:
         raise UserError(f"--output {output} is one of the logs")
     base = load_cluster(extends) if extends else None
-    found = {str(path): findings_of(path) for path in dict.fromkeys(logs)}
-    made = cluster_of_logs(found, base)
-    words = ["spbench calibrate --from", *found, *(["--extends", extends] if extends else [])]
-    text = _text(made, " ".join(words))
+    findings = {str(path): findings_of(path) for path in dict.fromkeys(logs)}
+    cluster = cluster_of_logs(findings, base)
+    words = ["spbench calibrate --from", *findings, *(["--extends", extends] if extends else [])]
+    text = _text(cluster, " ".join(words))
     cluster_of_content(output, text.encode())  # raises UserError where the file could not be read again
     write_whole(output, text)
     instead = (
         f"what {extends} says is used" if extends else "nothing is timed by them; --extends names a cluster"
     )
-    missing = [f"still missing: {'; '.join(made.missing)}: {instead}"] if made.missing else []
+    missing = [f"still missing: {'; '.join(cluster.missing)}: {instead}"] if cluster.missing else []
     return Output(
-        [Table(f"The cluster {output.stem}: what the logs say", made.fitted)],
-        {"cluster": made.content, "figures": made.fitted, "missing": made.missing, "remarks": made.remarks},
-        made.fitted,
+        [Table(f"The cluster {output.stem}: what the logs say", cluster.fitted)],
+        {
+            "cluster": cluster.content,
+            "figures": cluster.fitted,
+            "missing": cluster.missing,
+            "remarks": cluster.remarks,
+        },
+        cluster.fitted,
         notes=[
-            *made.remarks,
+            *cluster.remarks,
             *missing,
             f"to see it by kind of work: spbench list cluster {output}",
             f"to simulate on it: spbench run --scenario NAME --cluster {output}",
@@ -61,9 +59,9 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     )
 
 
-def _text(made: LogCluster, command: str) -> str:
-    said = "".join(f"{comment(line)}\n" for line in [command, *heading(made)])
-    return said + dump(made.content, width=110)
+def _text(cluster: LogCluster, command: str) -> str:
+    said = "".join(f"{comment(line)}\n" for line in [command, *heading(cluster)])
+    return said + dump(cluster.content, width=110)
 
 
 #: the parameters that go with one way of making a cluster's figures alone
@@ -179,60 +177,6 @@ def command(
         return measured_machine(asked, output)
     if scenario is None or table is None or not fits:
         raise UserError("--scenario, --table and --fit go together")
-    return _fitted(scenario, table, quantity, fits)
+    from spbench.bench.tools.calibrate.fit import fitted_to_published
 
-
-def _fitted(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
-    import torch
-
-    from spbench.bench.tools.calibrate.fit import Fit, fitted, known_cells, residuals, summary
-    from spbench.bench.tools.papers.answer import answers_of, load_scenario
-    from spbench.bench.tools.papers.answers.tables import PublishedTable
-
-    loaded = load_scenario(scenario)
-    parsed = [Fit.parse(text) for text in fits]
-    tables = {declared.table: declared for declared in answers_of(loaded, PublishedTable)}
-    if table not in tables:
-        raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
-    if quantity not in tables[table].quantities:
-        raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
-    torch.set_num_threads(1)
-    known = known_cells(loaded, tables[table], quantity, lambda cell: message(f"tracing {cell.key}"))
-    calibration = fitted(parsed, known)
-    lines = residuals(parsed, known, tables[table], quantity)
-    records = [dataclasses.asdict(line) for line in lines]
-    return Output(
-        [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
-        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
-        records,
-    )
-
-
-def _errors(lines: Sequence[Residual]) -> Table:
-    return Table(
-        "Step times in seconds, published and simulated (error: simulated / published - 1)",
-        [
-            {
-                "cell": line.label,
-                "published": f"{line.published_s:.2f}",
-                "simulated": f"{line.simulated_s:.2f}",
-                "error": f"{line.relative_error:+.1%}",
-                "left out": None if line.left_out is None else f"{line.left_out:+.1%}",
-                "role": line.role,
-            }
-            for line in lines
-        ],
-    )
-
-
-def _profile(calibration: Calibration, precision: str) -> str:
-    """The lines to copy into the cluster's file."""
-    return "\n".join(
-        [
-            "for the cluster's profile:",
-            f"calibration:\n  {precision}:",
-            *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
-            "    fitted_on:",
-            *(f"      - {key}" for key in calibration.fitted_on),
-        ]
-    )
+    return fitted_to_published(scenario, table, quantity, fits)

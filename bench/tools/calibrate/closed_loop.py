@@ -48,9 +48,9 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     records: list[dict[str, Any]] = []
     for count in sorted({cell.sizes.world for cell in cells}):
         path = output.with_name(f"{output.stem}-{count}.yaml")
-        made = measured_machine(replace(asked, world_size=count), path)
-        files += made.files
-        notes += [f"{count} ranks: {note}" for note in made.notes[:-1]]
+        measured = measured_machine(replace(asked, world_size=count), path)
+        files += measured.files
+        notes += [f"{count} ranks: {note}" for note in measured.notes[:-1]]
         cluster = load_cluster(str(path))
         of_size = [cell for cell in cells if cell.sizes.world == count]
         message(f"measuring and predicting {len(of_size)} cells on {count} rank{'s' if count > 1 else ''}")
@@ -58,10 +58,10 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
             rows.append(row)
             records.append(asdict(row) | figures(cluster))
     made_by = {name: value for name, value in provenance().items() if name not in ("machine", "tree")}
-    found = agreement(rows)
+    agreed = agreement(rows)
     return Output(
-        [_table(rows), str(found)],
-        {"agreement": asdict(found), "cells": records},
+        [_table(rows), str(agreed)],
+        {"agreement": asdict(agreed), "cells": records},
         [record | made_by for record in records],
         notes=notes,
         files=files,

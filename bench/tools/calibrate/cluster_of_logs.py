@@ -59,8 +59,8 @@ class LogCluster:
     @property
     def missing(self) -> list[str]:
         """What logs can say and these do not."""
-        found = [line["figure"] for line in self.fitted]
-        return [what for what, where in _WANTED.items() if not any(f.startswith(where) for f in found)]
+        figures = [line["figure"] for line in self.fitted]
+        return [what for what, where in _WANTED.items() if not any(f.startswith(where) for f in figures)]
 
     def put(self, part: Mapping[str, Any]) -> None:
         """Add a part of the file."""
@@ -88,27 +88,27 @@ def without_scalar(base: Cluster | None, scalar: str, precision: str | None = No
     return {"calibration": back} if back else {}
 
 
-def heading(made: LogCluster) -> Iterator[str]:
+def heading(cluster: LogCluster) -> Iterator[str]:
     """The lines of the comment at the top of the file: each figure, and how far the fit is from the logs."""
-    for line in made.fitted:
+    for line in cluster.fitted:
         yield f"{line['figure']} = {line['value']}: {line['how']}"
-    if made.missing:
-        yield f"in none of the logs: {', '.join(made.missing)}"
+    if cluster.missing:
+        yield f"in none of the logs: {', '.join(cluster.missing)}"
 
 
 SEND = "send"
 
 
-def put_collectives(made: LogCluster, found: Mapping[str, Findings], base: Cluster | None) -> None:
+def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     """Put the rates into the file.
 
-    Of what was measured on several nodes, each of the cards that a node's ranks leave it by has its part, and
+    A rate measured on several nodes is divided among the network cards of a node, and
     the latency is less that of the part within a node, since a group's time is made of both parts.
     """
-    rates = collective_rates(found)
+    rates = collective_rates(findings)
     if not rates:
         return
-    _put_sizes(made, base, max(ranks // nodes for _, nodes, ranks in rates))
+    _put_sizes(cluster, base, max(ranks // nodes for _, nodes, ranks in rates))
     within: dict[str, dict[int, Rate]] = {}
     between: dict[str, dict[int, tuple[int, Rate]]] = {}
     for (kind, nodes, ranks), rate in rates.items():  # of several worlds on as many nodes the largest remains
@@ -117,32 +117,34 @@ def put_collectives(made: LogCluster, found: Mapping[str, Findings], base: Clust
         else:
             between.setdefault(kind, {})[nodes] = ranks // nodes, rate
     if within and not (base and base.node_link):
-        made.put({"node_link": {"latency_s": unknown(), "bandwidth_bytes_per_s": unknown()}})
+        cluster.put({"node_link": {"latency_s": unknown(), "bandwidth_bytes_per_s": unknown()}})
     for kind, by_ranks in within.items():
-        _put_rates(made, "node_link", kind, by_ranks)
+        _put_rates(cluster, "node_link", kind, by_ranks)
     if SEND in between:
-        _put_rates(made, "network", SEND, {nodes: rate for nodes, (_, rate) in between.pop(SEND).items()})
-    inside, cards = _inside(made, base), _cards(made, base)
+        _put_rates(cluster, "network", SEND, {nodes: rate for nodes, (_, rate) in between.pop(SEND).items()})
+    inside, cards = _inside(cluster, base), _cards(cluster, base)
     for kind, by_nodes in between.items():
         if kind == "all_to_all":
-            made.remarks.append("all_to_all between nodes is timed by sends; that of the logs is left out")
+            cluster.remarks.append("all_to_all between nodes is timed by sends; that of the logs is left out")
             continue
         parts = {
             nodes: _of_a_card(rate, min(cards, on_a_node), _latency(inside, kind, on_a_node))
             for nodes, (on_a_node, rate) in by_nodes.items()
         }
-        _put_rates(made, "network", kind, parts)
-    if any(".collectives." in line["figure"] for line in made.fitted):
-        made.put({"collective_model": "measured"})
-    made.put(without_scalar(base, "link_efficiency"))
+        _put_rates(cluster, "network", kind, parts)
+    if any(".collectives." in line["figure"] for line in cluster.fitted):
+        cluster.put({"collective_model": "measured"})
+    cluster.put(without_scalar(base, "link_efficiency"))
 
 
-def _put_sizes(made: LogCluster, base: Cluster | None, on_a_node: int) -> None:
+def _put_sizes(cluster: LogCluster, base: Cluster | None, on_a_node: int) -> None:
     if on_a_node > (base.devices_per_node if base else 0):
-        made.put({"devices_per_node": on_a_node})
+        cluster.put({"devices_per_node": on_a_node})
     if base is None:
-        made.put({"network": {"nics_per_node": on_a_node}})
-        made.remarks.append("network.nics_per_node: one card a device is taken, since no log says how many")
+        cluster.put({"network": {"nics_per_node": on_a_node}})
+        cluster.remarks.append(
+            "network.nics_per_node: one card a device is taken, since no log says how many"
+        )
 
 
 def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
@@ -152,38 +154,38 @@ def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
     return Rate(rate.best / cards, rate.limit / cards, latency, how, rate.source)
 
 
-def _put_rates(made: LogCluster, link: str, kind: str, by_size: Mapping[int, Rate]) -> None:
+def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, Rate]) -> None:
     """The rates of a collective, by ranks of a node or by nodes; or that of a send, of the largest size."""
     if kind == SEND:
-        made.put({link: _figures(made, link, by_size[max(by_size)])})
+        cluster.put({link: _figures(cluster, link, by_size[max(by_size)])})
         return
     word = "nodes" if link == "network" else "ranks"
     entries = [
-        {"ranks": size, **_figures(made, f"{link}.collectives.{kind}, {size} {word}", by_size[size])}
+        {"ranks": size, **_figures(cluster, f"{link}.collectives.{kind}, {size} {word}", by_size[size])}
         for size in sorted(by_size)
     ]
     if any("latency_s" not in entry for entry in entries):
         entries = [{"latency_s": {"value": None, "source": "too few sizes"}, **entry} for entry in entries]
-    made.put({link: {"collectives": {kind: entries}}})
+    cluster.put({link: {"collectives": {kind: entries}}})
 
 
-def _figures(made: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
+def _figures(cluster: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
     latency = {}
     if rate.other is not None:
-        latency["latency_s"] = made.figure(f"{where}: latency_s", rate.other, rate.how, rate.source)
-    bandwidth = made.figure(f"{where}: bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
+        latency["latency_s"] = cluster.figure(f"{where}: latency_s", rate.other, rate.how, rate.source)
+    bandwidth = cluster.figure(f"{where}: bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
     return {**latency, "bandwidth_bytes_per_s": bandwidth}
 
 
-def _cards(made: LogCluster, base: Cluster | None) -> int:
-    known: int = base.network.nics_per_node if base else made.content["network"]["nics_per_node"]
-    return known
+def _cards(cluster: LogCluster, base: Cluster | None) -> int:
+    cards: int = base.network.nics_per_node if base else cluster.content["network"]["nics_per_node"]
+    return cards
 
 
-def _inside(made: LogCluster, base: Cluster | None) -> Link | None:
+def _inside(cluster: LogCluster, base: Cluster | None) -> Link | None:
     """The link within a node, with what the logs said of it."""
     of_base = base.node_link.model_dump(mode="json") if base and base.node_link else {}
-    link = merge(of_base, made.content.get("node_link", {}))
+    link = merge(of_base, cluster.content.get("node_link", {}))
     return Link.model_validate(link) if link else None
 
 
@@ -202,7 +204,7 @@ _NEWEST_FIRST: tuple[AttentionKernel, ...] = (
 )
 
 
-def cluster_of_logs(found: Mapping[str, Findings], base: Cluster | None) -> LogCluster:
+def cluster_of_logs(findings: Mapping[str, Findings], base: Cluster | None) -> LogCluster:
     """The cluster that logs, by the names of their files, make.
 
     Args:
@@ -211,23 +213,23 @@ def cluster_of_logs(found: Mapping[str, Findings], base: Cluster | None) -> LogC
     Raises:
         UserError: nothing in the logs is of use, or they cannot be (:func:`check_plausible`).
     """
-    check_plausible(found, base)
-    card = one_card(found)
-    about = f"{base.name if base else card or 'A card'}, with what logs say: {', '.join(found)}"
+    check_plausible(findings, base)
+    card = one_card(findings)
+    about = f"{base.name if base else card or 'A card'}, with what logs say: {', '.join(findings)}"
     start = {"extends": base.name, "about": about} if base else {"about": about, **_nothing_known(card)}
-    made = LogCluster(start, remarks=[remark for each in found.values() for remark in each.remarks])
-    _put_products(made, found, base)
-    _put_attention(made, found, base)
-    _put_memory(made, found, base)
+    cluster = LogCluster(start, remarks=[remark for each in findings.values() for remark in each.remarks])
+    _put_products(cluster, findings, base)
+    _put_attention(cluster, findings, base)
+    _put_memory(cluster, findings, base)
     if base is None:
-        _put_memory_size(made, found)
-    _put_launches(made, found, base)
-    put_collectives(made, found, base)
-    if not made.fitted:
-        raise UserError("; ".join(["the logs give no figure of a cluster", *made.remarks]))
+        _put_memory_size(cluster, findings)
+    _put_launches(cluster, findings, base)
+    put_collectives(cluster, findings, base)
+    if not cluster.fitted:
+        raise UserError("; ".join(["the logs give no figure of a cluster", *cluster.remarks]))
     if base and card and card != base.device.name:
-        made.remarks.append(f"the logs are of {card}, as which {base.name}'s {base.device.name} is taken")
-    return made
+        cluster.remarks.append(f"the logs are of {card}, as which {base.name}'s {base.device.name} is taken")
+    return cluster
 
 
 def _nothing_known(card: str) -> dict[str, Any]:
@@ -239,75 +241,81 @@ def _nothing_known(card: str) -> dict[str, Any]:
     }
 
 
-def _put_products(made: LogCluster, found: Mapping[str, Findings], base: Cluster | None) -> None:
+def _put_products(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     peaks = {str(name): each.value for name, each in base.device.peak_flops_per_s.items()} if base else {}
-    for precision, rate in product_rates(found).items():
+    for precision, rate in product_rates(findings).items():
         where, peak = f"device.products.{precision}", peaks.get(precision)
         if base and peak:
-            share = made.figure(f"{where}.share", rate.limit / peak, rate.how, rate.source)
+            share = cluster.figure(f"{where}.share", rate.limit / peak, rate.how, rate.source)
         else:
-            peak_now = made.figure(f"device.peak_flops_per_s.{precision}", rate.limit, rate.how, rate.source)
-            made.put({"device": {"peak_flops_per_s": {precision: peak_now}}})
-            share = made.figure(f"{where}.share", 1.0, "the peak is what products reach", rate.source)
+            peak_now = cluster.figure(
+                f"device.peak_flops_per_s.{precision}", rate.limit, rate.how, rate.source
+            )
+            cluster.put({"device": {"peak_flops_per_s": {precision: peak_now}}})
+            share = cluster.figure(f"{where}.share", 1.0, "the peak is what products reach", rate.source)
         operands: dict[str, Any] = {"value": None, "source": "one share for all shapes"}
         if rate.other is not None:
-            operands = made.figure(f"{where}.bandwidth_bytes_per_s", rate.other, rate.how, rate.source)
+            operands = cluster.figure(f"{where}.bandwidth_bytes_per_s", rate.other, rate.how, rate.source)
         products = {precision: {"share": share, "bandwidth_bytes_per_s": operands}}
-        made.put({"device": {"products": products}, **without_scalar(base, "compute_efficiency", precision)})
+        cluster.put(
+            {"device": {"products": products}, **without_scalar(base, "compute_efficiency", precision)}
+        )
 
 
-def _put_attention(made: LogCluster, found: Mapping[str, Findings], base: Cluster | None) -> None:
+def _put_attention(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     kernels: dict[str, list[dict[str, Any]]] = {}
-    for (kernel, head_size, mask, direction), rate in attention_rates(found).items():
+    for (kernel, head_size, mask, direction), rate in attention_rates(findings).items():
         where = f"device.attention.{kernel}, head {head_size}, {mask}, {direction or 'both'}"
         entry = {"head_size": head_size, "mask": mask, **({"direction": direction} if direction else {})}
-        entry["limit_flops_per_s"] = made.figure(where, rate.limit, rate.how, rate.source)
+        entry["limit_flops_per_s"] = cluster.figure(where, rate.limit, rate.how, rate.source)
         if rate.other is not None:
-            entry["half_length"] = made.figure(f"{where}, half length", rate.other, rate.how, rate.source)
+            entry["half_length"] = cluster.figure(f"{where}, half length", rate.other, rate.how, rate.source)
         kernels.setdefault(kernel, []).append(entry)
     if not kernels:
         return
     of_base = base.device.attention if base else None
     default = of_base.default if of_base else next(name for name in _NEWEST_FIRST if name in kernels)
-    made.put({"device": {"attention": {"default": default, "kernels": kernels}}})
+    cluster.put({"device": {"attention": {"default": default, "kernels": kernels}}})
 
 
-def _put_memory(made: LogCluster, found: Mapping[str, Findings], base: Cluster | None) -> None:
-    rate = memory_rate(found)
+def _put_memory(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
+    rate = memory_rate(findings)
     if rate is None:
-        if any(each.passes for each in found.values()):
+        if any(each.passes for each in findings.values()):
             least = f"{LARGE_PASS_BYTES / 2**20:.0f} MiB"
-            made.remarks.append(f"memory: no element-wise kernel moves {least}; caches may hold what is less")
+            cluster.remarks.append(
+                f"memory: no element-wise kernel moves {least}; caches may hold what is less"
+            )
         return
     datasheet = base.device.memory_bandwidth_bytes_per_s.value if base else None
     if datasheet is None:
-        known = made.figure("device.memory_bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
-        made.put({"device": {"memory_bandwidth_bytes_per_s": known}})
+        is_put = cluster.figure("device.memory_bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
+        cluster.put({"device": {"memory_bandwidth_bytes_per_s": is_put}})
     elif rate.limit > ROUNDING * datasheet:
-        made.remarks.append(
+        cluster.remarks.append(
             f"memory: {rate.source} reaches {rate.limit / 1e12:.3g} TB/s, above the datasheet's "
             f"{datasheet / 1e12:.3g}: caches, or another card; left out"
         )
         return
     else:
-        share = made.figure("device.memory_efficiency", rate.limit / datasheet, rate.how, rate.source)
-        made.put({"device": {"memory_efficiency": share}})
-    made.put(without_scalar(base, "memory_efficiency"))
+        share = cluster.figure("device.memory_efficiency", rate.limit / datasheet, rate.how, rate.source)
+        cluster.put({"device": {"memory_efficiency": share}})
+    cluster.put(without_scalar(base, "memory_efficiency"))
 
 
-def _put_memory_size(made: LogCluster, found: Mapping[str, Findings]) -> None:
-    for path, each in found.items():
+def _put_memory_size(cluster: LogCluster, findings: Mapping[str, Findings]) -> None:
+    for path, each in findings.items():
         if each.memory_total_bytes:
             size = {"value": each.memory_total_bytes, "source": f"{path} ({each.about})"}
-            made.put({"device": {"memory_total_bytes": size}})
+            cluster.put({"device": {"memory_total_bytes": size}})
 
 
-def _put_launches(made: LogCluster, found: Mapping[str, Findings], base: Cluster | None) -> None:
-    gap = launch_gap(found)
+def _put_launches(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
+    gap = launch_gap(findings)
     if gap is None:
         return
-    made.put({"device": {"launch_overhead_s": made.figure("device.launch_overhead_s", *gap)}})
+    cluster.put({"device": {"launch_overhead_s": cluster.figure("device.launch_overhead_s", *gap)}})
     if base and base.device.kernel_floor_s.value:
-        made.put(
+        cluster.put(
             {"device": {"kernel_floor_s": {"value": None, "source": "launch_overhead_s is in its place"}}}
         )

@@ -66,16 +66,16 @@ def _all_reduce(group: dist.ProcessGroup, count: int, device: str) -> _Call:
 def _all_gather(group: dist.ProcessGroup, count: int, device: str) -> _Call:
     n, rank = group.size(), group.rank()
     part = torch.full((count // n,), rank + 1.0, device=device)
-    whole = torch.zeros(count, device=device)
+    gathered = torch.zeros(count, device=device)
     expected = _parts(torch.arange(1.0, n + 1, device=device), count)
-    return _Call(lambda: all_gather_flat(part, group, whole), (part, whole), expected)
+    return _Call(lambda: all_gather_flat(part, group, gathered), (part, gathered), expected)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, count: int, device: str) -> _Call:
     n, rank = group.size(), group.rank()
-    whole = _parts(torch.arange(1.0, n + 1, device=device), count) * (rank + 1)
+    summed = _parts(torch.arange(1.0, n + 1, device=device), count) * (rank + 1)
     expected = torch.full((count // n,), (rank + 1) * n * (n + 1) / 2, device=device)
-    return _Call(lambda: reduce_scatter_flat(whole, group), (whole,), expected)
+    return _Call(lambda: reduce_scatter_flat(summed, group), (summed,), expected)
 
 
 def _all_to_all(group: dist.ProcessGroup, count: int, device: str) -> _Call:

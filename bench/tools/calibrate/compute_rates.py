@@ -1,4 +1,4 @@
-"""Rates of one device: matrix products, attention, memory, and what a call costs.
+"""Rates of one device: matmuls, attention, memory, and what a call costs.
 
 All ranks measure at once, so what they share (cores, caches, memory) is in the rates.
 """
@@ -36,8 +36,8 @@ class RateSweep:
     than ``longest_call_s``.
 
     Attributes:
-        precisions: of matrix products and attention.
-        sides: s of the products [s, s] x [s, s] and [4s, s] x [s, 4s], ascending.
+        precisions: of matmuls and attention.
+        sides: s of the matmuls [s, s] x [s, s] and [4s, s] x [s, 4s], ascending.
         lengths: of sequences, for attention, ascending.
         summed_bytes: of each of two tensors that are added, ascending.
         message_bytes: S of the collectives, ascending.
@@ -114,12 +114,13 @@ class RatePoint:
 
     @property
     def flops_per_s(self) -> float | None:
-        """Of one rank; None where nothing is computed."""
+        """FLOPs per second of one rank; None where nothing is computed."""
         return self.flops / self.seconds if self.flops else None
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of a rank's own memory, or the algorithm bandwidth of a collective; None for other operations."""
+        """Bandwidth of a rank's own memory, or the algorithm bandwidth of a collective; None for other
+        operations."""
         return self.nbytes / self.seconds if self.nbytes else None
 
     @property
@@ -141,7 +142,7 @@ def timed(work: Callable[[], Any], device_type: str, sweep: RateSweep) -> list[f
 
 #: of attention: heads and the size of a head, as in many models of a billion parameters
 HEADS, HEAD_SIZE = 16, 64
-#: FLOPs of attention's backward over those of its forward: five products, of which one is the forward's
+#: FLOPs of attention's backward over those of its forward: five matmuls, of which one is the forward's
 #: scores again, beside two (Dao 2023, arXiv 2307.08691, section 4.1)
 _BACKWARD = 2.5
 #: a training step whose tensors are so small that only calls cost time
@@ -185,9 +186,9 @@ def _made_on_all_ranks(make: Callable[[], Callable[[], Any]], device: str) -> Ca
     """The call, which has run once; None on all ranks if one of them has no memory for it."""
     call = None
     with suppress(torch.OutOfMemoryError):
-        made = make()
-        made()
-        call = made
+        built = make()
+        built()
+        call = built
     failed = torch.tensor(int(call is None), device=device)
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     return None if failed else call

@@ -6,20 +6,27 @@ them is zero; step time is monotonic in it. The fits are repeated until no scala
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
+from scipy.optimize import brentq
+
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.simulator.simulate import Simulator
+from spbench.bench.tools.papers.answer import answers_of, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.quantity_columns import PublishedRow, QuantityColumn
+from spbench.bench.tools.papers.selector import PublishedRow, QuantityColumn
 from spbench.impls.models.model import model_preset
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
@@ -139,7 +146,6 @@ def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = 
 
 def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
     """Where the mean error is zero; else the bound that is nearer to it."""
-    from scipy.optimize import brentq
 
     def error(at: float) -> float:
         calibration = Calibration(**{**values, scalar: math.exp(at)})
@@ -170,15 +176,15 @@ class Residual:
 
 
 def residuals(
-    fits: Sequence[Fit], known: Sequence[Known], table: PublishedTable, quantity: str
+    fits: Sequence[Fit], cells: Sequence[Known], table: PublishedTable, quantity: str
 ) -> list[Residual]:
     """Every known cell under the fitted calibration; UserError if a fit has no rows."""
-    calibration = fitted(fits, known)
-    shared = [k for fit in fits if len(chosen(fit, known)) > 1 for k in chosen(fit, known)]
+    calibration = fitted(fits, cells)
+    shared = [k for fit in fits if len(chosen(fit, cells)) > 1 for k in chosen(fit, cells)]
     lines = []
-    for k in known:
+    for k in cells:
         simulated = k.simulator(calibration).step_time_s
-        left_out = math.expm1(k.log_error(fitted(fits, known, without=k))) if k in shared else None
+        left_out = math.expm1(k.log_error(fitted(fits, cells, without=k))) if k in shared else None
         role = "calibrated" if k.cell.key in calibration.fitted_on else "held out"
         label, error = table.label(k.row, quantity), simulated / k.published_s - 1
         lines.append(Residual(label, k.published_s, simulated, error, role, left_out))
@@ -191,3 +197,58 @@ def summary(lines: Sequence[Residual]) -> str:
     if not errors:
         return "no cell is held out: all were fitted on"
     return f"{len(errors)} cells held out: median error {median(errors):.1%}, worst {max(errors):.1%}"
+
+
+def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
+    """The outcome of `spbench calibrate --scenario`: the scalars of ``fits`` and the errors of all rows.
+
+    Raises:
+        UserError: the scenario has no such table, or this no such quantity; or a fit has no rows.
+    """
+    loaded = load_scenario(scenario)
+    parsed = [Fit.parse(text) for text in fits]
+    tables = {declared.table: declared for declared in answers_of(loaded, PublishedTable)}
+    if table not in tables:
+        raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
+    if quantity not in tables[table].quantities:
+        raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
+    torch.set_num_threads(1)
+    known = known_cells(loaded, tables[table], quantity, lambda cell: message(f"tracing {cell.key}"))
+    calibration = fitted(parsed, known)
+    lines = residuals(parsed, known, tables[table], quantity)
+    records = [dataclasses.asdict(line) for line in lines]
+    return Output(
+        [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
+        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
+        records,
+    )
+
+
+def _errors(lines: Sequence[Residual]) -> Table:
+    return Table(
+        "Step times in seconds, published and simulated (error: simulated / published - 1)",
+        [
+            {
+                "cell": line.label,
+                "published": f"{line.published_s:.2f}",
+                "simulated": f"{line.simulated_s:.2f}",
+                "error": f"{line.relative_error:+.1%}",
+                "left out": None if line.left_out is None else f"{line.left_out:+.1%}",
+                "role": line.role,
+            }
+            for line in lines
+        ],
+    )
+
+
+def _profile(calibration: Calibration, precision: str) -> str:
+    """The lines to copy into the cluster's file."""
+    return "\n".join(
+        [
+            "for the cluster's profile:",
+            f"calibration:\n  {precision}:",
+            *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
+            "    fitted_on:",
+            *(f"      - {key}" for key in calibration.fitted_on),
+        ]
+    )

@@ -33,7 +33,7 @@ _TRIED = re.compile(r"Tried\s+(\d+) shapes|\(tried (\d+) shapes\)")
 
 
 def read(log: LogFile) -> Findings | None:
-    """The products of one precision."""
+    """The matmuls of one precision."""
     if not _KNOWN.search(log.text):
         return None
     text = re.sub(r"\r|\x1b\[K", "\n", log.text)
@@ -43,9 +43,9 @@ def read(log: LogFile) -> Findings | None:
     dtype = dtypes.pop()
     if dtype not in _PRECISIONS:
         raise log.damaged(f"products of {dtype} have no place in a cluster's file ({', '.join(_PRECISIONS)})")
-    if found := _NEGATIVE.search(text):
-        raise log.damaged(f"a speed of {found[1]} TFLOPS cannot be")
-    speeds = list(_shapes(text)) or [_speed(*found) for found in _BEST.findall(text)]
+    if match := _NEGATIVE.search(text):
+        raise log.damaged(f"a speed of {match[1]} TFLOPS cannot be")
+    speeds = list(_shapes(text)) or [_speed(*match) for match in _BEST.findall(text)]
     products = [
         TimedProduct.of_shape(_PRECISIONS[dtype], m, n, k, 2 * m * n * k / (tflops * 1e12))
         for m, n, k, tflops in speeds
@@ -61,8 +61,8 @@ def read(log: LogFile) -> Findings | None:
 
 def _shapes(text: str) -> Iterator[tuple[int, int, int, float]]:
     for pattern in (_ONE_SPEED, _THREE_SPEEDS):
-        for found in pattern.findall(text):
-            yield _speed(*found)
+        for match in pattern.findall(text):
+            yield _speed(*match)
     for m, n, k, tflops in _COLUMNS.findall(text):
         yield int(m), int(n), int(k), float(tflops)
 

@@ -84,22 +84,22 @@ def _tables(log: LogFile, program: str) -> Iterator[_Table]:
     """The runs of a file; ``program`` is that of a run that names none."""
     table, named = _Table(program), program
     for number, line in enumerate(log.text.splitlines(), 1):
-        if found := _PROGRAM.search(line):
-            named = found[0]
+        if match := _PROGRAM.search(line):
+            named = match[0]
         if _BEGIN.search(line):
             if table.rows:
                 yield table
             table = _Table(named)
-        elif found := _RANK.search(line):
-            table.hosts[int(found[1])] = found[2] or ""
-            table.card = _same_card(log, table.card, found[3].strip())
-        elif (found := _UNITS.search(line)) and (others := {*found[1].split()} - _KNOWN_UNITS):
+        elif match := _RANK.search(line):
+            table.hosts[int(match[1])] = match[2] or ""
+            table.card = _same_card(log, table.card, match[3].strip())
+        elif (match := _UNITS.search(line)) and (others := {*match[1].split()} - _KNOWN_UNITS):
             raise log.damaged(f"line {number}: columns in {' and '.join(sorted(others))}, not in us and GB/s")
-        elif (found := _OUT_OF_BOUNDS.search(line)) and found[1].split() != ["0", "OK"]:
-            raise log.damaged(f"line {number}: out of bounds values: {found[1]}; do not trust this machine")
-        elif found := _ROW.search(line):
-            size, us, algbw, busbw = int(found[1]), *map(float, found.group(2, 3, 4))
-            table.rows.append((number, size, us, algbw, busbw, found[5] or "0"))
+        elif (match := _OUT_OF_BOUNDS.search(line)) and match[1].split() != ["0", "OK"]:
+            raise log.damaged(f"line {number}: out of bounds values: {match[1]}; do not trust this machine")
+        elif match := _ROW.search(line):
+            size, us, algbw, busbw = int(match[1]), *map(float, match.group(2, 3, 4))
+            table.rows.append((number, size, us, algbw, busbw, match[5] or "0"))
         elif _BEGUN_ROW.search(line):
             raise log.damaged(f"line {number}: a row of nccl-tests that is not whole")
         table.ended |= _END.search(line) is not None

@@ -33,7 +33,7 @@ _PRECISIONS: dict[str, Precision] = {
     "c10::BFloat16": "bf16",
 }
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
-#: operators that are one product -> the place of its left operand among the inputs
+#: operators that are one matmul -> the place of its left operand among the inputs
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 #: what cuBLAS and CUTLASS call kernels that multiply fp32 on tensor cores, faster than its peak
 _TF32 = ("tf32", "tensorop_s")
@@ -145,7 +145,7 @@ def _findings(log: LogFile, trace: Mapping[str, Any]) -> Findings:
 
 
 def _all(kind: Callable[[_Launched], T | None], launched: Iterable[_Launched]) -> list[T]:
-    return [found for each in launched if (found := kind(each)) is not None]
+    return [kernel for each in launched if (kernel := kind(each)) is not None]
 
 
 def _id(event: Mapping[str, Any]) -> Any:

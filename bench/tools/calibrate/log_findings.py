@@ -45,7 +45,7 @@ class LogFile:
 
 @dataclass(frozen=True)
 class TimedProduct:
-    """A matrix product.
+    """A matmul.
 
     Attributes:
         nbytes: of both operands and the result.
@@ -61,7 +61,7 @@ class TimedProduct:
     def of_shape(
         cls, precision: Precision, m: int, n: int, k: int, seconds: float, batch: int = 1
     ) -> TimedProduct:
-        """The product of [M, K] and [K, N], ``batch`` times."""
+        """The matmul of [M, K] and [K, N], ``batch`` times."""
         size = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[precision]
         return cls(precision, 2.0 * batch * m * n * k, size * batch * (m * k + k * n + m * n), seconds)
 
@@ -142,11 +142,11 @@ def findings_of(path: Path) -> Findings:
     log = LogFile(path, content)
     if not content.strip():
         raise log.damaged("is empty")
-    found = {name: each for name in LOGS.names() if (each := LOGS.load(name)(log)) is not None}
-    if len(found) != 1:
-        what = f"is a log of {' and of '.join(found)}" if found else "no kind of log that is known"
+    by_kind = {name: each for name in LOGS.names() if (each := LOGS.load(name)(log)) is not None}
+    if len(by_kind) != 1:
+        what = f"is a log of {' and of '.join(by_kind)}" if by_kind else "no kind of log that is known"
         raise log.damaged(f"{what} (known: {', '.join(LOGS.names())})")
-    findings: Findings = next(iter(found.values()))
+    findings: Findings = next(iter(by_kind.values()))
     return findings
 
 
@@ -193,7 +193,7 @@ class _Speed(NamedTuple):
     what: str
 
 
-def check_plausible(found: Mapping[str, Findings], base: Cluster | None) -> None:
+def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> None:
     """Refuse logs, by the names of their files, that cannot be of one card, or not of the base's.
 
     Args:
@@ -203,14 +203,14 @@ def check_plausible(found: Mapping[str, Findings], base: Cluster | None) -> None
     Raises:
         UserError: names the file, what it says, and the limit.
     """
-    card = one_card(found)
+    card = one_card(findings)
     if base and card and not is_same_card(card, base.device.name):
         raise UserError(
             f"the logs are of {card}, and {base.name} has {base.device.name}; "
             "--extends a cluster of that card, or leave --extends out"
         )
     datasheet = _of_cluster(base) if base else _of_card(card)
-    for path, each in found.items():
+    for path, each in findings.items():
         for value in _times(each):
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{path} ({each.about}): a time of {value:g} s cannot be")
@@ -223,13 +223,13 @@ def check_plausible(found: Mapping[str, Findings], base: Cluster | None) -> None
                 )
 
 
-def one_card(found: Mapping[str, Findings]) -> str:
+def one_card(findings: Mapping[str, Findings]) -> str:
     """The card that the logs name; "" where none does.
 
     Raises:
         UserError: they name several.
     """
-    cards = {each.card: path for path, each in found.items() if each.card}
+    cards = {each.card: path for path, each in findings.items() if each.card}
     if len(cards) > 1:
         raise UserError(f"logs of several cards: {', '.join(f'{c} ({path})' for c, path in cards.items())}")
     return next(iter(cards), "")
@@ -271,22 +271,22 @@ def _of_card(card: str) -> _Datasheet:
     return _Datasheet(card, {}, None)
 
 
-def _times(found: Findings) -> Iterator[float]:
-    for timed in (found.products, found.passes, found.collectives):
+def _times(findings: Findings) -> Iterator[float]:
+    for timed in (findings.products, findings.passes, findings.collectives):
         yield from (each.seconds for each in timed)
-    yield from (each.flops_per_s for each in found.attention)
+    yield from (each.flops_per_s for each in findings.attention)
 
 
-def _speeds(found: Findings, datasheet: _Datasheet) -> Iterator[_Speed]:
+def _speeds(findings: Findings, datasheet: _Datasheet) -> Iterator[_Speed]:
     """Passes over memory are not among them: caches can be faster, and what is left out is said."""
-    for product in found.products:
+    for product in findings.products:
         limit = datasheet.flops_per_s.get(product.precision)
         yield _Speed(product.flops / product.seconds, limit, "FLOP/s", product.precision)
-    for attention in found.attention:
+    for attention in findings.attention:
         words = f"{attention.kernel}, {attention.mask}, {attention.direction or 'both'}"
         what = f"{words} at {attention.length} tokens"
         yield _Speed(attention.flops_per_s, datasheet.half, "FLOP/s", what)
-    for each in found.collectives:
+    for each in findings.collectives:
         value = float(WIRE_SHARE[each.collective](each.ranks)) * each.nbytes / each.seconds
         what = f"{each.collective} of {each.nbytes} bytes on {each.ranks} ranks"
         limits = [datasheet.memory_bytes_per_s]

@@ -127,7 +127,7 @@ def hardware_name(device_type: str) -> str:
 def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
     """The cluster that the measured rates make.
 
-    The peak of matrix products is the best rate of all shapes, memory's that of the largest tensors. A link's
+    The peak of matmuls is the best rate of all shapes, memory's that of the largest tensors. A link's
     latency is the time of the smallest message, its bandwidth that of the largest one in the time that it
     takes longer. Products and operators inside training steps, where there were any, have rates of their own;
     so have collectives, where all ranks were on one machine. Ranks on one machine's CPUs count as nodes, with
@@ -260,7 +260,7 @@ def _host(machine: Machine, source: str) -> Host:
 
 
 def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, ProductRate] | None:
-    """Rates of products inside training steps, by precision; None where there were none."""
+    """Rates of matmuls inside training steps, by precision; None where there were none."""
     rates = {}
     for precision, peak in peaks.items():
         fit = product_fit(machine.points, precision)

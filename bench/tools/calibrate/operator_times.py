@@ -7,7 +7,7 @@ over calls of one name and size are points like those of the other rates. To a c
 to give its result's pages back to the system later, as the C library does with large ones: that is measured
 by size and added. The same steps without the clock say what the host takes beside its operators.
 
-Figures of a cluster that follow from the points of training steps: operators, products, calls.
+Figures of a cluster that follow from the points of training steps: operators, matmuls, calls.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _made(args: Sequence[Any], result: Any) -> tuple[int, ...]:
 
 def _freeing(sweep: RateSweep) -> _Freeing:
     """What freeing a tensor takes whose pages were written, by size, in the mean of all ranks."""
-    found = []
+    times = []
     for nbytes in _FREED_BYTES:
         samples = []
         for _ in range(sweep.samples):
@@ -151,8 +151,8 @@ def _freeing(sweep: RateSweep) -> _Freeing:
             start = time.perf_counter()
             del x
             samples.append(time.perf_counter() - start)
-        found.append(median(samples))
-    return list(zip(map(float, _FREED_BYTES), _mean_over_ranks([found])[0], strict=True))
+        times.append(median(samples))
+    return list(zip(map(float, _FREED_BYTES), _mean_over_ranks([times])[0], strict=True))
 
 
 def _mean_over_ranks(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -165,8 +165,8 @@ def _mean_over_ranks(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
 def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePoint]:
     """The points of the sweep's steps; the same on all ranks of CPUs, which call this together.
 
-    Of each step its time, without the clock, less that of its operators as a point :data:`STEP`, of which
-    ``extent`` is the number of operators; and one point a kind of call, of products and of others. Before
+    Each step gives a point :data:`STEP`, its time without the clock and without its operators, whose
+    ``extent`` is the number of operators; and one point a kind of call, of matmuls and of others. Before
     them, the points of :func:`host_points`.
     """
     points = list(host_points(sweep)) if sweep.steps else []
@@ -238,29 +238,29 @@ def points_of(
 
 #: bytes below which calls of an operator take as long whatever their size
 _SMALLEST = 4096
-#: products of fewer FLOPs take little longer than their calls
+#: matmuls of fewer FLOPs take little longer than their calls
 _LEAST_FLOPS = 1e7
 _ALONE = (WITH_NODE, BARE, VIEW, BACKWARD, MODULE)
 
 
 def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
-    """Of each operator the mean bytes and seconds of its calls, by powers of two of bytes."""
-    found: dict[str, dict[int, list[RatePoint]]] = defaultdict(lambda: defaultdict(list))
+    """The mean bytes and seconds of the calls of each operator, by powers of two of bytes."""
+    times: dict[str, dict[int, list[RatePoint]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
         if point.operation.startswith(OPERATOR):
             size = int(log2(max(point.nbytes, _SMALLEST)))
-            found[point.operation.removeprefix(OPERATOR)][size].append(point)
+            times[point.operation.removeprefix(OPERATOR)][size].append(point)
     return {
         name: [
             [fmean(p.nbytes for p in alike), fmean(p.seconds for p in alike)]
             for _, alike in sorted(by_size.items())
         ]
-        for name, by_size in sorted(found.items())
+        for name, by_size in sorted(times.items())
     }
 
 
 def product_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | None:
-    """Seconds a FLOP and a byte of the products inside steps; None where no point is of a large one."""
+    """Seconds a FLOP and a byte of the matmuls inside steps; None where no point is of a large one."""
     chosen = [
         p for p in points if p.operation == PRODUCT and p.precision == precision and p.flops >= _LEAST_FLOPS
     ]
@@ -278,7 +278,7 @@ def host_figures(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -
     """
     alone = {p.operation: p.seconds / p.extent for p in points if p.operation in _ALONE}
     bare = alone[BARE]
-    found = {
+    figures = {
         "operator_s": max(0.0, alone[WITH_NODE] - bare),
         "view_s": alone[VIEW],
         "node_s": max(0.0, alone[BACKWARD] - bare),
@@ -286,7 +286,7 @@ def host_figures(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -
     }
     beside = [point.seconds for point in points if point.operation == STEP]
     left = [
-        taken - sum(n * each for n, each in zip(work, found.values(), strict=True))
+        taken - sum(n * each for n, each in zip(work, figures.values(), strict=True))
         for taken, work in zip(beside, counts, strict=True)
     ]
-    return found | {"step_s": max(0.0, median(left))}
+    return figures | {"step_s": max(0.0, median(left))}

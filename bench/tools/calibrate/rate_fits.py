@@ -69,12 +69,12 @@ class Rate:
 
 
 def _by(
-    found: Mapping[str, Findings], points: Callable[[Findings], Sequence[T]], key: Callable[[T], Hashable]
+    findings: Mapping[str, Findings], points: Callable[[Findings], Sequence[T]], key: Callable[[T], Hashable]
 ) -> Iterator[tuple[Any, list[T], str]]:
     """The points of all logs by their key, in its order, each with the logs that have some."""
     groups: dict[Any, list[T]] = defaultdict(list)
     sources: dict[Any, dict[str, None]] = defaultdict(dict)
-    for path, each in found.items():
+    for path, each in findings.items():
         for point in points(each):
             groups[key(point)].append(point)
             sources[key(point)][f"{path} ({each.about})"] = None
@@ -87,10 +87,10 @@ def _how(fit: LeastSquares, form: str, count: int) -> str:
     return f"{form}, fitted to {count} points, {off}"
 
 
-def product_rates(found: Mapping[str, Findings]) -> dict[str, Rate]:
+def product_rates(findings: Mapping[str, Findings]) -> dict[str, Rate]:
     """By precision: seconds = FLOPs / limit + bytes of operands and result / other."""
     rates = {}
-    for precision, points, source in _by(found, lambda each: each.products, lambda each: each.precision):
+    for precision, points, source in _by(findings, lambda each: each.products, lambda each: each.precision):
         best = max(point.flops / point.seconds for point in points)
         if len({(point.flops, point.nbytes) for point in points}) >= _FEWEST:
             fit = least_squares(
@@ -105,14 +105,14 @@ def product_rates(found: Mapping[str, Findings]) -> dict[str, Rate]:
     return rates
 
 
-def attention_rates(found: Mapping[str, Findings]) -> dict[tuple[str, int, str, str], Rate]:
+def attention_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, str, str], Rate]:
     """By kernel, head size, mask and direction: FLOPs a second = limit / (1 + other / length)."""
     rates = {}
 
     def key(point: AttentionSpeed) -> Hashable:
         return point.kernel, point.head_size, point.mask, point.direction or ""
 
-    for name, points, source in _by(found, lambda each: each.attention, key):
+    for name, points, source in _by(findings, lambda each: each.attention, key):
         longest = max(point.length for point in points)
         best = median(point.flops_per_s for point in points if point.length == longest)
         if len({point.length for point in points}) >= _FEWEST:
@@ -130,13 +130,13 @@ def attention_rates(found: Mapping[str, Findings]) -> dict[tuple[str, int, str, 
     return rates
 
 
-def memory_rate(found: Mapping[str, Findings]) -> Rate | None:
+def memory_rate(findings: Mapping[str, Findings]) -> Rate | None:
     """Seconds = bytes / limit, of passes that caches hold little of; None: there is none."""
 
     def large(each: Findings) -> list[TimedPass]:
         return [one for one in each.passes if one.nbytes >= LARGE_PASS_BYTES]
 
-    for _, points, source in _by(found, large, lambda each: 0):
+    for _, points, source in _by(findings, large, lambda each: 0):
         fit = least_squares([p.seconds for p in points], [p.nbytes for p in points])
         best = max(point.nbytes / point.seconds for point in points)
         how = _how(fit, "bytes / bandwidth", len(points))
@@ -144,15 +144,15 @@ def memory_rate(found: Mapping[str, Findings]) -> Rate | None:
     return None
 
 
-def launch_gap(found: Mapping[str, Findings]) -> tuple[float, str, str] | None:
+def launch_gap(findings: Mapping[str, Findings]) -> tuple[float, str, str] | None:
     """The median of the seconds between kernels, how it was found, and its source; None: too few."""
-    for _, gaps, source in _by(found, lambda each: each.launch_gaps_s, lambda each: 0):
+    for _, gaps, source in _by(findings, lambda each: each.launch_gaps_s, lambda each: 0):
         if len(gaps) >= _FEWEST_GAPS:
             return median(gaps), f"median of {len(gaps)} gaps of a stream, with a profiler at work", source
     return None
 
 
-def collective_rates(found: Mapping[str, Findings]) -> dict[tuple[str, int, int], Rate]:
+def collective_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, int], Rate]:
     """By collective, nodes and ranks: seconds = other + wire bytes / limit. Those whose time does not grow
     with their bytes are left out."""
     rates = {}
@@ -160,7 +160,7 @@ def collective_rates(found: Mapping[str, Findings]) -> dict[tuple[str, int, int]
     def key(point: TimedCollective) -> Hashable:
         return point.collective, point.nodes, point.ranks
 
-    for name, points, source in _by(found, lambda each: each.collectives, key):
+    for name, points, source in _by(findings, lambda each: each.collectives, key):
         share = float(WIRE_SHARE[name[0]](name[2]))
         moved = [share * point.nbytes for point in points]
         seconds = [point.seconds for point in points]

@@ -30,6 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
 from spbench.bench.tools.changes.result_files import origin_of
@@ -147,7 +149,6 @@ def _in_turns(base: Row, new: Row) -> bool:
 
 
 def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
-    import numpy as np
     from scipy import stats  # takes a second, which comparisons of exact metrics alone need not wait for
 
     alone = _is_one_process(base, new)

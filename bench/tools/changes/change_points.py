@@ -52,7 +52,7 @@ class ChangePoint:
 
     Attributes:
         last_before, first_after: places in the sequence: the change happened between these two, with 95%
-            confidence; neighbours if the noise leaves no doubt. Of a drift: its first and last value.
+            confidence; neighbours if the noise leaves no doubt. For a drift: its first and last value.
         before, after: the levels, as geometric means.
         drift: the values went from one level to the other little by little.
     """

@@ -71,7 +71,7 @@ class RunRecord:
 
     @cached_property
     def origin(self) -> Origin:
-        """Of the first row that was timed; where none was, of the first."""
+        """The origin of the first row that was timed; of the first row if none was."""
         return origin_of((_timed(self.rows) or self.rows)[0])
 
     @property

@@ -169,7 +169,7 @@ class Step:
 
     Attributes:
         last_before, first_after: it came with a commit after the first of these, up to and with the second;
-            of a measured metric with 95% confidence. Of a drift: where that begins and ends.
+            of a measured metric with 95% confidence. For a drift: where that begins and ends.
         before, after: the levels, in the unit of the series.
         verdict: whether the new level is worse or better.
         drift: a measured metric went from one level to the other little by little.

@@ -4,6 +4,7 @@ step on virtual ranks, and two real ranks on this machine's CPUs.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -103,7 +104,6 @@ def _path(library: Nvml, gpu: Any, peer: Any) -> str:
 def cuda() -> Iterator[Observation]:
     """What torch sees of the GPUs: a matmul on each, and a sum by NCCL."""
     import torch
-    import torch.distributed as dist
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -119,15 +119,15 @@ def cuda() -> Iterator[Observation]:
     yield Observation("CUDA in torch", "ok", f"runtime {torch.version.cuda}, {count} GPUs{limited}")
     for index in range(count):
         yield _matmul(index)
-    if not dist.is_nccl_available():
+    if not torch.distributed.is_nccl_available():
         yield Observation("NCCL", "missing", "not in this build of torch", "install a CUDA build for Linux")
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    dist.all_reduce(torch.ones(1, device="cuda:0"))
+    store = torch.distributed.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    torch.distributed.all_reduce(torch.ones(1, device="cuda:0"))
     torch.cuda.synchronize()
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
     yield Observation("NCCL", "ok", f"{version}, one rank sums")
 
 
@@ -213,13 +213,12 @@ def _cell(engine: str) -> Cell:
 def _meet(mesh: DeviceMesh, cell: Cell) -> tuple[float, int]:
     """Seconds to make a group of all ranks and sum in it, and the sum of their numbers from 1."""
     import torch
-    import torch.distributed as dist
 
-    dist.barrier()
+    torch.distributed.barrier()
     begin = time.perf_counter()
-    group = dist.new_group(backend="gloo")
-    value = torch.tensor(dist.get_rank() + 1)
-    dist.all_reduce(value, group=group)
+    group = torch.distributed.new_group(backend="gloo")
+    value = torch.tensor(torch.distributed.get_rank() + 1)
+    torch.distributed.all_reduce(value, group=group)
     return time.perf_counter() - begin, int(value)
 
 
@@ -242,11 +241,7 @@ def gloo_interface() -> tuple[str, str]:
 
 
 def _interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one; empty where the system does not say."""
-    try:
-        import fcntl
-    except ImportError:
-        return {}
+    """The IPv4 address of each network interface that has one."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -211,13 +212,12 @@ def py_spy() -> Iterator[Observation]:
 def torch() -> Iterator[Observation]:
     """The build of torch, and Gloo."""
     import torch
-    import torch.distributed as dist
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
     yield Observation("torch", "ok", f"{torch.__version__}, built for {build}", is_needed=True)
-    has_gloo = dist.is_available() and dist.is_gloo_available()
+    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     text = "in this build of torch" if has_gloo else "not in this build of torch"
     remedy = "install a build of torch with torch.distributed and Gloo"
     yield Observation.judged("Gloo", has_gloo, text, remedy, "missing", True)
@@ -309,11 +309,6 @@ def shared_memory() -> Iterator[Observation]:
 
 def open_files() -> Iterator[Observation]:
     """How many files, and so sockets, a process may have open."""
-    try:
-        import resource
-    except ImportError:
-        yield Observation("open files", "warning", "this system does not say how many may be open")
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
     text = f"{limit} a process, of at most {most}"

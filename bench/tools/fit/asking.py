@@ -16,8 +16,7 @@ from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.run_cell import Run
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.provenance import digest
-from spbench.bench.measure.sweep.sweep import unproven
+from spbench.bench.measure.sweep.sweep import digest, unproven
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measurement import Outcome
 

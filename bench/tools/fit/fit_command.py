@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +10,7 @@ from spbench.bench.command_line.options import (
     SETTINGS,
     Function,
     Length,
+    body,
     changes,
     jobs,
     many,
@@ -19,37 +18,11 @@ from spbench.bench.command_line.options import (
     printed,
     variant,
 )
-from spbench.bench.command_line.output import Output
-from spbench.bench.command_line.progress import Progress
 from spbench.impls.axes import MESH_AXES
-
-if TYPE_CHECKING:
-    from spbench.bench.tools.fit.asked import Asked
 
 
 def _asking(command: Function) -> Function:
-    """Add the options that say what the cells are; the command gets them as ``asked``."""
-
-    @functools.wraps(command)
-    def asking(
-        cluster: str | None,
-        gpus: int | None,
-        strategy: str | None,
-        micro_batch: int | None,
-        changes: tuple[tuple[str, str], ...],
-        where: tuple[tuple[str, str], ...],
-        variant: str | None,
-        **others: Any,
-    ) -> Any:
-        from spbench.bench.measure.scenarios.scenario import given
-        from spbench.bench.tools.fit.asked import Asked
-
-        sizes = {name: others.pop(name) for name in ("seq_len", "batch")}
-        sizes |= {f"sizes.{axis}": others.pop(axis) for axis in MESH_AXES}
-        settings = {name: value for name, value in sizes.items() if value is not None} | given(changes)
-        asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant)
-        return command(asked=asked, **others)
-
+    """Add the options that say what the cells are."""
     positive = click.IntRange(min=1)
     options = [
         click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
@@ -63,7 +36,7 @@ def _asking(command: Function) -> Function:
         many("--where", SETTINGS, "Of a scenario: only cells with this setting."),
         variant,
     ]
-    return functools.reduce(lambda inner, option: option(inner), reversed(options), asking)
+    return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
 @click.command("fit")
@@ -76,16 +49,8 @@ def _asking(command: Function) -> Function:
 @click.option("--must-fit", is_flag=True, help="Exit code 1 where it does not fit, for launchers.")
 @jobs
 @printed
-def command(
-    subject: tuple[str, ...],
-    asked: Asked,
-    suggest: bool,
-    longest: bool,
-    figure: Path | None,
-    snapshot: Path | None,
-    must_fit: bool,
-    jobs: int | None,
-) -> Output:
+@body("fit.fit_report:fit")
+def command() -> None:
     """Say whether a job fits its cards, and what would make it fit.
 
     SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
@@ -93,12 +58,3 @@ def command(
     and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
     fit follow, each proved by a trace: single ones, and pairs where none is enough.
     """
-    from spbench.bench.tools.fit.asked import ask_for, kind_of
-    from spbench.bench.tools.fit.fit_report import report
-    from spbench.bench.tools.fit.fitting import fitting
-
-    if kind_of(subject) == "model":
-        ask_for({"--cluster NAME": asked.cluster, "--seq-len N": asked.settings.get("seq_len")}, subject[0])
-    with Progress() as progress:
-        answer = fitting(subject, asked, progress.at, jobs, suggest, longest)
-    return report(answer, answer.written(figure, snapshot), must_fit)

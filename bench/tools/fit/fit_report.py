@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
-from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.command_line.progress import Progress
+from spbench.bench.measure.scenarios.scenario import given, written
 from spbench.bench.measure.trust.bands import (
     PEAK,
     RESERVED,
@@ -19,8 +20,9 @@ from spbench.bench.measure.trust.bands import (
     with_band,
 )
 from spbench.bench.tools.fit.anatomy import plain
+from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
-from spbench.bench.tools.fit.fitting import Fitting
+from spbench.bench.tools.fit.fitting import Fitting, fitting
 from spbench.bench.tools.fit.proofs import Proofs
 from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
 from spbench.bench.units import card_gib, shown_price, shown_share
@@ -37,6 +39,8 @@ NOT_MODELLED = (
     "blocks that record_stream holds back",
     "what else runs on the card",
 )
+#: options of sizes that are settings of a cell by their own names; the others are axes of its mesh
+_OWN_SIZES = ("seq_len", "batch")
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
@@ -245,3 +249,32 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
         "closest": closest[0] if closest else None,
         "advise": answer.advise,
     }
+
+
+def fit(
+    subject: Sequence[str],
+    cluster: str | None,
+    gpus: int | None,
+    strategy: str | None,
+    micro_batch: int | None,
+    changes: Sequence[tuple[str, str]],
+    where: Sequence[tuple[str, str]],
+    variant: str | None,
+    suggest: bool,
+    longest: bool,
+    figure: Path | None,
+    snapshot: Path | None,
+    must_fit: bool,
+    jobs: int | None,
+    **sizes: int | None,
+) -> Output:
+    """The outcome of `spbench fit`, whose options the arguments are; ``sizes``: --seq-len, --batch, and the
+    ranks along each axis."""
+    own = {name if name in _OWN_SIZES else f"sizes.{name}": size for name, size in sizes.items()}
+    settings = {name: size for name, size in own.items() if size is not None} | given(changes)
+    asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant)
+    if kind_of(subject) == "model":
+        ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
+    with Progress() as progress:
+        answer = fitting(subject, asked, progress.at, jobs, suggest, longest)
+    return report(answer, answer.written(figure, snapshot), must_fit)

@@ -7,13 +7,18 @@ that it is, so that whatever the program would do otherwise is found by comparis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.files import write_whole
+from spbench.bench.measure.scenarios.choices import refusal
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing, the_cell
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.argument_tables import argument_table, shown
@@ -121,7 +126,8 @@ def program_flags(kind: str, cell: Cell) -> Flags:
 
 def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
     """The settings that two cells do not share, as (path, value, other value): all that a program is asked
-    for, every default written out. Of another strategy, model or backend the options are left out."""
+    for, every default written out. If the strategy, model or backend differs, its options
+    are left out."""
     ours, theirs = _settings(cell), _settings(other)
     unlike = {path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)}
     for path in {**ours, **theirs}:
@@ -266,3 +272,24 @@ def _spelled(line: Flag) -> str:
     """An argument as one gives it: options with a space, variables and keys with an equals sign."""
     between = " " if line.argument.startswith("--") else "="
     return f"{line.argument}{between}{line.value}" if line.value else line.argument
+
+
+def written_flags(
+    kind: str, scenario: str, narrowing: Narrowing, shape: Mapping[str, int | None], output: Path | None
+) -> Output:
+    """The outcome of `spbench flags`, whose options the arguments are.
+
+    Raises:
+        UserError: the scenario has no such cell or several, or the cell cannot be run or has no such flags.
+    """
+    cell = the_cell("a command", load_scenario(scenario), narrowing, shape)
+    if reason := refusal(cell):
+        raise UserError(f"{cell.key} cannot be run: {reason}")
+    proposed = program_flags(kind, cell)
+    text = proposed.text()
+    content = {"text": text, **dataclasses.asdict(proposed)}
+    records = [dataclasses.asdict(line) for line in proposed.lines]
+    if output is None:
+        return Output([Verbatim(text.removesuffix("\n"))], content, records)
+    write_whole(output, text)
+    return Output((), content, records, notes=proposed.notes, files=[output])

@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.command_line.output import Output, Table, Verbatim
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.errors import shown as quoted
-from spbench.bench.files import decoded, parse_json, read_file
+from spbench.bench.files import decoded, parse_json, read_file, resolved, write_whole
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.yaml_files import parse_yaml, read_yaml
@@ -243,3 +244,48 @@ def _keys(content: Any, above: str, depth: int) -> Iterator[str]:
         for key, value in content.items():
             yield f"{above}{key}"
             yield from _keys(value, f"{above}{key}.", depth + 1)
+
+
+def imported(
+    words: tuple[str, ...],
+    gpus: int | None,
+    cluster: str | None,
+    explain: bool,
+    allow_unknown: bool,
+    output: Path | None,
+) -> Output:
+    """The outcome of `spbench import`, whose options the arguments are."""
+    kind, files = _kind_and_files(words)
+    job = read_job(kind, files, gpus=gpus, cluster=cluster, allow_unknown=allow_unknown)
+    if explain:
+        lines = [
+            {"argument": str(each), "is": each.outcome, "that is": each.detail} for each in job.arguments
+        ]
+        title = f"{job.title}: arguments of {job.program}"
+        refusal = job.refusal()
+        content = {"program": job.program, "arguments": lines, "refusal": refusal}
+        notes = [*job.remarks, *([f"no scenario: {refusal}"] if refusal else [])]
+        table = Table(title, lines, ("argument", "is", "that is"), ("that is",))
+        return Output([table], content, lines, notes=notes)
+    text = job.scenario_text()
+    if output is None:
+        return Output([Verbatim(text.removesuffix("\n"))], {"scenario": text}, [{"scenario": text}])
+    if resolved(output) in [resolved(path_and_part(file)[0]) for file in files]:
+        raise UserError(f"--output {output} is one of the files")
+    if output.suffix not in (".yaml", ".yml"):
+        output = output.with_name(f"{output.name}.yaml")
+    write_whole(output, text)
+    notes = [*job.remarks, f"to run it: spbench run --scenario {output}"]
+    return Output((), {"file": str(output)}, [{"file": str(output)}], notes=notes, files=[output])
+
+
+def _kind_and_files(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The kind of job, None where the first word is a file, and the files. UserError where there is none."""
+    first, *others = words
+    if first in JOBS:
+        if not others:
+            raise UserError(f"no file of the job of {first} is given; spbench import {first} FILE...")
+        return first, others
+    if others and not path_and_part(first)[0].exists():
+        raise UserError(f"{first!r} is neither a kind of job nor a file{suggestion(first, JOBS.names())}")
+    return None, words

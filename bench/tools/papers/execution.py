@@ -22,8 +22,8 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
 from spbench.bench.measure.sweep import sweep
 from spbench.bench.measure.sweep.executor import Executor, opened
-from spbench.bench.measure.sweep.provenance import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.results import ResultsFile
+from spbench.bench.measure.sweep.sweep import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout

@@ -8,16 +8,9 @@ command that was interrupted goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import click
 
-from spbench.bench.command_line.options import executor, fresh, jobs, path_option, printed
-from spbench.bench.command_line.output import Output
-from spbench.bench.command_line.progress import message
-from spbench.bench.git import asked as asked_git
+from spbench.bench.command_line.options import body, executor, fresh, jobs, path_option, printed
 
 
 @click.command("reproduce")
@@ -33,7 +26,8 @@ from spbench.bench.git import asked as asked_git
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
 @printed
-def command(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
+@body("papers.reproductions:reproduce")
+def command() -> None:
     """Set each published number of a PAPER beside ours.
 
     Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all); PAPER/SCENARIO runs that one alone,
@@ -44,14 +38,3 @@ def command(output: Path | None, executor: str | None, **asked: Any) -> Iterator
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """
-    from spbench.bench.tools.papers.reproduction import FOLDER, UNFOLLOWED, Reproduction
-    from spbench.bench.tools.papers.reproductions import reproduced
-
-    committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
-    request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
-    request.check()
-    if request.output == UNFOLLOWED:
-        message(
-            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
-        )
-    return reproduced(request, executor)

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
+from spbench.bench.git import asked as asked_git
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
@@ -18,11 +21,11 @@ from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import read_csv
+from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
 from spbench.bench.tools.papers.document import TRUST_PAGE, check_documents, write_part, write_shared
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.paper_findings import RECORDS, Record, is_time, markdown
+from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
     counted_times,
@@ -33,6 +36,7 @@ from spbench.bench.tools.papers.past_errors import (
 )
 from spbench.bench.tools.papers.reproduction import (
     FOLDER,
+    UNFOLLOWED,
     Reproduction,
     records_of,
     reproduce_paper,
@@ -40,6 +44,7 @@ from spbench.bench.tools.papers.reproduction import (
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
+from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
 #: the intervals that the package comes with, below the working directory
@@ -97,18 +102,19 @@ def _without_rates(name: str, request: Reproduction) -> Output:
         name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
             a rate was taken away, so that something else prices what it is of.
     """
-    records: list[Record] = []
+    records: list[Comparison] = []
     lines, failed = [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
         ran = request.run(scenario, narrowing, name)
-        records += [record for record in records_of(scenario, ran) if is_time(record["quantity"])]
+        records += [record for record in records_of(scenario, ran) if record.is_time]
         failed = ran.failed() or failed
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
-    path = write_records(records, RECORDS, request.output / f"{name}.csv")
+    path = write_records(records, request.output / f"{name}.csv")
+    written = [record.record for record in records]
     table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
-    return Output([table], {"records": records}, records, RECORDS, files=[path], code=int(failed))
+    return Output([table], {"records": written}, written, RECORDS, files=[path], code=int(failed))
 
 
 def _cases(request: Reproduction) -> Output:
@@ -133,7 +139,12 @@ def fit_bands(request: Reproduction) -> Output:
     model = ErrorModel.fit([*seen, *told_observations()])
     lines = time_lines(records, cells)
     intervals = [
-        {"rates": rates, "bound": bound, "interval": f"{low - 1:+.0%} {high - 1:+.0%}", "rests on": words}
+        {
+            "rates": rates,
+            "bound": bound,
+            "interval": f"{difference(low - 1, 0)} {difference(high - 1, 0)}",
+            "rests on": words,
+        }
         for rates, of_class in model.intervals.items()
         for bound in of_class
         for low, high, words in [model.band(rates, bound, model.strategies[0])]
@@ -162,3 +173,15 @@ def _all_cells() -> Mapping[str, Cell]:
     declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
     return {cell.key: cell for each in declared for cell in declared_cells(*each)}
+
+
+def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
+    """The outputs of `spbench reproduce`, whose options the arguments are."""
+    committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
+    request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
+    request.check()
+    if request.output == UNFOLLOWED:
+        message(
+            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
+        )
+    return reproduced(request, executor)

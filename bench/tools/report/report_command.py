@@ -11,6 +11,7 @@ import click
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output, Table
+from spbench.bench.errors import UserError
 
 if TYPE_CHECKING:
     from spbench.bench.tools.report.build import Site
@@ -49,8 +50,6 @@ def command(output: Path, results: Path | None, history: Path | None, baseline: 
 
 def _check_installed() -> None:
     """Raises UserError where a module of the extra is missing."""
-    from spbench.bench.errors import UserError
-
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"
         raise UserError(f"spbench report needs {missing[0]}: {how}")
@@ -69,8 +68,6 @@ def _report(site: Site, seconds: float) -> Output:
             "build_seconds": round(seconds, 2),
         },
         [{"file": path, "bytes": size} for path, size in site.files.items()],
-        notes=[
-            f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}",
-        ],
+        notes=[f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}"],
         files=[index],
     )

@@ -23,7 +23,7 @@ from spbench.bench.command_line.options import files_of, path_option, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import GAP, STANDS_IN, kinds_of_work
+from spbench.bench.measure.clusters.kinds_of_work import GAP, STANDS_IN, kinds_of_work, without_own_rates
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
@@ -175,9 +175,6 @@ def entries(kind: str) -> dict[str, str]:
 
 def _lacking(name: str) -> str:
     """What a cluster has no rate of, in words; "" where it has all, or its file is wrong."""
-    from spbench.bench.measure.clusters.cluster import load_cluster
-    from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
-
     try:
         lacking = without_own_rates(load_cluster(name))
     except UserError:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 import click
 
@@ -22,10 +19,7 @@ from spbench.bench.command_line.options import (
     printed,
 )
 from spbench.bench.command_line.output import Output
-from spbench.bench.command_line.progress import message
-
-if TYPE_CHECKING:
-    from spbench.bench.measure.scenarios.select import Narrowing
+from spbench.bench.measure.processes.starting import begin_server
 
 
 @click.command("run")
@@ -65,46 +59,14 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @printed
-def command(
-    scenario: str,
-    narrowing: Narrowing,
-    engine: tuple[str, ...],
-    device: Literal["cpu", "cuda"] | None,
-    rank: int | None,
-    jobs: int | None,
-    executor: str | None,
-    output: Path | None,
-    fresh: bool,
-    timeout: float | None,
-    plain_trace: bool,
-    memory: bool,
-    require: str | None,
-    dry_run: bool,
-) -> Output:
+def command(dry_run: bool, **asked: Any) -> Output:
     """Run the cells of SCENARIO, beside what was published.
 
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
     model, strategy, code or torch has changed since is run again.
     """
-    from spbench.bench.measure.processes.starting import begin_server
-
     if not dry_run:
         begin_server()  # its imports take as long as those of this process
-    from spbench.bench.measure.engines.tracing import only_plain_traces
-    from spbench.bench.tools.papers.answer import load_scenario
-    from spbench.bench.tools.papers.execution import draw_figure, opened_executor, run_cells
-    from spbench.bench.tools.papers.sources import unknown_paper
-    from spbench.bench.tools.run.run_output import planned, results
+    from spbench.bench.tools.run.run_output import run
 
-    loaded = load_scenario(scenario)
-    if remark := unknown_paper(loaded.document.paper):
-        message(f"spbench: warning: {loaded.path}: {remark}")
-    narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
-    folder = output or Path("results", "runs", loaded.name)
-    if dry_run:
-        return planned(loaded, narrowing, folder, fresh or plain_trace)
-    fresh = fresh or plain_trace
-    with only_plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
-        ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
-    drawn, figure_failed = draw_figure(loaded, ran, folder)
-    return results(loaded, ran, drawn, code=1 if ran.failed(require) or figure_failed else 0, memory=memory)
+    return run(dry_run=dry_run, **asked)

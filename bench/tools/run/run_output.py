@@ -6,22 +6,26 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
+from spbench.bench.measure.engines.tracing import only_plain_traces
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.provenance import digests_of_a_run, is_final, outdated
 from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, flat_rows, read_rows
+from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final, outdated
 from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
 from spbench.bench.row import FAULTS, Row, finite
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.execution import RanScenario
+from spbench.bench.tools.papers.execution import RanScenario, draw_figure, opened_executor, run_cells
 from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
+from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_part, shown_share, three_digits
 from spbench.plots.series import differing
 
@@ -41,6 +45,37 @@ _PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "var
 
 #: cells of a status that are named
 _NAMED = 3
+
+
+def run(
+    scenario: str,
+    narrowing: Narrowing,
+    engine: tuple[str, ...],
+    device: Literal["cpu", "cuda"] | None,
+    rank: int | None,
+    jobs: int | None,
+    executor: str | None,
+    output: Path | None,
+    fresh: bool,
+    timeout: float | None,
+    plain_trace: bool,
+    memory: bool,
+    require: str | None,
+    dry_run: bool,
+) -> Output:
+    """The outcome of `spbench run`, whose options the arguments are."""
+    loaded = load_scenario(scenario)
+    if remark := unknown_paper(loaded.document.paper):
+        message(f"spbench: warning: {loaded.path}: {remark}")
+    narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
+    folder = output or Path("results", "runs", loaded.name)
+    if dry_run:
+        return planned(loaded, narrowing, folder, fresh or plain_trace)
+    fresh = fresh or plain_trace
+    with only_plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
+    drawn, figure_failed = draw_figure(loaded, ran, folder)
+    return results(loaded, ran, drawn, code=1 if ran.failed(require) or figure_failed else 0, memory=memory)
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
@@ -238,7 +273,7 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """A line for each published number, ours beside it."""
-    lines = [{"claim": c.claim, "variant": c.variant, **compared(vars(c))} for c in comparisons]
+    lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
     title = "Published and ours (relative error: ours / published - 1)"
     return Table(title, lines, ("claim", "published", "ours", "relative error", "role"), ("claim", "note"))
 
@@ -246,7 +281,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:
     """How far ours are from published numbers, which cells failed or do not fit (those that are unsupported
     are counted alone), and last how many cells have which status."""
-    published = [vars(entry) for entry in comparisons if entry.quantity != "sent_bytes"]
+    published = [entry for entry in comparisons if entry.quantity != "sent_bytes"]
     if published:  # our own closed forms, as sent_bytes, are none
         yield f"published numbers: {errors_by_role(published)}"
     for status in (*FAULTS, "oom"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,13 +15,27 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import add_simulated_time
 from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.scenarios.select import Narrowing, the_cell
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.sweep.sweep import unproven
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measurement import Measurement
+from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_part, shown_time
 from spbench.impls.strategies.base import Unsupported
+
+
+def traced(
+    scenario: str,
+    narrowing: Narrowing,
+    shape: Mapping[str, int | None],
+    ranks: Sequence[int],
+    output: Path,
+) -> Output:
+    """The outcome of `spbench trace`, whose options the arguments are."""
+    narrowing = dataclasses.replace(narrowing, engines=("virtual",))
+    return write_trace(the_cell("a trace", load_scenario(scenario), narrowing, shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
-
 import click
 
-from spbench.bench.command_line.options import SETTINGS, WORDS, device, many, numbers, path_option, printed
-from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.options import (
+    SETTINGS,
+    WORDS,
+    body,
+    device,
+    many,
+    numbers,
+    path_option,
+    printed,
+)
 
 
 @click.command("verify")
@@ -29,38 +34,10 @@ from spbench.bench.command_line.output import Output
     "--output", "Keep the verdicts in this folder, beside those of other cases; nowhere if left out."
 )
 @printed
-def command(
-    strategy: tuple[str, ...],
-    model: tuple[str, ...],
-    pairs: bool,
-    peers: bool,
-    strategy_option: tuple[tuple[str, str], ...],
-    world_size: tuple[int, ...],
-    dtype: tuple[str, ...],
-    part: tuple[str, ...],
-    backend: str,
-    backend_option: tuple[tuple[str, str], ...],
-    device: Literal["cpu", "cuda"] | None,
-    output: Path | None,
-) -> Output:
+@body("run.verify_output:verified")
+def command() -> None:
     """Check outputs and every gradient against a single device.
 
     Strategies run on real ranks. A strategy is a name, or names with plus signs, one around the next:
     tensor_parallel+ring_attention.
     """
-    from spbench.bench.tools.run.verify_output import verified
-
-    return verified(
-        strategy,
-        model,
-        pairs=pairs,
-        installed_peers=peers,
-        world_sizes=world_size,
-        dtypes=dtype,
-        parts=part,
-        strategy_options=strategy_option,
-        backend=backend,
-        backend_options=backend_option,
-        device=device or "available",
-        output=output,
-    )

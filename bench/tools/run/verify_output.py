@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
@@ -22,7 +22,7 @@ from spbench.bench.measure.scenarios.choices import (
     option_mistakes,
     strategy_problem,
 )
-from spbench.bench.measure.scenarios.expand import Asked, chosen_device
+from spbench.bench.measure.scenarios.expand import chosen_device
 from spbench.bench.measure.scenarios.scenario import option_values
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases
@@ -37,7 +37,8 @@ from spbench.bench.measure.verify.verdicts import (
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file
 from spbench.impls.models.model import models as all_models
-from spbench.impls.registries import absent, peers
+from spbench.impls.registries import absent
+from spbench.impls.registries import peers as all_peers
 from spbench.impls.strategies.nesting import pairs as all_pairs
 from spbench.impls.training.step import PRECISIONS
 
@@ -52,18 +53,18 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def verified(
-    strategies: Sequence[str],
-    models: Sequence[str],
+    strategy: Sequence[str],
+    model: Sequence[str],
     *,
     pairs: bool,
-    installed_peers: bool,
-    world_sizes: Sequence[int],
-    dtypes: Sequence[str],
-    parts: Sequence[str],
-    strategy_options: Pairs,
+    peers: bool,
+    world_size: Sequence[int],
+    dtype: Sequence[str],
+    part: Sequence[str],
+    strategy_option: Pairs,
     backend: str,
-    backend_options: Pairs,
-    device: Asked,
+    backend_option: Pairs,
+    device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
     """The verdicts on strategies; the arguments are those of the command line.
@@ -71,28 +72,28 @@ def verified(
     Raises:
         UserError: nothing has a name, or an option or its value cannot be.
     """
-    if installed_peers:
-        strategies = [
-            *strategies,
-            *(name for name, cls in sorted(peers().items()) if not absent(cls.requires)),
+    if peers:
+        strategy = [
+            *strategy,
+            *(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires)),
         ]
-    named = [name for text in strategies for name in cell_names("strategy", text)]
-    models = [name for text in models for name in cell_names("model", text)]
-    _check_names(named, models, dtypes, parts, backend)
-    if strategy_options and not named:
+    named = [name for text in strategy for name in cell_names("strategy", text)]
+    models = [name for text in model for name in cell_names("model", text)]
+    _check_names(named, models, dtype, part, backend)
+    if strategy_option and not named:
         raise UserError("--strategy-option is of strategies that are named; add --strategy")
-    options = _options("strategy_options", named, strategy_options, "--strategy-option")
-    of_backend = _options("training", [backend], backend_options, "--backend-option")
-    made_by: dict[str, Any] = {"backend": backend, "device": chosen_device(device)}
+    options = _options("strategy_options", named, strategy_option, "--strategy-option")
+    of_backend = _options("training", [backend], backend_option, "--backend-option")
+    made_by: dict[str, Any] = {"backend": backend, "device": chosen_device(device or "available")}
     made_by |= {name: provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     with kept_verdicts(output, made_by) as verdicts, Progress() as progress:
         for row in cases.verify(
             [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
             models or None,
-            list(world_sizes or ((4,) if pairs else (1, 2, 3, 4))),
-            list(dtypes or ("fp64",)),
-            list(parts) or None,
+            list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
+            list(dtype or ("fp64",)),
+            list(part) or None,
             options=options,
             backend=backend,
             backend_options=of_backend,
@@ -177,7 +178,7 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
-    """Of each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
+    """For each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
     the bytes of all its cases beside the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
         mine = [row for row in wrong if row["strategy"] == strategy]

@@ -13,8 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.traces import trace_key
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.provenance import changed_parts
-from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.measure.sweep.sweep import as_row, changed_parts
 from spbench.bench.measurement import Outcome
 from spbench.impls.models.model import model_preset
 

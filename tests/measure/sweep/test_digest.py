@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import spbench
-import spbench.bench.measure.sweep.provenance as digest_module
+import spbench.bench.measure.sweep.sweep as digest_module
 from spbench.bench import measured_code
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
@@ -18,9 +18,8 @@ from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.sweep.provenance import changed_parts, is_final, outdated
 from spbench.bench.measure.sweep.results import ResultsFile
-from spbench.bench.measure.sweep.sweep import as_row, unfinished
+from spbench.bench.measure.sweep.sweep import as_row, changed_parts, is_final, outdated, unfinished
 from spbench.bench.measure.sweep.sweep import sweep as sweep_in_workers
 from spbench.bench.measured_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.measurement import Outcome

@@ -11,7 +11,7 @@ from spbench.bench.cell import Sizes
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
-from spbench.bench.measure.sweep.provenance import digest
+from spbench.bench.measure.sweep.sweep import digest
 from spbench.bench.tools.calibrate.closed_loop import figures
 from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL

@@ -17,9 +17,8 @@ import pytest
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.sweep.provenance import digest
 from spbench.bench.measure.sweep.results import read_rows
-from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.measure.sweep.sweep import as_row, digest
 from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
 from spbench.bench.tools.papers.strategy_traces import read_trace, write_kept
 from spbench.bench.tools.report.gathered import CellResult, Gathered
