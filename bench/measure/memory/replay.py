@@ -48,7 +48,8 @@ def replay(
     """
     allocator, streams = kind(capacity), streams or [0] * len(sizes)
     held: dict[int, Block] = {}
-    blocks, reserved, served, failure = [0] * len(sizes), list[int](), 0, None
+    blocks, reserved, served = [0] * len(sizes), list[int](), 0
+    failure: OutOfMemory | None = None
     try:
         for end in (*stops, len(events)):
             for number in events[served:end]:
