@@ -18,7 +18,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import RankClass, plan
 from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, without_retries
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
-from spbench.bench.measure.memory.replay import replay, stretches
+from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.simulator.costs import node_of
 from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
@@ -184,19 +184,16 @@ class RankMemory:
         log: MemoryLog,
         capacity: int | None,
         kind: type[CachingAllocator] = CachingAllocator,
-        whole: bool = False,
     ) -> RankMemory:
         """Replay a log.
 
         Args:
             capacity: bytes of the card that tensors can have; None: no limit.
             kind: the allocator.
-            whole: whether each event is served, periods that are there again and again too.
         """
-        repeated = [] if whole else stretches(log.sizes, log.events, log.streams)
         ends = log.phase_ends()
         stops = sorted({log.step_start, *log.step_ends, *(at for of_step in ends for at in of_step.values())})
-        found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind, repeated)
+        found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind)
         failure = None
         if card.out_of_memory is not None:
             at = card.events
@@ -204,7 +201,7 @@ class RankMemory:
             steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
             fit = not step and steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
-            found = replay(log.sizes, log.events, None, stops, log.streams, kind, repeated)
+            found = replay(log.sizes, log.events, None, stops, log.streams, kind)
         live, setup, peaks = log.levels(found.blocks)
         reserved = dict(zip(stops, found.reserved, strict=True))
         phase_ends: list[Mapping[str, Mapping[str, int]]] = [

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.measure.engines.listed import Listed, NotAlike, Order
-from spbench.bench.measure.memory.replay import in_common
+
+#: entries that are compared at first, where two lists may soon part
+_FIRST_LOOK = 256
 
 
 class Run(NamedTuple):
@@ -33,6 +35,18 @@ class Run(NamedTuple):
     @property
     def start(self) -> int:
         return self.end - self.blocks * self.length
+
+
+def in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many entries two lists have in common, from the first on."""
+    most, at, look = min(len(a), len(b)), 0, _FIRST_LOOK
+    while at < most:
+        end = min(most, at + look)
+        differ = a[at:end] != b[at:end]
+        if differ.any():
+            return at + int(differ.argmax())
+        at, look = end, 2 * look
+    return most
 
 
 def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:

@@ -21,7 +21,7 @@ from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.replay import replay, stretches
+from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 
@@ -144,8 +144,7 @@ class Boundary:
             if self.programs.model(at) is model:
                 sizes = model.resized(log, at, units)
                 kind = allocator_of(self.candidates.cell)
-                repeated = stretches(sizes, log.events, log.streams)
-                served = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
+                served = replay(sizes, log.events, self.capacity, (), log.streams, kind)
                 return served.out_of_memory is None
         return model(units) <= self.capacity
 

@@ -77,19 +77,16 @@ class Trace:
             and (ours is theirs if ours is None or theirs is None else _same_program(ours, theirs))
         )
 
-    def measurement(
-        self, capacity: int | None, planned: Plan | None = None, whole: bool = False
-    ) -> Measurement:
+    def measurement(self, capacity: int | None, planned: Plan | None = None) -> Measurement:
         """Memory and communication of the rank.
 
         Args:
             capacity: bytes of the card that tensors can have; status oom where a caching allocator would need
                 more. None: no limit.
             planned: the cell's plan; None: it is made.
-            whole: see :meth:`RankMemory.of`.
         """
         planned = planned or plan(self.cell)
-        memory = RankMemory.of(self.memory, capacity, allocator_of(self.cell), whole)
+        memory = RankMemory.of(self.memory, capacity, allocator_of(self.cell))
         peak, ranks = memory.peak, planned.class_of(self.rank)
         by_class, pinned = memory.rows(ranks), host_peaks(self.host_memory)
         if pinned[-1]:

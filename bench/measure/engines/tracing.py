@@ -37,9 +37,8 @@ from spbench.impls.axes import device_mesh, ranks_along
 from spbench.impls.layout import Unsupported
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
-#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, the allocator serves each
-#: event, and every step of every rank is simulated (:mod:`measure.simulator.simulate`,
-#: :mod:`measure.simulator.fast_forward`)
+#: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
+#: step of every rank is simulated (:mod:`measure.simulator.simulate`, :mod:`measure.simulator.fast_forward`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 _log = logging.getLogger(__name__)

@@ -105,8 +105,7 @@ class ClassTraces:
     """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
 
     Attributes:
-        fold: whether a simulation leaves out ranks and periods that do as others do, see :class:`Simulator`,
-            and a replay of memory what repeats.
+        fold: whether a simulation leaves out ranks and periods that do as others do, see :class:`Simulator`.
     """
 
     cell: Cell
@@ -120,7 +119,7 @@ class ClassTraces:
         """The measurement of each class, without times."""
         capacity = usable_memory_bytes(self.cell)
         planned = plan(self.cell)
-        return [trace.measurement(capacity, planned, whole=not self.fold) for trace in self.traces]
+        return [trace.measurement(capacity, planned) for trace in self.traces]
 
     def measurement(self) -> Measurement:
         """The cell's measurement, with times where the programs were recorded and the step fits."""

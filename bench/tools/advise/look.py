@@ -24,7 +24,7 @@ from spbench.bench.measure.engines.plan import plan, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.replay import replay, stretches
+from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -231,8 +231,7 @@ def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
 
 def _reserved_share(log: MemoryLog, cell: Cell) -> float:
     """What the allocator reserves for a log, over what it gives out at the most."""
-    repeated = stretches(log.sizes, log.events, log.streams)
-    served = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell), repeated)
+    served = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell))
     return served.peak_reserved / max(1, served.peak_allocated)
 
 

@@ -19,7 +19,7 @@ from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator
-from spbench.bench.measure.memory.replay import replay, stretches
+from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.trace.memory_log import CATEGORIES, MemoryLog
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import GIB
@@ -119,8 +119,7 @@ def anatomy(
         least: the result of :func:`least_usable`, where that is known.
         ranks, stage: as of :class:`Anatomy`.
     """
-    repeated = stretches(log.sizes, log.events, log.streams)
-    served = replay(log.sizes, log.events, None, (), log.streams, kind, repeated)
+    served = replay(log.sizes, log.events, None, (), log.streams, kind)
     blocks, events = np.asarray(served.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
@@ -214,10 +213,9 @@ def least_usable(
         kind: the allocator.
         usable: bytes of the card that is asked about; None: of no one card.
     """
-    repeated = stretches(log.sizes, log.events, log.streams)
 
     def serves(nbytes: int) -> bool:
-        return replay(log.sizes, log.events, nbytes, (), log.streams, kind, repeated).out_of_memory is None
+        return replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
 
     if usable is not None and low <= usable < high:
         low, high = (low, usable) if serves(usable) else (usable, high)
