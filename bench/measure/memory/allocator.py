@@ -1,7 +1,6 @@
 """The CUDA caching allocator: what a card reserves for requests (:mod:`.replay` has those of a log).
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (others are those of
-:mod:`.expandable_segments` and :mod:`.oversize_blocks`), unchanged from PyTorch 1.7
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (:mod:`.allocator_settings` has others), unchanged from PyTorch 1.7
 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments of 2 MiB, a pool of larger ones in
 segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2 MiB; best fit; a block is split if
 what remains is at least 512 B (small) or more than 1 MiB (large); free neighbours merge; where the card has
