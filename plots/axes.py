@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from spbench.plots.series import Row, gpus
-from spbench.plots.style import GREY, INK, tick_texts
+from spbench.plots.style import GREY, INK, length_text, tick_texts
 
 #: the band for marks below the values, as a part of the whole panel
 BAND = 0.115
@@ -132,11 +132,6 @@ class Along:
         ax.tick_params(length=2.5, width=0.7, bottom=True)
 
 
-def length_text(tokens: int) -> str:
-    """A sequence length as papers write it: 2K for 2048."""
-    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
-
-
 LENGTHS = Along(
     "Sequence length (tokens)", lambda row: int(row["cell"]["seq_len"]), length_text, "", oom_persists=True
 )
@@ -146,10 +141,7 @@ GPUS = Along("Number of GPUs", gpus, str, " GPUs", oom_persists=False)
 # -- marks and notes of rows without a number ------------------------------------------------------------
 
 #: status -> (marker, filled, its name in legends); every other status without a number is a failure
-_MARKS = {
-    "oom": ("x", True, "out of memory"),
-    "unsupported": ("s", False, "unsupported"),
-}
+_MARKS = {"oom": ("x", True, "out of memory"), "unsupported": ("s", False, "unsupported")}
 _FAILURE = ("v", False, "failed")
 
 

@@ -90,9 +90,7 @@ def claims_panel(claims: Sequence[DrawnClaim]) -> list[list[Panel]]:
     """A panel with each claim on a line: our value's relative error as a marker, and the numbers beside it.
     No facet if there are no claims."""
     panel = Panel(
-        partial(_draw_claims, claims=claims),
-        x_label="Ours / published - 1",
-        inches=0.5 + 0.2 * len(claims),
+        partial(_draw_claims, claims=claims), x_label="Ours / published - 1", inches=0.5 + 0.2 * len(claims)
     )
     return [[panel]] if claims else []
 

@@ -66,12 +66,12 @@ def _placed(figure: Figure, lines: Mapping[str, Sequence[Line2D]], clear: float)
         for some, text in zip(lines.values(), texts, strict=True)
     ]
     boxes = _solve(places, [], [_MOST_TRIES])
-    for text, box in zip(texts, boxes or [None] * len(texts), strict=True):
-        if box is None:
+    for text, box in zip(texts, boxes or (), strict=False):
+        x, y = figure.transFigure.inverted().transform((box.x0, box.y0))
+        text.set_position((float(x), float(y)))
+    if boxes is None:
+        for text in texts:
             text.remove()
-        else:
-            x, y = figure.transFigure.inverted().transform((box.x0, box.y0))
-            text.set_position((float(x), float(y)))
     return boxes is not None
 
 

@@ -10,18 +10,10 @@ from itertools import combinations
 from matplotlib.axes import Axes
 from pandas import DataFrame
 
-from spbench.plots.axes import GPUS, LENGTHS, length_text, lost_notes
+from spbench.plots.axes import GPUS, LENGTHS, lost_notes
 from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
-from spbench.plots.lines import (
-    TOKENS_PER_SECOND,
-    Line,
-    PlottedQuantity,
-    Value,
-    line_grid,
-    lines_of,
-    measured,
-)
+from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, Value, line_grid, lines_of, measured
 from spbench.plots.sent_elements import sent_elements
 from spbench.plots.series import (
     Row,
@@ -35,7 +27,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import looks, model_name, strategy_name
+from spbench.plots.style import length_text, looks, model_name, strategy_name
 
 #: forwards of a generation, as the scenario of the inference has it
 _STEPS = 100
@@ -165,8 +157,7 @@ def _communication(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 draw_dsp_throughput = Drawing(
-    "dsp_throughput",
-    partial(_by_video, quantity=_THROUGHPUT, default_title="Throughput by number of GPUs"),
+    "dsp_throughput", partial(_by_video, quantity=_THROUGHPUT, default_title="Throughput by number of GPUs")
 )
 """Throughput of training by number of GPUs and video: DSP (arXiv 2403.10266), version 1, Figure 3."""
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from pandas import DataFrame
 
-from spbench.plots.axes import LENGTHS, length_text, lost_notes
+from spbench.plots.axes import LENGTHS, lost_notes
 from spbench.plots.bars import draw_rows, method_patches
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, line_grid, lines_of, measured
@@ -30,7 +30,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import MARKERS, Look, backend_name, looks, model_name, strategy_name
+from spbench.plots.style import MARKERS, Look, backend_name, length_text, looks, model_name, strategy_name
 
 _MEMORY = PlottedQuantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
 #: the order of a baseline's matmuls of linear attention -> its name; LASP and LASP-2 have one order

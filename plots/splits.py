@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from spbench.impls.axes import MESH_AXES, in_order
-from spbench.plots.axes import length_text, lost_notes
+from spbench.plots.axes import lost_notes
 from spbench.plots.bars import Bar, Segment, draw_levels, fill, levels_inches
 from spbench.plots.claims import claims_of
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
@@ -39,6 +39,7 @@ from spbench.plots.style import (
     TIMES,
     backend_name,
     category_colors,
+    length_text,
     method_color,
     model_name,
     number,

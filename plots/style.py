@@ -211,6 +211,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def length_text(tokens: int) -> str:
+    """A sequence length as papers write it: 2K for 2048."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
+
+
 def tick_texts(values: Sequence[float]) -> list[str]:
     """Values of one axis as text: small ones as 1e-7, large ones with the prefixes k (1000), M, G, T."""
     highest, lowest = max(values, default=0), min((v for v in values if v > 0), default=1)

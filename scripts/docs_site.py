@@ -2,8 +2,9 @@
 
 The site has, beside docs/, the pages at the top (README.md is the start page) and those under results/. What
 any of them links to is in it too, so that the site needs no repository at hand: code and YAML files and
-folders as pages, other files as they are. In docstrings, Sphinx roles (``:class:`Cell```) become links to the
-page of the API.
+folders as pages, other files as they are. The report is in the folder report, if the extra `report` is
+installed; the navigation leads to it, and its pages lead back. In docstrings, Sphinx roles
+(``:class:`Cell```) become links to the page of the API.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.nav import Link, Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+#: the folder of the report on the site
+REPORT = "report"
 #: the target of a relative link or image in Markdown, without its anchor
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 #: a reference of Sphinx to a Python object, as Markdown has rendered it
@@ -71,6 +76,26 @@ def shown(path: str) -> str | None:
         text = source.read_text(encoding="utf-8")
         return f"{hidden}# {path}\n\n`````{LANGUAGES[source.suffix]}\n{text}\n`````\n"
     return None
+
+
+def _has_report() -> bool:
+    return find_spec("itables") is not None and find_spec("markdown_it") is not None
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """A link to the report behind the start page."""
+    if _has_report():
+        nav.items.insert(1, Link("Results", f"{REPORT}/index.html"))
+    return nav
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the report beside the documentation."""
+    if _has_report():
+        from spbench.bench.tools.report.build import build
+        from spbench.bench.tools.report.gathered import gather
+
+        build(gather(ROOT / "results", None), Path(config.site_dir) / REPORT, documentation="../index.html")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -72,14 +72,15 @@ def test_actionlint_finds_nothing() -> None:
 
 def test_a_workflow_may_only_read_and_a_job_says_what_else_it_needs() -> None:
     rights = {path.stem: loaded(path)["permissions"] for path in WORKFLOWS}
-    assert rights == {"ci": {"contents": "read"}, "comment": {}, "nightly": {"contents": "read"}}
+    reads = {"contents": "read"}
+    assert rights == {"ci": reads, "comment": {}, "nightly": reads, "pages": reads}
     jobs = {
         name: job.get("permissions", {}) for path in WORKFLOWS for name, job in loaded(path)["jobs"].items()
     }
     assert {name: found for name, found in jobs.items() if found} == {
         "comment": {"actions": "read", "pull-requests": "write"},
         "measure": {"contents": "write"},
-        "pages": {"pages": "write", "id-token": "write"},
+        "deploy": {"pages": "write", "id-token": "write"},
         "issue": {"issues": "write"},
     }
 

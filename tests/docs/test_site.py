@@ -72,6 +72,12 @@ def test_reading_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_report_is_a_part_of_the_site_with_links_both_ways(site: Path) -> None:
+    assert 'href="report/index.html"' in (site / "index.html").read_text()
+    assert 'href="../index.html"' in (site / "report" / "index.html").read_text()
+
+
+@pytest.mark.slow
 def test_the_references_are_complete(site: Path) -> None:
     api, commands = ((site / f"{name}.html").read_text() for name in ("api", "cli"))
     assert [name for name in spbench.__all__ if f'id="spbench.{name}"' not in api] == []

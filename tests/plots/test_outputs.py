@@ -21,7 +21,7 @@ from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.rates import cluster_rates, draw_machine_rates, machine_rates
 from spbench.plots.series import differing_settings
 from spbench.plots.splits import split_names
-from spbench.plots.style import TIMES
+from spbench.plots.style import TIMES, strategy_name
 from tests.plots.drawn import assert_nothing_overlaps, assert_valid, data, legend
 from tests.plots.rows import compared, ran, searched, table
 
@@ -123,7 +123,7 @@ def test_each_pair_has_a_field_that_can_be_read(lengths: list[int]) -> None:
     texts = [text.get_text() for text in ax.texts]
     assert texts.count("-") == 1
     assert "dp2xpp4\ncp4xtp8\nsp8" in texts
-    named = {point["strategy"] for point in asked} - {""}
+    named = {strategy_name(point["strategy"]) for point in asked if point["strategy"]}
     assert {*legend(figure)} == named | {"tie with another strategy", "nothing fits"}
     colors = {(point["strategy"], field.get_facecolor()) for point, field in zip(asked, fields, strict=True)}
     assert len(colors) == len(named) + 1

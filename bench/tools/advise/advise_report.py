@@ -181,8 +181,8 @@ def _details(answer: Advice) -> Iterator[Table | str]:
         if changes := answer.other_settings():
             others = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
             yield f"the fastest with other settings: {others}"
-        if others := [*_others(answer)]:
-            yield f"other strategies, from traces of few layers: {', '.join(others)}"
+        if strategies := [*_others(answer)]:
+            yield f"other strategies, from traces of few layers: {', '.join(strategies)}"
     counts = answer.result.counts
     if counts["looked at"]:
         yield (

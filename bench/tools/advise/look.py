@@ -174,8 +174,8 @@ def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
 def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
     """The peak of the rank class with the largest, and whether that fits the card."""
     usable = usable_memory_bytes(cell)
-    logs = zip(*([each.memory for each in by_depth[depth].traces] for depth in DEPTHS), strict=True)
-    peaks = [deep_peak(*pair, layers) for pair in logs]
+    shallow, deeper = (by_depth[depth].traces for depth in DEPTHS)
+    peaks = [deep_peak(a.memory, b.memory, layers) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"

@@ -11,9 +11,8 @@ from spbench.bench.tools.report.gathered import CellResult
 from spbench.bench.tools.report.page import DataTable, Drawing
 from spbench.bench.tools.report.svg import AXIS, Svg
 from spbench.bench.units import GIB, three_digits
-from spbench.plots.axes import length_text
 from spbench.plots.series import gpus, grouped, settings, strategy
-from spbench.plots.style import contrast, looks, method_color, number, strategy_name, tick_texts
+from spbench.plots.style import contrast, length_text, looks, method_color, number, strategy_name, tick_texts
 
 
 @dataclass(frozen=True)

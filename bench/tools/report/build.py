@@ -54,15 +54,18 @@ def check_place(folder: Path) -> None:
         )
 
 
-def build(gathered: Gathered, folder: Path) -> Site:
+def build(gathered: Gathered, folder: Path, documentation: str = "") -> Site:
     """Write the site into a folder; an earlier one stays as it is until the new one is whole.
+
+    Args:
+        documentation: its address, relative to the pages, which link to it; empty: they do not.
 
     Raises:
         UserError: the folder holds something else, or cannot be written.
     """
     check_place(folder)
     target = resolved(folder)
-    contents = dict(sorted(files(gathered).items()))
+    contents = dict(sorted(files(gathered, documentation).items()))
     sizes = {path: len(content) for path, content in contents.items()}
     contents[MARKER] = (json.dumps({"files": sizes}, indent=1) + "\n").encode()
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -92,14 +95,14 @@ def _swap(new: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def files(gathered: Gathered) -> dict[str, bytes]:
+def files(gathered: Gathered, documentation: str = "") -> dict[str, bytes]:
     """The content of every file of the site, by path.
 
     Raises:
         ValueError: two pages write one file, with other content.
     """
     pages = list(all_pages(gathered))
-    links = navigation(pages)
+    links = navigation(pages, documentation)
     contents = dict(vendored())
     for page in pages:
         rendered = page.rendered(links)

@@ -14,8 +14,10 @@ from spbench.impls.traffic import WIRE_SHARE
 Bar = dict[str, Any]
 
 #: pixels of a row of bars, of a bar in it, and of the time of a phase
-_ROW, _BAR, _WIDTH = 21, 17, 1500
-_KERNELS = {"matrix product": "#4477aa", "attention": "#ee8833", "memory-bound": "#8d95a0"}
+_ROW, _BAR, _WIDTH = 21, 17, 950
+#: classes of kernels that traces name otherwise
+_CLASSES = {"matrix product": "matmul"}
+_KERNELS = {"matmul": "#4477aa", "attention": "#ee8833", "memory-bound": "#8d95a0"}
 _WAIT = "wait"
 #: of collectives, in the order in which they are known; seen in both schemes beside the colours of kernels
 _COLORS = ("#cc3355", "#2a9d55", "#aa44aa", "#13a5a5", "#b08900", "#6f5bd0", "#c2a000", "#8a8a2a", "#555555")
@@ -58,13 +60,14 @@ def bars_of(trace: Mapping[str, Any]) -> list[Bar]:
 def _bar(event: Mapping[str, Any]) -> Bar:
     rank, lane, details = event["pid"], event["tid"] - 1, event["args"]
     is_collective = event["cat"] != "compute" and "class" not in details
+    kernel = str(details.get("class", _WAIT))
     return {
         "rank": rank,
         "lane": lane,
         "row": f"rank {rank} " + ("compute" if lane == 0 else "network" if lane == 1 else f"network {lane}"),
         "phase": details["phase"],
         "operator": event["name"],
-        "kind": str(event["name"]) if is_collective else str(details.get("class", _WAIT)),
+        "kind": str(event["name"]) if is_collective else _CLASSES.get(kernel, kernel),
         "start": _in_ms(event["ts"]),
         "end": _in_ms(event["ts"] + event["dur"]),
         "duration": _in_ms(event["dur"]),

@@ -68,6 +68,7 @@ class DataTable:
         columns: in order; empty: those of the first row.
         sortable: whether readers sort and search it; for tables of more than a few lines.
         percent: columns of parts of one that are shown in percent.
+        most: lines that the page shows, the first ones; the file has all.
     """
 
     name: str
@@ -76,6 +77,7 @@ class DataTable:
     columns: Sequence[str] = ()
     sortable: bool = False
     percent: Sequence[str] = ()
+    most: int | None = None
 
     @property
     def heads(self) -> list[str]:
@@ -90,7 +92,9 @@ class DataTable:
         """The table in a box that scrolls; cells of numbers carry them whole in data-order, by which they are
         sorted."""
         heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in self.heads)
-        lines = ("".join(self._cell(row[head], head) for head in self.heads) for row in self.rows)
+        lines = (
+            "".join(self._cell(row[head], head) for head in self.heads) for row in self.rows[: self.most]
+        )
         rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
         return (
             f'<div class="scroll{" tall" * (len(self.rows) > _TALL)}" tabindex="0" role="region" '
@@ -100,7 +104,8 @@ class DataTable:
 
     def _cell(self, value: Any, head: str) -> str:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return f"<td>{escape(shown(value))}</td>"
+            # keys of cells may be broken behind a slash
+            return f"<td>{escape(shown(value)).replace('/', '/<wbr>')}</td>"
         text = percent(value) if head in self.percent else shown(value)
         return f'<td class="number" data-order="{value}">{text}</td>'
 
@@ -230,8 +235,8 @@ class Page:
         return {self.path: text, **files}
 
 
-def navigation(pages: Sequence[Page]) -> str:
-    """Links to all pages in order, under the headings of their groups."""
+def navigation(pages: Sequence[Page], documentation: str = "") -> str:
+    """Links to all pages in order, under the headings of their groups, and to the documentation."""
     first: dict[str, int] = {}
     for page in pages:
         first[page.group] = min(first.get(page.group, page.order), page.order)
@@ -240,4 +245,4 @@ def navigation(pages: Sequence[Page]) -> str:
     for heading, some in groupby(ordered, lambda page: page.group):
         links = (f'<li><a href="{p.path}">{escape(p.short_title or p.title)}</a></li>' for p in some)
         text += f"{f'<p>{escape(heading)}</p>' * bool(heading)}<ul>{''.join(links)}</ul>\n"
-    return text
+    return text + f'<ul><li><a href="{documentation}">Documentation</a></li></ul>\n' * bool(documentation)

@@ -68,8 +68,6 @@ def _report(site: Site, seconds: float) -> Output:
             "build_seconds": round(seconds, 2),
         },
         [{"file": path, "bytes": size} for path, size in site.files.items()],
-        notes=[
-            f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}",
-        ],
+        notes=[f"{site.bytes / 1e6:.1f} MB, built in {seconds:.0f} s; open {index}"],
         files=[index],
     )

@@ -98,6 +98,19 @@ def dated(commits: str) -> str:
     return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
 
 
+#: units that end the names of quantities, as people write them
+_UNITS = {"gib": "GiB", "gb": "GB", "mb": "MB", "mib": "MiB", "ms": "ms", "s": "s", "bytes": "bytes"}
+
+
+def quantity_words(name: str) -> str:
+    """The name of a quantity for people: "throughput (tokens/s)" of "throughput_tokens_per_s"."""
+    rate = name.endswith("_per_s")
+    words, _, unit = name.removesuffix("_per_s").rpartition("_")
+    if not words or not (rate or unit in _UNITS):
+        return name.replace("_", " ")
+    return f"{words.replace('_', ' ')} ({f'{unit}/s' if rate else _UNITS[unit]})"
+
+
 def shown(value: Any) -> str:
     """A value as tables show it: numbers rounded to five significant digits, thousands set apart."""
     if value is None or (isinstance(value, float) and math.isnan(value)):

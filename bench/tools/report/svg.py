@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Self
-
-from matplotlib.ticker import MaxNLocator
 
 #: pixels left of the marks for labels of rows, and below them for an axis
 LABELS, AXIS = 110, 34
@@ -62,6 +61,8 @@ class Svg:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about ``most`` of them."""
-    room = (high - low) * 1e-9
-    return [float(at) for at in MaxNLocator(most).tick_values(low, high) if low - room <= at <= high + room]
+    """Round numbers from ``low`` to ``high``, with at most ``most`` steps between them."""
+    least = (high - low or 1.0) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= least * (1 - 1e-9))
+    return [at * step for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

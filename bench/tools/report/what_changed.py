@@ -82,7 +82,9 @@ def _gate(base: Path, new: Path) -> Gate:
             check_gate(before, now)
     except UserError as error:
         return Gate(base.name, base, problem=str(error))
-    how = "" if was_run else f"nothing was run here: spbench run --scenario {base.name} --output {new}"
+    how = (
+        "" if was_run else f"no results here; make them by spbench run --scenario {base.name} --output {new}"
+    )
     return Gate(
         base.name,
         base,

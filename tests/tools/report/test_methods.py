@@ -106,7 +106,8 @@ def test_the_heat_map_has_what_was_compared() -> None:
     assert drawing is not None
     ((title, svg),) = drawing.panels
     assert title == "fastest: bert-base on local, GPUs by sequence length"
-    assert "<title>LASP: 100 tokens/s; batch: 1; compared with: single; out of memory: Ulysses</title>" in svg
+    words = "batch: 1; compared with: No sequence parallelism; out of memory: Ulysses"
+    assert f"<title>LASP: 100 tokens/s; {words}</title>" in svg
     assert "512" in svg
     assert [*drawing.legend] == ["LASP"]
     alone = best_drawing("best", "Best", cells[:1], BY_LENGTH[:1], "seq_len")
@@ -160,11 +161,14 @@ def test_each_question_has_a_drawing_of_its_layouts(tmp_path: Path) -> None:
     (page,) = page_of(tmp_path, LINE, other, {**LINE, "gpus": 64, "tie": False})
     of_eight, of_many = page.parts["answers"]  # type: ignore[misc, union-attr]
     first, second = of_eight.table.rows
-    assert (first["layout"], first["step s"], first["peak GiB"]) == ("ulysses sp8, zero1", 2.0, 3.0)
+    assert (first["layout"], first["step s"], first["peak GiB"]) == ("Ulysses, sp8, ZeRO-1", 2.0, 3.0)
     assert first["links floor s"] is None
-    assert second["layout"] == "single dp8, zero1"
-    assert "a tie with single dp8, zero1" in of_eight.alt
-    assert of_many.table.caption.startswith("llama3-8b, 64 GPUs of dgx-h100, 128 sequences of 8192")
+    alone = "No sequence parallelism, dp8, ZeRO-1"
+    assert second["layout"] == alone
+    assert f"a tie with {alone}" in of_eight.alt
+    assert of_many.table.caption.startswith(
+        "Llama-3 8B on 64 GPUs of dgx-h100, batch 128, sequence length 8K"
+    )
     assert "a tie" not in of_many.alt
     ((_, svg),) = of_eight.panels
     assert svg.count("<rect") == 2

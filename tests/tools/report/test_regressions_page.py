@@ -104,7 +104,7 @@ def test_an_open_gate_is_not(tmp_path: Path) -> None:
 def test_nothing_is_green_that_was_not_run(results: Path) -> None:
     html = page_of(results)
     assert '<td><strong class="unjudged">not run</strong></td>' in html
-    assert "<code>other</code>: nothing was run here: spbench run --scenario other" in html
+    assert "<code>other</code>: no results here; make them by spbench run --scenario other" in html
     (results / "runs" / "gate" / "cells.jsonl").unlink()
     html = page_of(results)
     assert '<strong class="unjudged">not run</strong>' in html
@@ -241,6 +241,6 @@ def test_the_page_counts_what_stands(history: Path, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     html = page_of(tmp_path / "results", history)
     facts = re.findall(r"<li><strong[^>]*>([^<]*)</strong> ([^<]*)</li>", html)
-    assert ("1", "regressions in the history that stand") in facts
+    assert ("1", "regressions of the history stand") in facts
     assert ("1", "targets missed") in facts
     assert ("2", "steps in 8 series over 60 commits, 1 of them meant") in facts

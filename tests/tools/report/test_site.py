@@ -24,7 +24,7 @@ from spbench.bench.tools.report.page import DataTable, Drawing, Page, folded
 from spbench.bench.tools.report.pages.cells_page import script_json
 from spbench.bench.tools.report.report_markdown import code, html_of, link, markdown_table, plain, shown
 
-LIMIT_BYTES = 14_000_000
+LIMIT_BYTES = 10 * 2**20
 HOSTILE = "<script>alert('x')</script>|`*a*` [b](javascript:c) \"d\" & <img src=x onerror=e>"
 
 
@@ -194,14 +194,14 @@ def test_numbers_are_shown_rounded_and_written_whole() -> None:
 def test_a_site_replaces_a_site_and_stays_if_a_new_one_cannot_be_built(
     gathered: Gathered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "files", lambda _: {"index.html": b"new"})
+    monkeypatch.setattr(building, "files", lambda *_: {"index.html": b"new"})
     folder = tmp_path / "report"
     build(gathered, folder)
     (folder / "old.html").write_text("of an earlier report")
     build(gathered, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["index.html", MARKER]
     # a file in the place of a folder: it cannot be written
-    monkeypatch.setattr(building, "files", lambda _: {"data": b"new", "data/x.csv": b"new"})
+    monkeypatch.setattr(building, "files", lambda *_: {"data": b"new", "data/x.csv": b"new"})
     with pytest.raises(UserError, match="cannot write the report"):
         build(gathered, folder)
     assert (folder / "index.html").read_bytes() == b"new"

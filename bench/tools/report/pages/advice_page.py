@@ -11,7 +11,7 @@ from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import DataTable, Drawing, Page
 from spbench.bench.tools.report.svg import AXIS, Svg, ticks
 from spbench.bench.units import GIB
-from spbench.plots.style import looks, method_color, strategy_name
+from spbench.plots.style import backend_name, length_text, method_color, model_name, strategy_name
 
 #: of results: a folder of CSV files of `spbench advise --format csv`
 FOLDER = "advice"
@@ -42,7 +42,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "advice.md",
             {"answers": [_drawing(f"advice-{at}", lines) for at, lines in enumerate(questions)]},
             order=80,
-            summary="The fastest layouts that fit, of the questions that spbench advise was asked.",
+            summary="The fastest layouts that fit, for questions that spbench advise has answered.",
         )
 
 
@@ -61,21 +61,19 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
 def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> Drawing:
     first = lines[0]
     caption = (
-        f"{first['model']}, {first['gpus']} GPUs of {first['cluster']}, {first['batch']} sequences of "
-        f"{first['seq_len']}: seconds of a step"
+        f"{model_name(first['model'])} on {first['gpus']} GPUs of {first['cluster']}, "
+        f"batch {first['batch']}, sequence length {length_text(int(first['seq_len']))}: time of a step"
     )
     layouts = [_layout(line) for line in lines]
     ties = [line["layout"] for line in layouts if line["tie"]]
     tie = f", a tie with {', '.join(ties[1:])}" if len(ties) > 1 else ""
     alt = f"The best is {layouts[0]['layout']} with {layouts[0]['step s']:.3g} s{tie}."
-    methods = looks(line["strategy"] for line in layouts)
-    legend = {strategy_name(method): look.color for method, look in methods.items()}
-    return Drawing(alt, [("", _bars(layouts))], DataTable(name, caption, layouts), legend)
+    return Drawing(alt, [("", _bars(layouts))], DataTable(name, caption, layouts))
 
 
 def _layout(line: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "layout": f"{line['strategy']} {line['mesh']}, {line['backend']}",
+        "layout": f"{strategy_name(line['strategy'])}, {line['mesh']}, {backend_name(line['backend'])}",
         "strategy": line["strategy"],
         "tie": line.get("tie", "").lower() == "true",
         "settings": line.get("settings", ""),

@@ -8,17 +8,20 @@ from typing import Any
 
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.tools.papers.paper_findings import distinct, label_of, role_errors
+from spbench.bench.tools.papers.paper_findings import distinct, role_errors
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
-from spbench.bench.tools.papers.validation import QUANTITY_NAMES, records_by_source, validation_lines
+from spbench.bench.tools.papers.validation import records_by_source, validation_lines
 from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
-from spbench.bench.tools.report.report_markdown import code, dated, link, listed, plain
+from spbench.bench.tools.report.report_markdown import code, dated, link, listed, plain, quantity_words
 from spbench.bench.tools.report.report_verdict import badge, most_misses
 from spbench.bench.tools.report.what_changed import changes
 from spbench.plots.series import grouped
+
+#: lines of the table of errors on the page
+_MOST_ERRORS = 100
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -59,7 +62,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     lines = []
     for paper in gathered.papers:
         for of in role_errors(paper.records):
-            verdict = verdict_on([record for record in paper.records if record["role"] == of.role])
+            verdict = verdict_on([record for record in paper.records if record.role == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -77,19 +80,24 @@ def _errors(gathered: Gathered) -> DataTable | None:
     """The error of every published number that is no closed form, the largest first."""
     lines = [
         {
-            "where": f"{paper.paper.label}: {record['table']}",
-            "error": record["relative_error"],
-            "published": record["published"],
-            "ours": record["reproduced"],
-            **{name: record[name] for name in ("quantity", "role", "cell")},
+            "where": f"{paper.paper.label}: {record.table}",
+            "error": record.relative_error,
+            "published": record.published,
+            "ours": record.reproduced,
+            "quantity": quantity_words(record.quantity),
+            **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
         for record in distinct(paper.records)
-        if record["relative_error"] is not None and record["role"] != "formula"
+        if record.relative_error is not None and record.role != "formula"
     ]
     lines.sort(key=lambda line: -abs(line["error"]))
-    caption = "Relative error of every published number that is not a closed form, the largest first"
-    return DataTable("errors", caption, lines, sortable=True, percent=("error",)) if lines else None
+    caption = (
+        f"The {_MOST_ERRORS} largest relative errors, closed forms left out; the CSV has all {len(lines):,}"
+    )
+    if not lines:
+        return None
+    return DataTable("errors", caption, lines, sortable=True, percent=("error",), most=_MOST_ERRORS)
 
 
 def _measured(gathered: Gathered) -> Iterator[Part]:
@@ -109,25 +117,19 @@ known, and else with what their authors state. [All numbers.](paper-{MEASURED}.h
     yield gathered.figure(MEASURED, "ours beside what real machines measured")
     lines = [
         {
-            "what": f"{source.measured_by}: {label_of(record)}",
-            "error": record["relative_error"],
-            "measured": record["published"],
-            "ours": record["reproduced"],
-            "quantity": _with_unit(record["quantity"]),
-            "role": record["role"],
-            "note": record["note"],
+            "what": f"{source.measured_by}: {record.label}",
+            "error": record.relative_error,
+            "measured": record.published,
+            "ours": record.reproduced,
+            "quantity": quantity_words(record.quantity),
+            "role": record.role,
+            "note": record.note,
         }
         for source, some in records_by_source(records).items()
         for record in some
     ]
-    caption = "Ours beside what real machines measured"
-    yield DataTable("measured", caption, lines, sortable=True, percent=("error",)) if lines else None
-
-
-def _with_unit(quantity: str) -> str:
-    """A quantity of measured machines, as "peak memory (GiB)"."""
-    unit = {"gib": "GiB", "ms": "ms"}.get(quantity.rpartition("_")[2])
-    return QUANTITY_NAMES.get(quantity, quantity) + (f" ({unit})" if unit else "")
+    caption = f"Ours beside what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
+    yield DataTable("measured", caption, lines, sortable=True, percent=("error",), most=_MOST_ERRORS)
 
 
 def _best(gathered: Gathered) -> list[Part]:

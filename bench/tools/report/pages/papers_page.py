@@ -10,7 +10,7 @@ from spbench.bench.tools.papers.paper_findings import by_answer, errors_by_role
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part, folded
-from spbench.bench.tools.report.report_markdown import code, dated, link, plain
+from spbench.bench.tools.report.report_markdown import code, dated, link, plain, quantity_words
 from spbench.bench.tools.report.report_verdict import badge
 
 _LONG = 12
@@ -62,9 +62,11 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
         source = scenario.document.published_in
         for (what, variant), some in by_answer(paper.records_of_scenario(scenario.name)).items():
             verdict = verdict_on(some)
+            table, colon, quantity = what.partition(": ")
+            compared = f"{table}{colon}{quantity_words(quantity)}"
             lines.append(
                 {
-                    "compared": f"{what} ({variant})" if variant else what,
+                    "compared": f"{compared} ({variant})" if variant else compared,
                     "median error": verdict.median,
                     "reproduces": verdict.word if verdict.judged else "not judged",
                     "met": f"{verdict.met} of {verdict.judged}" if verdict.judged else "",

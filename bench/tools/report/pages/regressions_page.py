@@ -63,13 +63,12 @@ def _facts(
 ) -> Iterator[str]:
     judged = [gate.judgement for gate in all_gates if gate.judgement is not None]
     worse = sum(judgement.fails for judgement in judged)
-    text = _counted(worse, f"{worse} of {len(judged)}") if judged else marked("unjudged", "not run")
-    left = f"{len(all_gates) - len(judged)} of {len(all_gates)} were not run"
-    yield f"{text} baselines that results are worse than, of those that were judged; {left}"
+    text = _counted(worse, f"{worse} of {len(judged)}") if judged else marked("unjudged", "Not run:")
+    yield f"{text} results are worse than their baselines; {len(judged)} of {len(all_gates)} were judged"
     if history:
         of = counts(assessments)
         commits = len({record.commit.hash for record in history.records})
-        yield f"{_counted(of['standing'])} regressions in the history that stand"
+        yield f"{_counted(of['standing'])} regressions of the history stand"
         yield f"{_counted(of['missed'])} targets missed"
         series = f"{len(assessments)} series over {commits} commits"
         yield f"**{of['steps']}** steps in {series}, {of['meant']} of them meant"
@@ -86,14 +85,14 @@ def _gate_line(gate: Gate) -> dict[str, Any]:
         verdict = marked("bad" if fails else "good", "worse" if fails else "not worse")
     else:
         verdict = marked("unjudged", "not run")
-    machines = codes(gate.machines[1]) + (f" (base: {codes(gate.machines[0])})" if gate.machines[0] else "")
+    machines, of_base = (plain("; ".join(some)) for some in reversed(gate.machines))
     return {
         "baseline": link(gate.scenario, f"#{gate.table_name}") if gate.lines else plain(gate.scenario),
         "verdict": verdict,
         **{head: str(gate.counts[of]) if gate.judgement else "" for head, of in _COLUMNS.items()},
         "base commit": codes(map(dated, gate.commits[0])) or "unknown",
         "head commit": codes(map(dated, gate.commits[1])) or ("unknown" if gate.judgement else ""),
-        "machine": machines,
+        "machine": f"{machines}; of the baseline: {of_base}" if of_base else machines,
     }
 
 

@@ -67,7 +67,7 @@ def docstring(text: str) -> str:
 def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Sequence[Verdict]) -> Page:
     lines = [
         {
-            "strategy": link(name, f"strategy-{name}.html"),
+            "strategy": f"{link(strategy_name(name), f'strategy-{name}.html')} ({code(name)})",
             **_about(cls),
             "verification": _verified([verdict for verdict in verdicts if verdict["strategy"] == name]),
             "cells in results": len(numbers.uses(name, gathered.cells)),
@@ -126,7 +126,7 @@ def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -
     cells = numbers.uses(name, gathered.cells)
     return Page(
         f"strategy-{name}.html",
-        title.capitalize() if title.islower() else title,
+        title[:1].upper() + title[1:],
         "strategy.md",
         {
             "facts": _facts(cls),
