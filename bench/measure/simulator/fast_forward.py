@@ -1,4 +1,5 @@
-"""Fast-forward: periods of a program that change all clocks by the same, written down at once; and the state of a simulation.
+"""Fast-forward: periods of a program that change all clocks by the same, written down at once; and
+the state of a simulation.
 
 Where all ranks run one program, they are at the same step at once, and what comes later depends on few times:
 the clocks of streams and hosts, the ends of communication that is waited for later, and when channels are
