@@ -280,7 +280,7 @@ class Network(Link):
 
 
 class NcclSettings(StrictModel):
-    """What NCCL's tuning model needs to know beside the links; see :mod:`measure.simulator.nccl`.
+    """What NCCL's tuning model needs to know beside the links; see :mod:`measure.simulator.collective_costs`.
 
     Attributes:
         generation: of the devices, which chooses the constants.

@@ -1,13 +1,13 @@
 """The CUDA caching allocator: what a card reserves for requests (:mod:`.replay` has those of a log).
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (others are those of
-:mod:`.expandable_segments` and :mod:`.oversize_blocks`), unchanged from PyTorch 1.7
-to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments of 2 MiB, a pool of larger ones in
-segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2 MiB; best fit; a block is split if
-what remains is at least 512 B (small) or more than 1 MiB (large); free neighbours merge; where the card has
-no room for a segment, all wholly free segments are returned to it before an out-of-memory error. Segments
-belong to the stream that they were made for, and serve requests of that stream alone, for kernels of others
-may be behind it. Not replayed: blocks that record_stream keeps from being given out again for a while.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (:mod:`.allocator_settings` has
+others), unchanged from PyTorch 1.7 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments
+of 2 MiB, a pool of larger ones in segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2
+MiB; best fit; a block is split if what remains is at least 512 B (small) or more than 1 MiB (large); free
+neighbours merge; where the card has no room for a segment, all wholly free segments are returned to it before
+an out-of-memory error. Segments belong to the stream that they were made for, and serve requests of that
+stream alone, for kernels of others may be behind it. Not replayed: blocks that record_stream keeps from being
+given out again for a while.
 """
 
 from __future__ import annotations

@@ -5,15 +5,28 @@ exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, with th
 links of a cluster (:class:`BusRate`). There a group on several nodes moves its bytes on rings that leave the
 nodes by their cards, at the slower of the links within a node and the group's share of the cards. Its latency
 is that within a node and, between nodes, that of a tree of them.
+
+Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
+
+Ring and tree, each by the protocols LL (8-byte flags), LL128 (128-byte lines) and Simple: latency + bytes /
+bandwidth. So small messages go by the protocols of low latency and, in an all-reduce, by trees. Facts from
+NCCL 2.30.7, github.com/NVIDIA/nccl commit 5067397c2676d5aed50042fc39e5c8ee96eb0027, src/graph/tuning.cc
+(ncclTunerConstantsDefaults, ncclTopoTuneModel, treeCorrectionFactor, ncclTopoGetAlgoTime). NVLS, CollNet and
+PAT are not modelled. NCCL's correction of a tree's bandwidth jumps at powers of two of the size; here it is
+interpolated, so that no larger message takes less time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from math import ceil, log2
 from typing import NamedTuple
 
+import numpy as np
+
 from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.clusters.rates import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
 from spbench.impls.traffic import WIRE_SHARE
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
@@ -148,3 +161,156 @@ def _between(kind: str, group: GroupLinks) -> tuple[float, float]:
     else:
         latency *= ceil(log2(group.nodes)) * (2 if kind == "all_reduce" else 1)
     return latency, card * group.cards
+
+
+_US, _GB = 1e-6, 1e9
+
+_Way = tuple[NcclAlgorithm, NcclProtocol]
+
+#: microseconds before the first byte moves (baseLatencies)
+_BASE: dict[_Way, float] = {
+    ("tree", "ll"): 6.8, ("tree", "ll128"): 14.0, ("tree", "simple"): 8.4,
+    ("ring", "ll"): 6.6, ("ring", "ll128"): 14.0, ("ring", "simple"): 8.4,
+}  # fmt: skip
+#: microseconds of a hop over NVLink and over the network (hwLatencies)
+_NVLINK: dict[_Way, float] = {
+    ("tree", "ll"): 0.6, ("tree", "ll128"): 1.25, ("tree", "simple"): 4.0,
+    ("ring", "ll"): 0.6, ("ring", "ll128"): 1.9, ("ring", "simple"): 3.4,
+}  # fmt: skip
+_NETWORK: dict[_Way, float] = {
+    ("tree", "ll"): 5.0, ("tree", "ll128"): 8.5, ("tree", "simple"): 14.0,
+    ("ring", "ll"): 2.7, ("ring", "ll128"): 4.0, ("ring", "simple"): 14.0,
+}  # fmt: skip
+#: microseconds of posting to the network, by the maker of the processors (getNetOverhead)
+_POSTING = {"intel": 1.0, "amd": 2.0}
+
+
+class _Limits(NamedTuple):
+    """GB/s that a generation's kernels reach.
+
+    Attributes:
+        ll: of the LL protocol, on one node.
+        ring_ll128, tree_ll128: of a channel of LL128, in rings and trees on 1, 2 and more nodes.
+        tree: of a channel of a tree, by any protocol.
+    """
+
+    ll: float
+    ring_ll128: tuple[float, float, float]
+    tree_ll128: tuple[float, float, float]
+    tree: tuple[float, float, float]
+
+
+_LIMITS: dict[Generation, _Limits] = {
+    "volta": _Limits(39.0, (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (26.5, 18.5, 10.0)),
+    "ampere": _Limits(87.7, (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8)),
+    "hopper": _Limits(141.0, (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0)),
+    "blackwell": _Limits(282.0, (40.0, 40.0, 40.0), (55.6, 31.67, 20.0), (70.0, 42.8, 24.0)),
+}
+#: GB/s of LL on 2 and on more nodes, by the maker of the processors (llMaxBws)
+_LL_BETWEEN = {"intel": (39.0, 20.4), "amd": (22.5, 19.0)}
+#: percent of a tree's bandwidth that messages of 64 bytes, 128 bytes and so on to 512 MB reach
+_TREE_PERCENT: dict[NcclProtocol, str] = {
+    "ll": "100 100 100 100 90 80 70 70 70 70 60 50 40 40 50 60 70 80 90 100 100 100 100 100",
+    "ll128": "100 100 100 100 100 90 80 80 80 70 60 60 60 60 60 60 80 90 90 90 90 100 100 100",
+    "simple": "90 90 90 90 90 90 90 80 70 60 60 50 50 50 50 60 70 80 70 70 80 90 90 90",
+}
+_TREE_SHARE = {protocol: [int(x) / 100 for x in text.split()] for protocol, text in _TREE_PERCENT.items()}
+#: factor of the latency of an all-reduce in a ring over nodes by Simple, on Volta another, for messages of at
+#: least so many bytes for each rank and channel
+_PLATEAU, _PLATEAU_VOLTA, _PLATEAU_BYTES = 1.4, 1.9, 64
+
+_RINGED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+
+
+def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
+    """Seconds of a collective, by the algorithm and protocol that take least; see :func:`ring_seconds`.
+
+    All-to-all, which NCCL sends pair by pair, takes as long as there.
+    """
+    if kind == "all_to_all":
+        return pairwise_seconds(nbytes / group.size, group)
+    if kind == "barrier":
+        return nccl_seconds("all_reduce", 1.0, group)
+    if kind not in _RINGED:
+        raise NotImplementedError(f"no cost is known for collective {kind!r}")
+    return min(way_seconds(kind, nbytes, group, way) for way in _ways(kind, group))
+
+
+def _ways(kind: str, group: GroupLinks) -> list[_Way]:
+    """The algorithms and protocols that a collective may take. Only all-reduce goes by trees."""
+    settings = _settings(group)
+    algorithms = [a for a in settings.algorithms if a == "ring" or kind == "all_reduce"]
+    return list(product(algorithms or ["ring"], settings.protocols))
+
+
+def _settings(group: GroupLinks) -> NcclSettings:
+    assert group.cluster.nccl is not None, "clusters of this model have the settings"
+    return group.cluster.nccl
+
+
+def way_seconds(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float:
+    """Seconds of a collective by one algorithm and protocol."""
+    latency = _ring_latency(kind, nbytes, group, way) if way[0] == "ring" else _tree_latency(group, way)
+    bandwidth = _bus_bandwidth(kind, group, way)
+    if way[0] == "ring":
+        bandwidth *= group.size / _steps(kind, group.size)
+    else:
+        places = log2(max(nbytes, 64.0) / 64.0)
+        bandwidth *= 0.5 * float(np.interp(places, range(24), _TREE_SHARE[way[1]]))
+    return latency * _US + nbytes / bandwidth
+
+
+def _steps(kind: str, n: int) -> int:
+    return {"all_reduce": 2 * (n - 1), "all_gather": n - 1, "reduce_scatter": n - 1}.get(kind, n)
+
+
+def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
+    """Bytes a second that each rank sends."""
+    settings, (algorithm, protocol) = _settings(group), way
+    limits, on = _LIMITS[settings.generation], min(group.nodes, 3) - 1
+    channels = settings.channels.value or float("inf")
+    link = group.within.bandwidth if group.most_on_a_node > 1 else float("inf")
+    if group.nodes > 1:
+        link = min(link, group.between.bandwidth * group.cards)
+    low_latency = (limits.ll if on == 0 else _LL_BETWEEN[settings.cpu][on - 1]) * _GB
+    if algorithm == "ring":
+        by_protocol = {
+            "ll": min(low_latency, link * 0.5),
+            "ll128": min(link * 0.92, channels * limits.ring_ll128[on] * _GB),
+            "simple": link,
+        }
+        return by_protocol[protocol]
+    tree = min(link * 0.92, channels * limits.tree[on] * _GB)
+    lines = 7 / 9 if on == 0 else 120 / 128
+    by_protocol = {
+        "ll": min(tree / 3.8, low_latency),
+        "ll128": min(tree * lines, channels * limits.tree_ll128[on] * _GB),
+        "simple": tree,
+    }
+    return by_protocol[protocol]
+
+
+def _ring_latency(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float:
+    """Microseconds: a hop for each step. In each round one hop less than there are nodes is between nodes."""
+    n, nodes, hop = group.size, group.nodes, _NVLINK[way]
+    if kind in ("broadcast", "reduce"):
+        # on one node all channels go the same way, and pieces follow each other closely
+        return _BASE[way] + (hop if nodes == 1 else n * _NETWORK[way])
+    if nodes == 1:
+        return _BASE[way] + _steps(kind, n) * hop
+    settings = _settings(group)
+    hop = max(hop, _POSTING[settings.cpu] * (3 if way[1] == "simple" else 1))
+    between = _NETWORK["tree" if group.most_on_a_node == 1 else "ring", way[1]]
+    crossings = (2 if kind == "all_reduce" else 1) * (nodes - 1)
+    latency = _BASE[way] + (_steps(kind, n) - crossings) * hop + crossings * between
+    fills = nbytes >= _PLATEAU_BYTES * n * (settings.channels.value or 1)
+    if way[1] == "simple" and kind == "all_reduce" and fills:
+        latency *= _PLATEAU_VOLTA if settings.generation == "volta" else _PLATEAU
+    return latency
+
+
+def _tree_latency(group: GroupLinks, way: _Way) -> float:
+    """Microseconds of an all-reduce up and down a tree of nodes, with a chain of devices in each."""
+    chain = group.size // group.nodes - 1
+    depth = int(log2(group.nodes))
+    return _BASE[way] + 2 * (chain * _NVLINK[way] + depth * _NETWORK[way])

@@ -25,14 +25,13 @@ from spbench.bench.measure.clusters.rates import (
     operator_seconds,
 )
 from spbench.bench.measure.simulator import flash_attention_grid as grid
-from spbench.bench.measure.simulator.attention_calls import attention_calls
 from spbench.bench.measure.simulator.collective_costs import (
     GroupLinks,
     LinkRate,
     measured_seconds,
+    nccl_seconds,
     ring_seconds,
 )
-from spbench.bench.measure.simulator.nccl import nccl_seconds
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
@@ -42,6 +41,7 @@ from spbench.bench.measure.simulator.program import (
     PRECISION_NAMES,
     Program,
 )
+from spbench.bench.measure.simulator.step_parts import attention_calls
 from spbench.impls.kernels.host_copies import FROM_PAGEABLE, TO_PAGEABLE
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more

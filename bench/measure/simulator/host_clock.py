@@ -22,9 +22,8 @@ import numpy as np
 
 from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.periods import Periods
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, RECORD, WAIT, Program
-from spbench.bench.measure.simulator.steps import Steps
+from spbench.bench.measure.simulator.steps import Periods, Steps
 
 #: the most events between two moments at which the host waits for a device that is too far behind
 PIECE = 128

@@ -25,11 +25,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.fast_forward import FastForward
-from spbench.bench.measure.simulator.message_matching import Deadlock, World
-from spbench.bench.measure.simulator.occupancy import ProcessGroups
+from spbench.bench.measure.simulator.fast_forward import FastForward, SimulationState
+from spbench.bench.measure.simulator.message_matching import Deadlock, ProcessGroups, World
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
-from spbench.bench.measure.simulator.simulation_state import SimulationState
 from spbench.bench.measure.simulator.timeline import Timeline
 
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from spbench.bench.measure.clusters.cluster import Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
-from spbench.bench.measure.simulator.attention_calls import AttentionCall, attention_calls
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
@@ -30,6 +29,7 @@ from spbench.bench.measure.simulator.program import (
     SEND,
     Program,
 )
+from spbench.bench.measure.simulator.step_parts import AttentionCall, attention_calls
 from spbench.bench.measure.simulator.steps import Steps
 
 #: what attention counts as that a card has no rate of

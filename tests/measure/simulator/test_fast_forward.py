@@ -14,7 +14,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.engines import tracing, virtual
-from spbench.bench.measure.simulator import fast_forward, host_clock, periods
+from spbench.bench.measure.simulator import fast_forward, host_clock, steps
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import World
 from spbench.bench.measure.simulator.program import Program
@@ -183,7 +183,7 @@ def changes_of_none(numpy: Any) -> Any:
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a period is left out": (fast_forward.FastForward, "_write", a_period_short),
-    "a late change is overlooked": (periods, "_columns", without_flops),
+    "a late change is overlooked": (steps, "_columns", without_flops),
     "all periods are taken for alike": (fast_forward, "np", changes_of_none),
     "a host is taken to wait as before": (host_clock.HostClock, "written_on", unasked),
     "what hosts wait for is not noted": (
@@ -214,7 +214,7 @@ def test_a_ring_is_stepped_through_until_it_repeats(written: list[int]) -> None:
 
 def test_short_loops_and_several_programs_keep_their_costs() -> None:
     """What has no periods to be written down is not rounded to ticks either."""
-    few = World([ring(periods.LEAST, 1.5, 2, overlap=True)], np.zeros(periods.LEAST, dtype=np.int64), 1)
+    few = World([ring(steps.LEAST, 1.5, 2, overlap=True)], np.zeros(steps.LEAST, dtype=np.int64), 1)
     two = [dataclasses.replace(ring(80, 1.5, 2, overlap=True), names=names) for names in (("a",), ("b",))]
     for world in (few, World(two, np.arange(80) % 2, 80)):
         assert not any(world.periods)
