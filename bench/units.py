@@ -95,9 +95,9 @@ def percent(part: float | None, places: int = 1) -> str | None:
     return None if part is None else f"{part:.{places}%}"
 
 
-def error_percent(error: float | None) -> str | None:
+def error_percent(error: float) -> str:
     """The size of a relative error in percent: one digit after the point, two significant ones below 1%."""
-    return None if error is None else f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
+    return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
 
 
 def difference(error: float | None, places: int = 1) -> str | None:

@@ -34,8 +34,8 @@ os.chdir(tempfile.mkdtemp())"""
 #: of a long output, the part that a chapter is about, by the command
 SHOWN = {
     "verify": " | sed -n '/^Where it goes wrong/,/^$/p; /^([0-9]*) /p; /^exit code/p'",
-    "advise": " | head -8",
-    "trace": " | head -1",
+    "advise": " | head -8 | cut -c1-130",
+    "trace": " | head -1 | cut -d, -f1",
 }
 
 
@@ -77,8 +77,12 @@ def _of_block(language: str, title: str, code: str) -> Iterator[NotebookNode]:
     elif language == "console":
         for command in re.findall(r"^\$ (.+)$", code, re.MULTILINE):
             yield new_code_cell(f"%%bash --no-raise-error --err progress\n{_shortened(command)}")
+    elif title:
+        yield new_code_cell(f"%%writefile {title}\n{code}")
     else:
-        yield new_code_cell(f"%%writefile {title}\n{code}" if title else code)
+        # what the last line returns is shown only if nothing follows it
+        last = code.splitlines()[-1]
+        yield new_code_cell(f"{code};" if last.startswith("Path(") else code)
 
 
 def _shortened(command: str) -> str:
@@ -116,7 +120,11 @@ def kept(notebook: NotebookNode) -> None:
 
 
 def run(notebook: NotebookNode) -> None:
-    """Run all cells, in a folder of their own."""
+    """Run all cells, in a folder of their own.
+
+    Raises:
+        SystemExit: a command printed nothing, so it failed.
+    """
     from nbclient import NotebookClient
 
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +132,8 @@ def run(notebook: NotebookNode) -> None:
         NotebookClient(notebook, timeout=1500, kernel_name="python3", resources=resources).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if cell.source.startswith("%%bash") and not cell.outputs:
+            sys.exit(f"no output: {cell.source}")
 
 
 if __name__ == "__main__":

@@ -146,20 +146,20 @@ class Needs:
         """The last size from ``low`` on, and below ``high``, of which the need is no more than ``most``;
         ``low`` if there is none. Needs of cards grow nearly in a line with the size, which says where to
         look; those of hosts in steps, so every third look is in the middle."""
-        known = {0: 0.0}
+        needs = {0: 0.0}
         while high - low > 1:
-            near = [max(n for n in known if n <= low), *sorted(n for n in known if n > low)[:1]]
+            near = [max(n for n in needs if n <= low), *sorted(n for n in needs if n > low)[:1]]
             if len(near) == 1:
-                near = sorted(known)[-2:]
-            if len(near) == 1 or len(known) % 3 == 0:
+                near = sorted(needs)[-2:]
+            if len(near) == 1 or len(needs) % 3 == 0:
                 at = (low + high) // 2
             else:
                 a, b = near
-                slope = (known[b] - known[a]) / (b - a)
-                at = a + int((most - known[a]) / slope) if slope > 0 else high - 1
+                slope = (needs[b] - needs[a]) / (b - a)
+                at = a + int((most - needs[a]) / slope) if slope > 0 else high - 1
             at = max(low + 1, min(high - 1, at))
-            known[at] = self.part(at)
-            if known[at] <= most:
+            needs[at] = self.part(at)
+            if needs[at] <= most:
                 low = at
             else:
                 high = at

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.measure.engines.listed import Listed, NotAlike, Order
-from spbench.bench.measure.memory.repeated_events import in_common
+from spbench.bench.measure.memory.replay import in_common
 
 
 class Run(NamedTuple):
@@ -74,15 +74,15 @@ def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
         lengths = lengths[deeper[2 * lengths] == shallow[0]] if len(lengths) else lengths
     else:
         lengths = lengths[2 * lengths == len(deeper)]
-    best, found = 0, 0
+    best, inserted = 0, 0
     for length in lengths[deeper[lengths] == deeper[0]].tolist() if len(lengths) else []:
         if np.array_equal(deeper[:length], deeper[length : 2 * length]):
             alike = in_common(shallow, deeper[2 * length :]) + 1
             if alike > best:
-                best, found = alike, length
-    if not found:
+                best, inserted = alike, length
+    if not inserted:
         raise NotAlike("a list has more than two like blocks with two layers more")
-    return found
+    return inserted
 
 
 class DeepList:

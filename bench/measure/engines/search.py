@@ -21,8 +21,7 @@ from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.repeated_events import stretches
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.replay import replay, stretches
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 
@@ -146,8 +145,8 @@ class Boundary:
                 sizes = model.resized(log, at, units)
                 kind = allocator_of(self.candidates.cell)
                 repeated = stretches(sizes, log.events, log.streams)
-                found = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
-                return found.out_of_memory is None
+                served = replay(sizes, log.events, self.capacity, (), log.streams, kind, repeated)
+                return served.out_of_memory is None
         return model(units) <= self.capacity
 
     def probe(self, value: int) -> bool:
@@ -238,7 +237,7 @@ def search(cell: Cell, engine: Engine) -> Measurement:
     if answer and candidates.asked.timed:
         measurement = engine.measure(at(answer))
     measurement.answer = answer
-    measurement.proof = [proof_of(value, found) for value, found in tried.items()]
+    measurement.proof = [proof_of(value, measured) for value, measured in tried.items()]
     return measurement
 
 

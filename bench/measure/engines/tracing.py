@@ -103,11 +103,11 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False, effort: Effort = "
     """
     plan(cell)
     if cell.meters or takes_plain_path():
-        made = _traced(cell, rank, events)
+        rank_trace = _traced(cell, rank, events)
     else:
         # what is put together is not kept: that takes longer than putting it together again
-        made = _put_together(cell, rank, events, effort) or _kept(cell, rank, events)
-    return replace(made, memory=made.memory.with_workspaces(workspace_bytes(cell)))
+        rank_trace = _put_together(cell, rank, events, effort) or _kept(cell, rank, events)
+    return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
 def _put_together(cell: Cell, rank: int, events: bool, effort: Effort) -> Trace | None:

@@ -32,13 +32,13 @@ class AttentionCall(NamedTuple):
 
 def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarray]]:
     """The calls in half precisions that make no scores, each kind of them with the program's events."""
-    whole = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
-    calls = np.column_stack([program.name[whole], program.shape[whole], program.flops[whole]])
+    attends = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
+    calls = np.column_stack([program.name[attends], program.shape[attends], program.flops[attends]])
     # the calls of a ring are the same one after another
     first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
     kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
     places = places.ravel()[np.cumsum(first) - 1]
-    at = np.flatnonzero(whole)
+    at = np.flatnonzero(attends)
     for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
         backward = program.names[int(name)].endswith("_backward")
         pairs = flops / (2 * head_size * (5 if backward else 2))  # as forward_flops and backward_flops

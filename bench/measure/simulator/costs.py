@@ -210,8 +210,8 @@ class Costs:
         """The least seconds of each event if it is a kernel. A softmax alone, though of the attention
         category, has the floor of others."""
         attention = self.cluster.device.attention_floor_s.value or 0.0
-        whole = (program.category == ATTENTION) & (program.flops > 0)
-        return np.where(whole, max(attention, self.floor_s), self.floor_s)
+        computes = (program.category == ATTENTION) & (program.flops > 0)
+        return np.where(computes, max(attention, self.floor_s), self.floor_s)
 
     def _rates(self, program: Program) -> np.ndarray:
         """FLOPs a second of each event, by its precision and category; 0: not known."""
@@ -242,13 +242,13 @@ class Costs:
             seconds[of_kind] = program.nbytes[of_kind] / bandwidth
         return seconds
 
-    def _set_attention_rates(self, program: Program, known: AttentionRates, reached: np.ndarray) -> None:
+    def _set_attention_rates(self, program: Program, rates: AttentionRates, reached: np.ndarray) -> None:
         """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
         one for the kernel."""
         share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
-        on_grid = (known.default if self.attention == "flash" else self.attention) == grid.KERNEL
+        on_grid = (rates.default if self.attention == "flash" else self.attention) == grid.KERNEL
         for call, events in attention_calls(program):
-            rate = known.rate_of(self.attention, call.head_size, call.direction, call.mask)
+            rate = rates.rate_of(self.attention, call.head_size, call.direction, call.mask)
             if rate is None:
                 continue
             reached[events] = rate.at(call.length) * share

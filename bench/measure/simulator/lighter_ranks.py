@@ -90,10 +90,10 @@ class UnlikeWork:
 
     def weights(self, coordinate: int | None) -> np.ndarray:
         """[events]: how much of each event it does."""
-        found = np.ones(len(self.steps.program))
+        weights = np.ones(len(self.steps.program))
         if coordinate is not None:
-            found[self.marked] = self.share(coordinate)
-        return found
+            weights[self.marked] = self.share(coordinate)
+        return weights
 
     @cached_property
     def mean_weights(self) -> np.ndarray:
@@ -161,8 +161,8 @@ def unlike_work(steps: Sequence[Steps], axis: int | None) -> list[UnlikeWork | N
     """The shares of work of each program's ranks; None: all have the same."""
     if axis is None:
         return [None] * len(steps)
-    found: list[UnlikeWork | None] = []
+    works: list[UnlikeWork | None] = []
     for each in steps:
         last = int(np.unravel_index(each.all_ranks, each.program.mesh)[axis].max())
-        found.append(UnlikeWork(each, axis, last) if (each.program.whose != EVERYONE).any() else None)
-    return found
+        works.append(UnlikeWork(each, axis, last) if (each.program.whose != EVERYONE).any() else None)
+    return works

@@ -45,10 +45,10 @@ def owners(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]]) -> np
         raise ValueError(f"programs of different meshes: {', '.join(str(p.mesh) for p in programs)}")
     if sorted(rank for ranks in ranks_of for rank in ranks) != list(range(world)):
         raise ValueError(f"ranks_of must hold each rank of {world} once: {list(map(list, ranks_of))}")
-    found = np.zeros(world, dtype=np.int64)
+    program_of = np.zeros(world, dtype=np.int64)
     for number, ranks in enumerate(ranks_of):
-        found[list(ranks)] = number
-    return found
+        program_of[list(ranks)] = number
+    return program_of
 
 
 class World:

@@ -55,10 +55,10 @@ def flops_of(program: Program, weights: np.ndarray | None = None) -> Flops:
     flops = program.flops if weights is None else program.flops * weights
     counted = np.where((program.kind == KERNEL) & (program.category != MEMORY_BOUND), flops, 0.0)
     attention, ends = program.category == ATTENTION, [first for _, first in program.marks[1:]]
-    found = Flops(0.0, 0.0, float(counted.sum()))
+    total = Flops(0.0, 0.0, float(counted.sum()))
     for (phase, first), end in zip(program.marks, [*ends, len(program)], strict=True):
         if phase == "forward":
             here = counted[first:end]
             of_attention = float(here[attention[first:end]].sum())
-            found = found.plus(Flops(float(here.sum()), of_attention, 0.0))
-    return found
+            total = total.plus(Flops(float(here.sum()), of_attention, 0.0))
+    return total

@@ -91,9 +91,9 @@ class Steps:
     def beside_computing(self, asked: bool) -> list[list[int]]:
         """For each step, if it is a wait of the compute stream, the collectives that it waits for and no wait
         before it did; those of another stream by the record of its point. Empty lists if not ``asked``."""
-        found: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
+        awaited: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
         if not asked:
-            return found
+            return awaited
         #: collectives of each stream that the compute stream has not waited for
         ahead: dict[int, list[int]] = defaultdict(list)
         kinds, streams, partners = self.columns
@@ -107,11 +107,11 @@ class Steps:
                 partner = self.partners[step]
                 posted = ahead[self.streams[partner]]
                 if self.kinds[partner] == RECORD:
-                    found[step] = [each for each in posted if each < partner]
+                    awaited[step] = [each for each in posted if each < partner]
                 elif partner in posted:
-                    found[step] = [partner]
-                posted[:] = [each for each in posted if each not in found[step]]
-        return found
+                    awaited[step] = [partner]
+                posted[:] = [each for each in posted if each not in awaited[step]]
+        return awaited
 
     def describe(self, step: int, local: int) -> str:
         """A step in words, with the rank."""

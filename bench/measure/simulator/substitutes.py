@@ -72,15 +72,15 @@ def _attention(
     costs: Costs, program: Program, all_calls: np.ndarray
 ) -> Iterator[tuple[Substitute, np.ndarray]]:
     device, left = costs.cluster.device, all_calls.copy()
-    own_share, known = device.attention_efficiency.value is not None, device.attention
+    own_share, rates = device.attention_efficiency.value is not None, device.attention
     for call, events in attention_calls(program):
-        if known is None:
+        if rates is None:
             break
-        rate = known.rate_of(costs.attention, call.head_size, call.direction, call.mask)
+        rate = rates.rate_of(costs.attention, call.head_size, call.direction, call.mask)
         if rate is None:
             continue
         left[events] = False
-        kernel = known.default if costs.attention == "flash" else costs.attention
+        kernel = rates.default if costs.attention == "flash" else costs.attention
         work = f"{call.direction} attention by {kernel}"
         if text := rate.limit_flops_per_s.substitute:
             yield Substitute(work, text, "transferred"), events

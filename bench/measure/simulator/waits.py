@@ -129,17 +129,17 @@ class _Crossing:
         # one number of both, which is small, so that a table tells which there are
         many = int(partners[moving].max(initial=0)) + 2
         codes = kinds * many + np.where(moving, partners, -1) + 1
-        found = np.bincount(codes) > 0
-        self._of = (np.cumsum(found) - 1)[codes]
-        each = ((code // many, code % many - 1) for code in np.flatnonzero(found).tolist())
+        used = np.bincount(codes) > 0
+        self._of = (np.cumsum(used) - 1)[codes]
+        each = ((code // many, code % many - 1) for code in np.flatnonzero(used).tolist())
         self._leaves = np.array([self._leave(*one) for one in each] if self.some else ())
 
     def shares(self, at: np.ndarray, places: np.ndarray) -> np.ndarray:
         """[steps, ranks]: 1.0 where a step, by its number, leaves the node of a rank, else 0.0."""
         if not self.some or not len(at):
             return np.zeros((len(at), len(self._nodes[places])))
-        found: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
-        return found
+        shares: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
+        return shares
 
     def _leave(self, kind: int, partner: int) -> np.ndarray:
         """[simulated ranks]: whether such a step leaves the rank's node."""

@@ -86,7 +86,7 @@ class Advice:
         return rates
 
     def is_tie(self, seen: Seen) -> bool:
-        """Whether its time is not told apart from the shortest; see :func:`.ranking.is_tie`."""
+        """Whether its time ties with the shortest; see :func:`.ranking.is_tie`."""
         return is_tie(seen, self.result.best)
 
     def hidden_ties(self) -> list[Seen]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from spbench.bench.measure.trust.bands import TIE, shown_band
 from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.possible import spelled
 from spbench.bench.tools.advise.ranking import Seen
-from spbench.bench.tools.advise.turns import turns
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.units import GIB, shown_part, shown_price, shown_share
 
+#: what can vary from answer to answer: the field, and how it is called
+AXES = {"seq_len": "length", "gpus": "GPUs", "figures": "figure"}
+NOTHING = "nothing fits"
+
+Point = Mapping[str, Any]
 #: lines for --why, and costs of simpler layouts, where no details are asked for
 _REASONS, _COSTS = 3, 3
 
@@ -36,7 +41,7 @@ def report(
         why: ranks along axes that are asked about.
         figure: the layouts of one answer, or a map of several, are drawn there.
         output: the best layouts are written there, as a scenario.
-        program: whose arguments the layout named first is told in; "": of none.
+        program: in whose arguments the layout named first is shown; "": of none.
     """
     files = []
     details: list[Table | str] = []
@@ -171,13 +176,13 @@ def _details(answer: Advice) -> Iterator[Table | str]:
     """What memory switches cost, what else was traced, and what became of all layouts."""
     if (winner := answer.winner) is not None:
         if answer.prices:
-            layout = f"{winner}, a used one beside those above it (by traces of few layers)"
+            layout = f"{winner}, each used one against those above it (from traces of few layers)"
             yield Table.of(f"What memory switches cost in {layout}", _SWITCH, answer.prices)
         if changes := answer.other_settings():
             others = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
             yield f"the fastest with other settings: {others}"
-        if others := [*_others(answer)]:
-            yield f"other strategies, by traces of few layers: {', '.join(others)}"
+        if strategies := [*_others(answer)]:
+            yield f"other strategies, from traces of few layers: {', '.join(strategies)}"
     counts = answer.result.counts
     if counts["looked at"]:
         yield (
@@ -198,12 +203,12 @@ def _simplified(answer: Advice) -> str:
         if each.used and each.saved_bytes > 0
     ]
     more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
-    return f"to simplify: {'; '.join(costs[:_COSTS]) or 'nothing simpler that was traced fits'}{more}"
+    return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
 
 
 def _told_apart(answer: Advice) -> str:
-    """What the marks of the layouts mean."""
-    text = f"{TIE}: not told apart from the fastest (up to {answer.tie_limit - 1:.0%}); the simplest is first"
+    """The meaning of the marks of the layouts."""
+    text = f"{TIE}: a tie with the fastest (up to {answer.tie_limit - 1:.0%} slower); the simplest is first"
     if hidden := answer.hidden_ties():
         fastest = answer.result.best[0]
         where = f", the fastest of all {fastest}" if fastest in hidden else ""
@@ -254,6 +259,56 @@ def _as_job(program: str, cell: Cell) -> str:
     if flags.missing:
         return f"{name} has no {'; no '.join(flags.missing)}"
     return f"{name}: {' '.join(' '.join(filter(None, [line.argument, line.value])) for line in flags.lines)}"
+
+
+# -- where the best layout turns into another one ------------------------------------------------------------
+
+
+def varying(points: Sequence[Point]) -> list[str]:
+    """The fields in which answers differ, the one that is walked along first.
+
+    Raises:
+        UserError: there are more than two, which no map has.
+    """
+    names = [name for name in AXES if len({point[name] for point in points}) > 1]
+    if len(names) > 2:
+        raise UserError("give several --gpus, several --seq-len or a range of a figure: two of these at most")
+    return names
+
+
+def turns(points: Sequence[Point]) -> Iterator[str]:
+    """A line for each value of what varies second: which strategy wins from where on, and where it is a tie.
+
+    Args:
+        points: with ``gpus``, ``seq_len``, ``figures``, ``strategy`` ("" where nothing fits) and ``tie``, in
+            the order that they were asked in.
+    """
+    names = varying(points)
+    if not names:
+        return
+    along, others = names[0], names[1:]
+    for value in dict.fromkeys(tuple(point[name] for name in others) for point in points):
+        row = [point for point in points if tuple(point[name] for name in others) == value]
+        head = "".join(f"{shown(name, n)}: " for name, n in zip(others, value, strict=True))
+        runs = [[*run] for _, run in groupby(row, lambda point: str(point["strategy"]))]
+        winners = [f"{run[0]['strategy'] or NOTHING} {_where(along, run, run is runs[-1])}" for run in runs]
+        ties = ", ".join(shown(along, point[along]) for point in row if point["tie"])
+        yield head + ", ".join(winners) + (f"; a tie with another strategy at {ties}" if ties else "")
+
+
+def _where(along: str, run: Sequence[Point], last: bool) -> str:
+    first = shown(along, run[0][along])
+    if last and len(run) > 1:
+        return f"from {first} on"
+    return f"at {first}" if len(run) == 1 else f"from {first} to {shown(along, run[-1][along])}"
+
+
+def shown(name: str, value: Any) -> str:
+    """A value of one of :data:`AXES` as people write it."""
+    if name == "figures":
+        return str(value) or "as it is"
+    text = next((f"{value // n}{s}" for s, n in (("M", 2**20), ("K", 2**10)) if value % n == 0), str(value))
+    return text if name == "seq_len" else f"{value} GPUs"
 
 
 #: columns of the best layouts, whose items are those of :func:`_layouts`

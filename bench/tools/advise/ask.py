@@ -16,13 +16,12 @@ from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
 from spbench.bench.measure.scenarios.scenario import given
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.tools.advise.advice import Advice
-from spbench.bench.tools.advise.advise_report import check_figure, report
+from spbench.bench.tools.advise.advise_report import check_figure, report, varying
 from spbench.bench.tools.advise.layout_search import BEHIND, Search
 from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question, question, whole_numbers
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.advise.switch_prices import by_kernel, prices
-from spbench.bench.tools.advise.turns import varying
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard, within
 
@@ -39,7 +38,7 @@ def answered(
 
     Args:
         jobs: workers; None: one a usable core.
-        say: told what is done, and the share that is behind.
+        say: takes what is done, and the share that is behind.
         executor: the address where layouts are traced, as of :func:`opened`; None: here.
         asked_about: ranks along axes, of which each answer says what became of them.
 

@@ -58,7 +58,7 @@ class Search:
 
     Args:
         asking: traces layouts.
-        say: told what is done.
+        say: takes what is done.
 
     Attributes:
         every: the candidates, once there are some.

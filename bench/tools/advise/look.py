@@ -24,8 +24,7 @@ from spbench.bench.measure.engines.plan import plan, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.repeated_events import stretches
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.replay import replay, stretches
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -175,8 +174,8 @@ def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
 def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
     """The peak of the rank class with the largest, and whether that fits the card."""
     usable = usable_memory_bytes(cell)
-    logs = zip(*([each.memory for each in by_depth[depth].traces] for depth in DEPTHS), strict=True)
-    peaks = [deep_peak(*pair, layers) for pair in logs]
+    shallow, deeper = (by_depth[depth].traces for depth in DEPTHS)
+    peaks = [deep_peak(a.memory, b.memory, layers) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"

@@ -26,7 +26,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.tools.papers.answer import answers_of, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.quantity_columns import PublishedRow, QuantityColumn
+from spbench.bench.tools.papers.selector import PublishedRow, QuantityColumn
 from spbench.impls.models.model import model_preset
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds

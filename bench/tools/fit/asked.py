@@ -1,6 +1,6 @@
 """What a command line asks about: its options, and what its words stand for.
 
-Nothing here imports torch, so that a mistake in the words is told at once.
+Nothing here imports torch, so that a mistake in the words is shown at once.
 """
 
 from __future__ import annotations

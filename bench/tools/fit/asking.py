@@ -20,7 +20,7 @@ from spbench.bench.measure.sweep.sweep import digest, unproven
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measurement import Outcome
 
-#: is told what is done, and the share of the task that is behind, of 1
+#: takes what is done, and the share of the task that is behind, of 1
 Say = Callable[[str, float], None]
 #: under this name a measurement's ``meters`` may have the seconds of a core that it took, ``cpu_s``
 COST = "cost"
@@ -31,7 +31,7 @@ _KEPT = ("ok", "oom", "unsupported", "mismatch")
 
 
 def unheard(text: str, share: float) -> None:
-    """A :data:`Say` that tells nobody."""
+    """A :data:`Say` that shows nothing."""
 
 
 def within(say: Say, low: float, high: float) -> Say:
@@ -63,7 +63,7 @@ class Asking:
 
     Attributes:
         jobs: tasks that can run at a time.
-        cpu_s: seconds of a core that the outcomes took when they were found, where they have :data:`COST`.
+        cpu_s: seconds of a core that the outcomes took when they were made, where they have :data:`COST`.
     """
 
     def __init__(self, jobs: int | None = None, executor: Executor | None = None):

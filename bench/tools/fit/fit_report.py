@@ -221,7 +221,7 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
 def _closest(answer: Fitting, near: Verdict) -> str:
     price = _price(answer, near)
     needs = f"{card_gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
-    return f"the nearest, --set {_settings(near)}, needs {needs}: --set it, and ask again"
+    return f"the closest change, --set {_settings(near)}, needs {needs}: set it and ask again"
 
 
 def _step(verdict: Verdict) -> str:

@@ -158,9 +158,9 @@ class Verdict:
         if not (node := self.node_host_memory_bytes):
             return ""
         total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
-        has = "has no limit that is known" if total is None else f"has {card_gib(total)} GiB"
+        has = "whose memory is unknown" if total is None else f"which has {card_gib(total)} GiB"
         most = card_gib(self.measurement["peak_host_memory_bytes"])
-        return f"on the host: {most} GiB of a rank, {card_gib(node)} GiB of the ranks of a node, which {has}"
+        return f"on the host: {most} GiB per rank, {card_gib(node)} GiB per node, {has}"
 
 
 def columns(**paths: str) -> list[Column]:

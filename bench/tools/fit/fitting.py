@@ -11,10 +11,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.fit.anatomy import plain
+from spbench.bench.tools.fit.anatomy import examine, plain, trace_stage
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Say, Task, within
-from spbench.bench.tools.fit.examine import examine, trace_stage
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
@@ -73,7 +72,7 @@ def fitting(
 
     Args:
         words, asked: as of :func:`subject`.
-        say: told what is done, and the share that is behind.
+        say: takes what is done, and the share that is behind.
         jobs: workers; None: one a usable core.
         suggest: try changes also where the fullest fits.
         longest: search for the largest sizes.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed, written
+from spbench.bench.tools.fit.anatomy import attempt
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard, within
-from spbench.bench.tools.fit.examine import attempt
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.suggestions import Change, both, pairs, single_changes
 
@@ -91,7 +91,7 @@ def prove(cell: Cell, total_bytes: int, asking: Asking, say: Say = unheard) -> P
 
     Args:
         total_bytes, asking: as of :class:`Prover`.
-        say: told of each change that was tried, and of the share that is behind.
+        say: takes each change that was tried, and the share that is behind.
     """
     changes, prover = single_changes(cell), Prover(cell, total_bytes, asking)
     tried, pairs_tried = prover.attempt(changes, MOST, within(say, 0, _SINGLE)), 0

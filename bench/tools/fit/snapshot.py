@@ -14,7 +14,7 @@ from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.memory.allocator import CachingAllocator
-from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.trace.memory_log import MemoryLog
 
 #: where addresses begin, as they do on a card

@@ -22,29 +22,20 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.expand import Problem
 from spbench.bench.measure.scenarios.scenario import Document, Scenario
 from spbench.bench.measure.scenarios.scenario import load_scenario as load_cells
-from spbench.bench.measurement import Measurement
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
-from spbench.bench.tools.papers.selector import Selector
+from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector
 from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel
 from spbench.impls.discovery import named_classes
 
 KINDS_PACKAGE = "spbench.bench.tools.papers.answers"
 
-#: fields of a measurement that are one number
-QUANTITIES = (
-    *("answer", "peak_memory_bytes", "reserved_memory_bytes"),
-    *("step_time_s", "tokens_per_s", "samples_per_s"),
-)
-assert Measurement.model_fields.keys() >= set(QUANTITIES)
 #: of these, what a cluster's scalars and rates change
 TIMED = QUANTITIES[3:]
 #: limits of a cluster that change nothing but what fits, and the field that says what does
 CAPACITIES = ("device.memory_total_bytes", "device.memory_context_bytes", "device.memory_peer_bytes")
 CAPACITY_FIELD = "answer"
 
-#: (key path, what is wrong there and how to mend it)
-Mistake = tuple[Sequence[str | int], str]
 AnswerT = TypeVar("AnswerT", bound="Answer")
 
 
@@ -254,12 +245,6 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
     for number, inference in enumerate(scenario.document.inferred_from):
         for path, message in _wrong_inference(inference, entries, [*scenario.cells], folder):
             yield ["inferred_from", number, *path], message
-
-
-def unknown_quantity(key: str, name: str, known: Sequence[str] = QUANTITIES) -> Iterator[Mistake]:
-    """The mistake of a field of a measurement that is not one of ``known``, if it is not."""
-    if name not in known:
-        yield [key], f"unknown quantity {name!r}{suggestion(name, known)}"
 
 
 def _wrong_inference(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
+from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
 
 if TYPE_CHECKING:
@@ -25,6 +26,13 @@ Role = Literal["calibrated", "inferred", "predicted", "formula", "curve"]
 COMPARISON_FILE = "comparison.csv"
 #: the columns that hold numbers
 NUMBERS = ("published", "reproduced", "relative_error")
+#: what of ours a time rests on; see :class:`Measurement`
+OF_TIMES = ("rates", "bound")
+#: columns of PAPER.csv, of which the last six say where a number comes from, and our time
+RECORDS = (
+    *("table", "cell", "strategy", "quantity", *NUMBERS),
+    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Comparison:
         quantity: what is compared: a column of the published table, ratio, max_batch, ...
         status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.
         source: FILE:ROW:COLUMN of the published number, by which it is counted once; "" where there is none.
+        scenario, rates, bound: of a line of PAPER.csv: its scenario, and what our time rests on and what
+            bounds the step, as :class:`Measurement` has them; else "".
     """
 
     claim: str
@@ -60,6 +70,64 @@ class Comparison:
     status_published: str = ""
     status_reproduced: str = ""
     source: str = ""
+    scenario: str = ""
+    rates: str = ""
+    bound: str = ""
+
+    @property
+    def of_table(self) -> bool:
+        """Whether it is a row of a published table; claims and formulas carry no published status."""
+        return bool(self.status_published)
+
+    @property
+    def table_name(self) -> str:
+        """The name of the published table."""
+        return self.table.partition(": ")[0]
+
+    @property
+    def label(self) -> str:
+        """What tells it from others of its cell: measurement, rank and step; "" for most tables."""
+        return self.table.partition(": ")[2]
+
+    @property
+    def is_time(self) -> bool:
+        """Whether the quantity is a time, or a rate of so many a second."""
+        return self.quantity.endswith(("_s", "_ms"))
+
+    @property
+    def published_run(self) -> str:
+        """The published run that the number belongs to: FILE:ROW, whatever the column and the rank."""
+        return ":".join(self.source.split(":")[:2])
+
+    @property
+    def both(self) -> tuple[float, float]:
+        """The published number and ours, where there are both."""
+        assert self.published is not None
+        assert self.reproduced is not None
+        return self.published, self.reproduced
+
+    def recorded(self, scenario: str, measurement: Mapping[str, Any]) -> Comparison:
+        """As it stands in PAPER.csv. A claim is a table of one number, under its own name.
+
+        Args:
+            measurement: that of the compared cell.
+        """
+        changed: dict[str, Any] = {
+            name: None if (number := getattr(self, name)) is None else float(number) for name in NUMBERS
+        }
+        changed |= {name: measurement.get(name, "") if self.is_time else "" for name in OF_TIMES}
+        return replace(self, table=self.table or self.claim, scenario=scenario, **changed)
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any]) -> Comparison:
+        """The comparison that a line of :func:`read_records` holds."""
+        missing = {field.name: None if field.name in NUMBERS else "" for field in fields(cls)}
+        return cls(**{name: line.get(name, blank) for name, blank in missing.items()})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The line of PAPER.csv, by :data:`RECORDS`."""
+        return {name: getattr(self, name) for name in RECORDS}
 
     @classmethod
     def of(
@@ -98,7 +166,7 @@ def number_or_status(
     """
     if number is None:
         return status or None
-    text = shown(number) if shown else f"{number:.6g}"
+    text = (shown or six_digits)(number)
     return text if status in ("", "ok") else f"{status} ({text})"
 
 
@@ -106,7 +174,7 @@ def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:
     """The comparisons as a table; missing numbers are NaN."""
     from pandas import DataFrame
 
-    columns = [field.name for field in fields(Comparison)]
+    columns = [field.name for field in fields(Comparison) if field.name not in ("scenario", *OF_TIMES)]
     frame = DataFrame([asdict(c) for c in comparisons], columns=columns)
     return frame.astype(dict.fromkeys(NUMBERS, float))
 
@@ -120,6 +188,12 @@ def write_csv(table: DataFrame, path: Path) -> Path:
     """Write a table as a CSV file, without its index, whole or not at all; returns the path. UserError if it
     cannot be written; an earlier one is unchanged."""
     return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
+
+
+def read_comparisons(path: Path, needed: Sequence[str] = ()) -> list[Comparison]:
+    """The lines of PAPER.csv; columns that an older file lacks are "" or None. UserError as of
+    :func:`read_records`."""
+    return [Comparison.of_line(line) for line in read_records(path, needed)]
 
 
 def read_records(

@@ -54,9 +54,14 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
     """The documents on a paper, below the working directory, with the names of their generated parts."""
-    documents = {SUMMARY_PAGE: [VERDICT], _details(paper): [COMPARED, *scenarios]}
-    further = {page: [name] for page, name, _ in [_FURTHER[paper]]} if paper in _FURTHER else {}
-    return documents | further
+    documents: dict[Path, Sequence[str]] = {
+        SUMMARY_PAGE: [VERDICT],
+        _details(paper): [COMPARED, *scenarios],
+    }
+    if paper in _FURTHER:
+        page, name, _ = _FURTHER[paper]
+        documents[page] = [name]
+    return documents
 
 
 def _details(paper: str) -> Path:

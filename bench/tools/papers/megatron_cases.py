@@ -30,6 +30,7 @@ from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.sources import published_file
+from spbench.bench.units import percent, shown_share
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
 CASES = "megatron_cases"
@@ -242,10 +243,10 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "quantity": quantity,
                     "machines": gpu,
                     "golden values": len(sizes),
-                    "median": f"{median(sizes):.3%}",
-                    "within 1%": f"{sum(size <= 0.01 for size in sizes) / len(sizes):.0%}",
-                    "95% are within": f"{sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.2%}",
-                    "worst": f"{sizes[-1]:.2%}",
+                    "median": percent(median(sizes), 3),
+                    "within 1%": shown_share(sum(size <= 0.01 for size in sizes) / len(sizes)),
+                    "95% are within": percent(sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], 2),
+                    "worst": percent(sizes[-1], 2),
                 }
 
 

@@ -8,48 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.scenarios.scenario import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
-from spbench.bench.tools.papers.comparison import NUMBERS, Comparison, Role, number_or_status
-from spbench.bench.units import difference, three_digits
+from spbench.bench.tools.papers.comparison import Comparison, Role, number_or_status
+from spbench.bench.units import difference, percent, three_digits
 from spbench.plots.series import grouped
 
 Line = dict[str, Any]
-Record = Mapping[str, Any]
 
-#: what of ours a time rests on; see :class:`Measurement`
-OF_TIMES = ("rates", "bound")
-#: columns of PAPER.csv, of which the last six say where a number comes from, and our time
-RECORDS = (
-    *("table", "cell", "strategy", "quantity", *NUMBERS),
-    *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
-)
 #: the roles of published numbers, in the order in which they are listed
-ROLES = ("predicted", "inferred", "calibrated", "formula")
+ROLES: tuple[Role, ...] = ("predicted", "inferred", "calibrated", "formula")
 assert set(ROLES) | {"curve"} == set(get_args(Role))
-
-
-def record_of(
-    scenario: str, entry: Comparison, measurement: Mapping[str, Any] = MappingProxyType({})
-) -> Record:
-    """A line of PAPER.csv. A claim is a table of one number, under its own name.
-
-    Args:
-        measurement: of the cell that is compared.
-    """
-    numbers = {name: None if (n := getattr(entry, name)) is None else float(n) for name in NUMBERS}
-    rests = {name: measurement.get(name, "") if is_time(entry.quantity) else "" for name in OF_TIMES}
-    added = {**numbers, **rests, "table": entry.table or entry.claim, "scenario": scenario}
-    return {name: added[name] if name in added else getattr(entry, name) for name in RECORDS}
-
-
-def is_time(quantity: str) -> bool:
-    """Whether a quantity of a published table is a time, or a rate of so many a second."""
-    return quantity.endswith(("_s", "_ms"))
 
 
 @dataclass(frozen=True)
@@ -58,8 +30,8 @@ class PaperFindings:
     and for what is written by hand of a scenario. ``orders``: by scenario, lines of :func:`order_lines`."""
 
     paper: str
-    records: Sequence[Record]
-    runs: Sequence[Record]
+    records: Sequence[Comparison]
+    runs: Sequence[Mapping[str, str]]
     documents: Mapping[str, Document] = field(default_factory=dict)
     orders: Mapping[str, list[Line]] = field(default_factory=dict)
 
@@ -70,9 +42,9 @@ class PaperFindings:
 
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
         """The tables of a scenario: (title, lines), claims first."""
-        mine = [r for r in self.records if r["scenario"] == scenario]
-        formulas = [r for r in mine if r["role"] == "formula"]
-        if claims := [r for r in mine if r["role"] != "formula" and not of_table(r)]:
+        mine = [r for r in self.records if r.scenario == scenario]
+        formulas = [r for r in mine if r.role == "formula"]
+        if claims := [r for r in mine if r.role != "formula" and not r.of_table]:
             yield "claims", [_claim_line(r) for r in claims]
         for (table, quantity, variant), rows in by_table(mine).items():
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
@@ -89,16 +61,16 @@ class PaperFindings:
         scenario; the last line is of all numbers of the paper."""
         lines = []
         for scenario in self.scenarios:
-            mine = [r for r in self.records if r["scenario"] == scenario]
+            mine = [r for r in self.records if r.scenario == scenario]
             # ratios of ours alone are no verdict
-            answered = [r for r in mine if r["quantity"] != "ratio" or r["published"] is not None]
+            answered = [r for r in mine if r.quantity != "ratio" or r.published is not None]
             for (what, variant), rows in by_answer(answered or mine).items():
                 lines.append(
                     _verdict_line(scenario, what, variant, rows) | {"statuses right": _statuses(rows)}
                 )
         # an error for each cell of a formula, one for any other number
         once = {id(r) for r in distinct(self.records)}
-        rows = [r for r in self.records if id(r) in once or r["role"] == "formula"]
+        rows = [r for r in self.records if id(r) in once or r.role == "formula"]
         return [*lines, _verdict_line("all", "", "", rows)]
 
     def part(self, name: str) -> str:
@@ -118,46 +90,26 @@ class PaperFindings:
 # -- records and their errors -------------------------------------------------------------------------------
 
 
-def of_table(record: Record) -> bool:
-    """Whether a record is a row of a published table; claims and formulas carry no published status."""
-    return bool(record["status_published"])
-
-
-def table_of(record: Record) -> str:
-    """The name of the published table that a record is of."""
-    return str(record["table"]).partition(": ")[0]
-
-
-def label_of(record: Record) -> str:
-    """What tells a record from others of its cell: measurement, rank and step; "" for most tables."""
-    return str(record["table"]).partition(": ")[2]
-
-
-def published_run(record: Record) -> str:
-    """The published run that a record's number is of: FILE:ROW, whatever the column and the rank."""
-    return ":".join(str(record["source"]).split(":")[:2])
-
-
-def by_table(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Record]]:
+def by_table(records: Sequence[Comparison]) -> dict[tuple[str, str, str], list[Comparison]]:
     """The records of published tables by table, quantity and variant, in the order of the first of each."""
-    return grouped(filter(of_table, records), lambda r: (table_of(r), r["quantity"], r["variant"]))
+    return grouped((r for r in records if r.of_table), lambda r: (r.table_name, r.quantity, r.variant))
 
 
-def by_answer(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+def by_answer(records: Sequence[Comparison]) -> dict[tuple[str, str], list[Comparison]]:
     """The records by what they answer and the variant: tables by quantity, claims, formulas and curves."""
-    return grouped(records, lambda r: (_what(r), r["variant"]))
+    return grouped(records, lambda r: (_what(r), r.variant))
 
 
-def distinct(records: Sequence[Record]) -> list[Record]:
+def distinct(records: Sequence[Comparison]) -> list[Comparison]:
     """The records of published numbers, each number once: the first of those that have the same source, or
     that are of the same quantity of the same run (and of the same rank, step and measurement of it)."""
     seen: set[object] = set()
     kept = []
     for record in records:
-        same: set[object] = {record["source"]}
-        if of_table(record):
-            same.add((record["cell"], record["quantity"], label_of(record)))
-        if record["published"] is not None and not same & seen:
+        same: set[object] = {record.source}
+        if record.of_table:
+            same.add((record.cell, record.quantity, record.label))
+        if record.published is not None and not same & seen:
             kept.append(record)
             seen |= same
     return kept
@@ -172,53 +124,57 @@ class RoleErrors(NamedTuple):
     worst: float | None
 
 
-def role_errors(records: Sequence[Record]) -> list[RoleErrors]:
+def role_errors(records: Sequence[Comparison]) -> list[RoleErrors]:
     """The errors of each role that has a published number, in the order of :data:`ROLES`."""
     of_roles = []
     for role in ROLES:
-        rows = [r for r in records if r["role"] == role]
+        rows = [r for r in records if r.role == role]
         numbers = distinct(rows)
         # a formula is one number, and is evaluated at many cells
         compared = rows if role == "formula" else numbers
-        errors = [abs(r["relative_error"]) for r in compared if r["relative_error"] is not None]
+        errors = [abs(r.relative_error) for r in compared if r.relative_error is not None]
         if numbers:
             both = (median(errors), max(errors)) if errors else (None, None)
             of_roles.append(RoleErrors(role, len(numbers), *both))
     return of_roles
 
 
-def errors_by_role(records: Sequence[Record]) -> str:
+def errors_by_role(records: Sequence[Comparison]) -> str:
     """The count of numbers of each role, and the median and the worst of their absolute errors, in words."""
     digits = _digits(records)
     parts = [
         f"{of.numbers} {of.role}"
-        + ("" if of.worst is None else f", median error {of.median:.{digits}%}, worst {of.worst:.{digits}%}")
+        + (
+            ""
+            if of.worst is None
+            else f", median error {percent(of.median, digits)}, worst {percent(of.worst, digits)}"
+        )
         for of in role_errors(records)
     ]
-    gaps = [r["reproduced"] for r in records if r["quantity"] == "largest_deviation" and r["reproduced"]]
-    if any(r["role"] == "curve" for r in records):
+    gaps = [r.reproduced for r in records if r.quantity == "largest_deviation" and r.reproduced]
+    if any(r.role == "curve" for r in records):
         parts.append(f"curves differ by at most {max(gaps):.0e}" if gaps else "curves")
     return "; ".join(parts) or "no published number at hand"
 
 
-def _statuses(records: Sequence[Record]) -> str:
+def _statuses(records: Sequence[Comparison]) -> str:
     """How many of the published statuses are ours too, as "3 of 4"; "" where none is published."""
-    stated = [r for r in records if r["status_published"] not in ("", UNSTATED)]
-    right = sum(r["status_published"] == r["status_reproduced"] for r in stated)
+    stated = [r for r in records if r.status_published not in ("", UNSTATED)]
+    right = sum(r.status_published == r.status_reproduced for r in stated)
     return f"{right} of {len(stated)}" if stated else ""
 
 
 # -- lines of tables -----------------------------------------------------------------------------------------
 
 
-def _what(record: Record) -> str:
+def _what(record: Comparison) -> str:
     """What a line of the verdict is about."""
-    if of_table(record):
-        return f"{table_of(record)}: {record['quantity']}"
-    return {"formula": "formulas", "curve": "curves"}.get(record["role"], "claims")
+    if record.of_table:
+        return f"{record.table_name}: {record.quantity}"
+    return {"formula": "formulas", "curve": "curves"}.get(record.role, "claims")
 
 
-def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record]) -> Line:
+def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Comparison]) -> Line:
     return {
         "scenario": scenario,
         "compared": what,
@@ -229,56 +185,56 @@ def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Record]
     }
 
 
-def _digits(records: Sequence[Record]) -> int:
+def _digits(records: Sequence[Comparison]) -> int:
     """Digits of errors in percent after the point: repeated measurements of real machines tell smaller ones
     apart than papers do."""
-    return 2 if any(label_of(record) for record in records if of_table(record)) else 1
+    return 2 if any(record.label for record in records if record.of_table) else 1
 
 
-def _claim_line(record: Record) -> Line:
-    named = {"claim": record["table"], "variant": record["variant"], "quantity": record["quantity"]}
+def _claim_line(record: Comparison) -> Line:
+    named = {"claim": record.table, "variant": record.variant, "quantity": record.quantity}
     return named | compared(record, _digits([record]))
 
 
-def _table_lines(records: Sequence[Record]) -> list[Line]:
+def _table_lines(records: Sequence[Comparison]) -> list[Line]:
     """A line for each row of a table, with its model if there are several."""
-    models = [record["cell"].split("/")[0] for record in records]
+    models = [record.cell.split("/")[0] for record in records]
     return [
         {
             "model": model if len(set(models)) > 1 else "",
-            "strategy": record["strategy"],
+            "strategy": record.strategy,
             # sizes, batch and length
-            "cell": " ".join(record["cell"].split("/")[2:5]),
-            "measured": label_of(record),
+            "cell": " ".join(record.cell.split("/")[2:5]),
+            "measured": record.label,
             **compared(record, _digits([record])),
         }
         for model, record in zip(models, records, strict=True)
     ]
 
 
-def compared(record: Record, digits: int = 1) -> Line:
+def compared(record: Comparison, digits: int = 1) -> Line:
     """The published number and ours, with so many digits of the error in percent after the point."""
-    digits_of_ours = three_digits if is_time(record["quantity"]) else None
+    digits_of_ours = three_digits if record.is_time else None
     return {
-        "published": number_or_status(record["published"], record["status_published"]),
-        "ours": number_or_status(record["reproduced"], record["status_reproduced"], digits_of_ours),
-        "relative error": difference(record["relative_error"], digits),
-        "role": record["role"],
-        "note": record["note"],
+        "published": number_or_status(record.published, record.status_published),
+        "ours": number_or_status(record.reproduced, record.status_reproduced, digits_of_ours),
+        "relative error": difference(record.relative_error, digits),
+        "role": record.role,
+        "note": record.note,
     }
 
 
-def _formula_lines(records: Sequence[Record]) -> list[Line]:
+def _formula_lines(records: Sequence[Comparison]) -> list[Line]:
     """A line for each formula: how many cells, and the largest error."""
     return [
         {
             "formula": name,
-            "engines": ", ".join(sorted({r["cell"].split("/")[-2] for r in rows})),
+            "engines": ", ".join(sorted({r.cell.split("/")[-2] for r in rows})),
             "cells": len(rows),
-            "exactly met": sum(r["relative_error"] == 0 or r["published"] == r["reproduced"] for r in rows),
-            "largest error": difference(max((r["relative_error"] or 0 for r in rows), key=abs)),
+            "exactly met": sum(r.relative_error == 0 or r.published == r.reproduced for r in rows),
+            "largest error": difference(max((r.relative_error or 0 for r in rows), key=abs)),
         }
-        for name, rows in grouped(records, lambda r: r["table"].split(",")[0]).items()
+        for name, rows in grouped(records, lambda r: r.table.split(",")[0]).items()
     ]
 
 

@@ -23,11 +23,11 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, run_of
 from spbench.bench.measure.trust.error_model import Covered, StepObservation, coverage, overall
-from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
-from spbench.bench.tools.papers.paper_findings import OF_TIMES, Line, Record, distinct, is_time, table_of
+from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
-from spbench.bench.units import difference, percent, three_digits
+from spbench.bench.units import difference, percent, shown_share, three_digits
 from spbench.plots.series import grouped
 
 #: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
@@ -76,7 +76,7 @@ class TimesOrder:
         return ours[1] / published[1] - 1
 
 
-def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[TimesOrder]:
+def orders(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[TimesOrder]:
     """The runs of some records that were split in several ways.
 
     Args:
@@ -84,23 +84,23 @@ def orders(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[TimesOr
     """
     runs: dict[str, TimesOrder] = {}
     for record in records:
-        cell, published, ours = cells.get(record["cell"]), record["published"], record["reproduced"]
-        if record["quantity"] != STEP_TIME or cell is None or published is None or ours is None:
+        cell, published, ours = cells.get(record.cell), record.published, record.reproduced
+        if record.quantity != STEP_TIME or cell is None or published is None or ours is None:
             continue
         batch = cell.batch or 1
-        run = runs.setdefault(_run_name(record, cell), TimesOrder(table_of(record), []))
+        run = runs.setdefault(_run_name(record, cell), TimesOrder(record.table_name, []))
         run.splits.append((cell, published / batch, ours / batch))
     return [
         run for run in runs.values() if len({(cell.strategy, cell.mesh_text) for cell, *_ in run.splits}) > 1
     ]
 
 
-def _run_name(record: Record, cell: Cell) -> str:
+def _run_name(record: Comparison, cell: Cell) -> str:
     """What the records of one run have in common: their table and variant, and :func:`run_of` their cells."""
-    return str((table_of(record), cell.variant, *run_of(cell.model_dump(mode="json"))))
+    return str((record.table_name, cell.variant, *run_of(cell.model_dump(mode="json"))))
 
 
-def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Line]:
+def order_lines(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
     """A line for each run of :func:`orders`: how many splits, tau, the fastest as published and as simulated,
     and how much longer than the fastest the latter's published time is."""
     lines = []
@@ -124,12 +124,12 @@ def order_lines(records: Iterable[Record], cells: Mapping[str, Cell]) -> list[Li
     return lines
 
 
-def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Record]) -> dict[str, list[Line]]:
+def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Comparison]) -> dict[str, list[Line]]:
     """The :func:`order_lines` of each scenario that has any, by its name."""
     by_name = {}
     for scenario in scenarios:
         cells = {cell.key: cell for cell in declared_cells(scenario, Narrowing(variant=ALL))}
-        if lines := order_lines((r for r in records if r["scenario"] == scenario.name), cells):
+        if lines := order_lines((r for r in records if r.scenario == scenario.name), cells):
             by_name[scenario.name] = lines
     return by_name
 
@@ -148,28 +148,29 @@ def shown_tau(tau: float) -> str:
 # -- step times ----------------------------------------------------------------------------------------------
 
 
-def counted_times(paths: Iterable[Path]) -> list[Record]:
+def counted_times(paths: Iterable[Path]) -> list[Comparison]:
     """The counted times of files of `spbench reproduce`, each published number once for each file.
 
     Raises:
         UserError: a file cannot be read, or is of a version that did not say what a time rests on.
     """
-    files = ([r for r in read_records(path, OF_TIMES) if _counts(r)] for path in paths)
+    files = ([r for r in read_comparisons(path, OF_TIMES) if _counts(r)] for path in paths)
     return [record for records in files for record in distinct(records)]
 
 
-def _counts(record: Record) -> bool:
-    is_timed = record["rates"] and record["bound"] and record["published"] and record["reproduced"]
-    return bool(is_timed and is_time(record["quantity"]) and record["role"] in COUNTED)
+def _counts(record: Comparison) -> bool:
+    is_timed = record.rates and record.bound and record.published and record.reproduced
+    return bool(is_timed and record.is_time and record.role in COUNTED)
 
 
-def log_error(record: Record) -> float:
+def log_error(record: Comparison) -> float:
     """log(simulated / published) of the time that a record is of, or that its rate says."""
-    error = math.log(record["reproduced"] / record["published"])
-    return -error if record["quantity"].endswith("per_s") else error
+    published, ours = record.both
+    error = math.log(ours / published)
+    return -error if record.quantity.endswith("per_s") else error
 
 
-def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[StepObservation]:
+def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[StepObservation]:
     """The errors of some times, each with who measured: the figures and tables of a paper are one source,
     under the first word of their files' names.
 
@@ -180,14 +181,14 @@ def observations(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[S
     sources = [row for file in (FIELD_SOURCES_FILE, SOURCES_FILE) for row in published_file(file).rows]
     measured_by = {row["file"]: row["measured by"] for row in sources}
 
-    def observation(record: Record) -> StepObservation:
-        file = record["source"].partition(":")[0]
+    def observation(record: Comparison) -> StepObservation:
+        file = record.source.partition(":")[0]
         source = measured_by.get(file) or file.partition("_")[0].upper()
-        rests = record["rates"], record["bound"], record["strategy"], log_error(record)
-        if (cell := cells.get(record["cell"])) is None:
+        rests = record.rates, record.bound, record.strategy, log_error(record)
+        if (cell := cells.get(record.cell)) is None:
             return StepObservation(source, *rests)
-        simulated = record["reproduced"]
-        rate = record["quantity"].endswith("per_s")  # of a run's cells, all of the same length
+        _, simulated = record.both
+        rate = record.quantity.endswith("per_s")  # of a run's cells, all of the same length
         time = 1 / simulated if rate else simulated / (cell.batch or 1)
         return StepObservation(source, *rests, _run_name(record, cell), math.log(time))
 
@@ -209,7 +210,7 @@ def told_observations() -> list[StepObservation]:
     ]
 
 
-def time_lines(records: Sequence[Record], cells: Mapping[str, Cell]) -> list[Line]:
+def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
     """A line for each class of rates and source: how many times, their errors, the order of splits, and how
     many lie within the intervals that the other sources give. Each class ends with a line of all, in which
     sources count alike, and the last is of all classes.
@@ -253,7 +254,7 @@ def _errors(errors: Sequence[float]) -> Line:
     return {name: f"{three_digits(100 * value)}%" for name, value in shown.items()} | {"bias": bias}
 
 
-def _order(records: Sequence[Record], cells: Mapping[str, Cell]) -> Line:
+def _order(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> Line:
     if not (runs := orders(records, cells)):
         return {}
     distance = percent(fmean(run.distance for run in runs))
@@ -262,7 +263,7 @@ def _order(records: Sequence[Record], cells: Mapping[str, Cell]) -> Line:
 
 def _all(rates: str, covered: Sequence[Covered]) -> Line:
     sources = f"all, {len({each.source for each in covered})} sources alike"
-    share = f"{overall(covered):.0%}" if covered else ""
+    share = (shown_share(overall(covered)) or "") if covered else ""
     return _line(rates, sources, sum(each.rows for each in covered), share)
 
 
@@ -286,12 +287,12 @@ def memory_errors(
             run = "{case} {golden} {quantity}".format(**line)
             errors["megatron", PEAK][run].append(float(line["error"]))
     for path in paths:
-        counted = (r for r in read_records(path) if r["quantity"] in _MEMORY and r["role"] in COUNTED)
-        for record in distinct([record for record in counted if record["cell"] in cells]):
-            file, row, column, *_ = record["source"].split(":")
-            if record["published"] and record["reproduced"] and not (of_cases and file in GOLDEN_FILES):
-                kind = cells[record["cell"]].training.backend, _MEMORY[record["quantity"]]
-                error = record["reproduced"] / record["published"] - 1
+        counted = (r for r in read_comparisons(path) if r.quantity in _MEMORY and r.role in COUNTED)
+        for record in distinct([record for record in counted if record.cell in cells]):
+            file, row, column, *_ = record.source.split(":")
+            if record.published and record.reproduced and not (of_cases and file in GOLDEN_FILES):
+                kind = cells[record.cell].training.backend, _MEMORY[record.quantity]
+                error = record.reproduced / record.published - 1
                 errors[kind][f"{file} {row} {column}"].append(error)
     by_backend: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for (backend, quantity), runs in sorted(errors.items()):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pandas import DataFrame
 
@@ -18,12 +19,21 @@ from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import check_same_code
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.row import finite
-from spbench.bench.tools.papers.comparison import read_records, write_csv
+from spbench.bench.tools.papers.comparison import (
+    RECORDS,
+    Comparison,
+    read_comparisons,
+    read_records,
+    write_csv,
+)
 from spbench.bench.tools.papers.document import write_documents
 from spbench.bench.tools.papers.execution import RanScenario, draw_figure, draw_records, run_cells
-from spbench.bench.tools.papers.paper_findings import RECORDS, PaperFindings, Record, record_of
+from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of
+from spbench.plots.series import grouped
+
+Line = TypeVar("Line")
 
 FOLDER = Path("results", "reproduction")
 #: where results go without --write where git follows :data:`FOLDER`
@@ -104,7 +114,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     one = request.asked[1]
     asked = [one_of(paper, scenarios, one)] if one else scenarios
     all_ran: dict[str, RanScenario] = {}
-    records: list[Record] = []
+    records: list[Comparison] = []
     files: list[Path] = []
     failed = False
     for scenario in asked:
@@ -115,11 +125,15 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
         files += drawn
         failed = ran.failed() or figure_failed or failed
         # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
-        records += [record for record in records_of(scenario, ran) if record["quantity"] != "sent_bytes"]
-    runs: list[Record] = [run_record(name, ran) for name, ran in all_ran.items()]
+        records += [record for record in records_of(scenario, ran) if record.quantity != "sent_bytes"]
+    runs: list[Mapping[str, Any]] = [run_record(name, ran) for name, ran in all_ran.items()]
     if one:
-        records = _with_others(request.earlier(f"{paper.name}.csv"), scenarios, records)
-        runs = _with_others(request.earlier(f"{paper.name}_runs.csv"), scenarios, runs)
+        names = [each.name for each in scenarios]
+        of_paper, of_runs = (request.earlier(f"{paper.name}{kind}.csv") for kind in ("", "_runs"))
+        others = read_comparisons(of_paper) if of_paper.exists() else []
+        records = _in_order(names, records, others, lambda record: record.scenario)
+        other_runs = read_records(of_runs) if of_runs.exists() else []
+        runs = _in_order(names, runs, other_runs, lambda run: run["scenario"])
         for name in _out_of_date(scenarios, records):
             message(
                 f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are of"
@@ -128,40 +142,45 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     documents = {scenario.name: scenario.document for scenario in scenarios}
     findings = PaperFindings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
     tables = [
-        write_records(records, RECORDS, request.output / f"{paper.name}.csv"),
-        write_records(runs, RUNS, request.output / f"{paper.name}_runs.csv"),
+        write_records(records, request.output / f"{paper.name}.csv"),
+        write_csv(DataFrame(runs, columns=list(RUNS)), request.output / f"{paper.name}_runs.csv"),
     ]
     if request.write:
         tables += write_documents(findings)
-    drawn, figure_failed = draw_records(paper.name, DataFrame(records), request.output / "figures")
+    drawn, figure_failed = draw_records(paper.name, DataFrame(_lines(records)), request.output / "figures")
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
-def records_of(scenario: Scenario, ran: RanScenario) -> Iterator[Record]:
+def records_of(scenario: Scenario, ran: RanScenario) -> Iterator[Comparison]:
     """The lines of PAPER.csv that a scenario's run gives."""
     measured = {row["key"]: row["measurement"] for row in ran.known}
     for entry in ran.comparisons:
-        yield record_of(scenario.name, entry, measured.get(entry.cell, {}))
+        yield entry.recorded(scenario.name, measured.get(entry.cell, {}))
 
 
-def write_records(lines: Sequence[Record], columns: Sequence[str], path: Path) -> Path:
-    """Write lines as a CSV file with these columns; returns its path. UserError as of :func:`write_csv`."""
-    return write_csv(DataFrame(lines, columns=list(columns)), path)
+def write_records(records: Sequence[Comparison], path: Path) -> Path:
+    """Write records as PAPER.csv has them; returns the path. UserError as of :func:`write_csv`."""
+    return write_csv(DataFrame(_lines(records), columns=list(RECORDS)), path)
 
 
-def _with_others(path: Path, scenarios: Sequence[Scenario], lines: Sequence[Record]) -> list[Record]:
-    """The lines of some scenarios, and those that the file has of the paper's other ones, in their order."""
-    mine = {line["scenario"] for line in lines}
-    others = read_records(path) if path.exists() else []
-    lines = [*lines, *(line for line in others if line["scenario"] not in mine)]
-    return [line for scenario in scenarios for line in lines if line["scenario"] == scenario.name]
+def _lines(records: Sequence[Comparison]) -> list[dict[str, Any]]:
+    return [record.record for record in records]
 
 
-def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Record]) -> Iterator[str]:
+def _in_order(
+    scenarios: Sequence[str], mine: Sequence[Line], others: Sequence[Line], name: Callable[[Line], str]
+) -> list[Line]:
+    """The lines of some scenarios, and the others' of the paper's further ones, in the order of scenarios."""
+    run = {name(line) for line in mine}
+    by_name = grouped([*mine, *(line for line in others if name(line) not in run)], name)
+    return [line for scenario in scenarios for line in by_name.get(scenario, [])]
+
+
+def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Comparison]) -> Iterator[str]:
     """The names of scenarios of which there are records of cells that they do not have."""
     for scenario in scenarios:
         cells = {cell.key for cell in declared_cells(scenario, Narrowing(variant=ALL))}
-        mine = (record["cell"] for record in records if record["scenario"] == scenario.name)
+        mine = (record.cell for record in records if record.scenario == scenario.name)
         if any(key and key not in cells for of_record in mine for key in of_record.split(" / ")):
             yield scenario.name
 
@@ -190,7 +209,7 @@ def _report(
     unpublished = {at: line["errors"] for at, line in enumerate(verdict) if not line["numbers"]}
     important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
     table = Table("Verdict", verdict, important, ("errors",), unpublished)
-    content = {"paper": paper.name, "records": findings.records, "runs": findings.runs}
+    content = {"paper": paper.name, "records": _lines(findings.records), "runs": findings.runs}
     if findings.orders:
         content["orders"] = [line for lines in findings.orders.values() for line in lines]
     content["files"] = [str(path) for path in files]
@@ -200,7 +219,7 @@ def _report(
     return Output(
         [f"{paper.title} ({paper.source})", table],
         finite(content),
-        findings.records,
+        _lines(findings.records),
         RECORDS,
         notes=[f"{cells} cells: {statuses}", f"{paper.name}: {of_all['errors']}"],
         files=files,

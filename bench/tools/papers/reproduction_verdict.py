@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from spbench.bench.tools.papers.paper_findings import Record, distinct, published_run
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.paper_findings import distinct
+from spbench.bench.units import percent
 
 #: of absolute relative errors
 TOLERANCE = 0.1
@@ -55,45 +57,45 @@ class PaperVerdict:
         return max(self.errors, default=None)
 
 
-def verdict_on(records: Sequence[Record]) -> PaperVerdict:
+def verdict_on(records: Sequence[Comparison]) -> PaperVerdict:
     """The verdict on records of findings, each published number and run counted once, by its first record."""
-    numbers = [r for r in distinct(records) if r["role"] in JUDGED and _was_run(r)]
-    records = [record for record in records if record["role"] in JUDGED]
+    numbers = [r for r in distinct(records) if r.role in JUDGED and _was_run(r)]
+    records = [record for record in records if record.role in JUDGED]
     met = [*(_is_met(record, records) for record in numbers), *_statuses(records)]
     return PaperVerdict(
         len(met),
         sum(met),
-        _errors(record for record in numbers if record["role"] != "formula"),
-        _errors(record for record in records if record["role"] == "formula"),
+        _errors(record for record in numbers if record.role != "formula"),
+        _errors(record for record in records if record.role == "formula"),
     )
 
 
-def _errors(records: Iterable[Record]) -> list[float]:
-    return [abs(record["relative_error"]) for record in records if record["relative_error"] is not None]
+def _errors(records: Iterable[Comparison]) -> list[float]:
+    return [abs(record.relative_error) for record in records if record.relative_error is not None]
 
 
-def _was_run(record: Record) -> bool:
-    return record["reproduced"] is not None or bool(record["status_reproduced"])
+def _was_run(record: Comparison) -> bool:
+    return record.reproduced is not None or bool(record.status_reproduced)
 
 
-def _is_met(record: Record, records: Sequence[Record]) -> bool:
-    if record["role"] == "formula":
+def _is_met(record: Comparison, records: Sequence[Comparison]) -> bool:
+    if record.role == "formula":
         # one number that is evaluated at many cells
-        same = [r for r in records if r["role"] == "formula" and r["source"] == record["source"]]
-        return all(r["published"] == r["reproduced"] or _is_within(r, _EXACT) for r in same)
+        same = [r for r in records if r.role == "formula" and r.source == record.source]
+        return all(r.published == r.reproduced or _is_within(r, _EXACT) for r in same)
     return _is_within(record, TOLERANCE)
 
 
-def _is_within(record: Record, tolerance: float) -> bool:
-    return record["relative_error"] is not None and abs(record["relative_error"]) <= tolerance
+def _is_within(record: Comparison, tolerance: float) -> bool:
+    return record.relative_error is not None and abs(record.relative_error) <= tolerance
 
 
-def _statuses(records: Sequence[Record]) -> Iterable[bool]:
+def _statuses(records: Sequence[Comparison]) -> Iterable[bool]:
     """Whether ours ran out of memory too, for each run that is published as that and was run here."""
     runs: dict[str, bool] = {}
     for record in records:
-        if record["status_published"] == "oom" and record["status_reproduced"]:
-            runs.setdefault(published_run(record), record["status_reproduced"] == "oom")
+        if record.status_published == "oom" and record.status_reproduced:
+            runs.setdefault(record.published_run, record.status_reproduced == "oom")
     return runs.values()
 
 
@@ -103,7 +105,7 @@ def counts(verdict: PaperVerdict) -> str:
         return "nothing was judged"
     text = f"{verdict.met} of {verdict.judged} numbers met"
     if verdict.median is not None:
-        text += f", median error {verdict.median:.1%}, worst {verdict.worst:.0%}"
+        text += f", median error {percent(verdict.median)}, worst {percent(verdict.worst, 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {worst:.0%}"
+        text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {percent(worst, 0)}"
     return text

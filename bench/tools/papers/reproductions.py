@@ -21,11 +21,11 @@ from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import read_csv
+from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
 from spbench.bench.tools.papers.document import TRUST_PAGE, check_documents, write_part, write_shared
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.paper_findings import RECORDS, Record, is_time, markdown
+from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
     counted_times,
@@ -44,6 +44,7 @@ from spbench.bench.tools.papers.reproduction import (
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
+from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
 #: the intervals that the package comes with, below the working directory
@@ -101,18 +102,19 @@ def _without_rates(name: str, request: Reproduction) -> Output:
         name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
             a rate was taken away, so that something else prices what it is of.
     """
-    records: list[Record] = []
+    records: list[Comparison] = []
     lines, failed = [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
         ran = request.run(scenario, narrowing, name)
-        records += [record for record in records_of(scenario, ran) if is_time(record["quantity"])]
+        records += [record for record in records_of(scenario, ran) if record.is_time]
         failed = ran.failed() or failed
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
-    path = write_records(records, RECORDS, request.output / f"{name}.csv")
+    path = write_records(records, request.output / f"{name}.csv")
+    written = [record.record for record in records]
     table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
-    return Output([table], {"records": records}, records, RECORDS, files=[path], code=int(failed))
+    return Output([table], {"records": written}, written, RECORDS, files=[path], code=int(failed))
 
 
 def _cases(request: Reproduction) -> Output:
@@ -137,7 +139,12 @@ def fit_bands(request: Reproduction) -> Output:
     model = ErrorModel.fit([*seen, *told_observations()])
     lines = time_lines(records, cells)
     intervals = [
-        {"rates": rates, "bound": bound, "interval": f"{low - 1:+.0%} {high - 1:+.0%}", "rests on": words}
+        {
+            "rates": rates,
+            "bound": bound,
+            "interval": f"{difference(low - 1, 0)} {difference(high - 1, 0)}",
+            "rests on": words,
+        }
         for rates, of_class in model.intervals.items()
         for bound in of_class
         for low, high, words in [model.band(rates, bound, model.strategies[0])]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
-from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, Record, is_time, markdown
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.papers.sources import papers, published_file
 from spbench.bench.units import difference, error_percent, six_digits
@@ -44,7 +46,7 @@ def paper_sections(findings: PaperFindings, details: str) -> str:
 
 def _section(findings: PaperFindings, source: str, scenarios: Sequence[str], details: str) -> str:
     paper = papers()[findings.paper]
-    verdict = verdict_on([record for record in findings.records if record["scenario"] in scenarios])
+    verdict = verdict_on([record for record in findings.records if record.scenario in scenarios])
     title = source or (f"{paper.label}, {paper.source}" if "arXiv" in paper.source else paper.title)
     target = f"{details}#{scenarios[0]}" if source else details
     sentences = f"{counts(verdict).capitalize()}. {'' if source else paper.finding}".rstrip()
@@ -63,18 +65,18 @@ def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Lin
     document = findings.documents.get(scenario)
     remark = " ".join(document.not_reproduced.split()) if document else ""
     title = _link(scenario, findings, details)
-    records = [record for record in findings.records if record["scenario"] == scenario]
+    records = [record for record in findings.records if record.scenario == scenario]
     for kind, some in grouped(records, kind_of).items():
         verdict = verdict_on(some)
         errors = verdict.formula_errors if kind == "bytes" else verdict.errors
         if verdict.judged:
             yield {
                 "table or figure": title,
-                "of": kind,
-                "reproduces": f"**{verdict.word}**",
+                "reproduces": f"{kind}: **{verdict.word}**",
                 "met": f"{verdict.met}/{verdict.judged}",
-                "median error": error_percent(pd.Series(errors).median()) if errors else "",
-                "worst": error_percent(max(errors)) if errors else "",
+                "median, worst": ", ".join(map(error_percent, (median(errors), max(errors))))
+                if errors
+                else "",
                 "why": remark,
             }
             title = remark = ""
@@ -89,14 +91,13 @@ def _link(scenario: str, findings: PaperFindings, details: str, *, short: bool =
     return f"[{title}]({details}#{scenario})"
 
 
-def kind_of(record: Record) -> str:
+def kind_of(record: Comparison) -> str:
     """What a published number is of: bytes sent, memory, time, a size that fits, or losses."""
-    quantity = record["quantity"]
-    if record["role"] in ("formula", "curve"):
-        return {"formula": "bytes", "curve": "losses"}[record["role"]]
-    if is_time(quantity):
+    if record.role in ("formula", "curve"):
+        return {"formula": "bytes", "curve": "losses"}[record.role]
+    if record.is_time:
         return "time"
-    return "memory" if quantity.endswith(_MEMORY) else "size"
+    return "memory" if record.quantity.endswith(_MEMORY) else "size"
 
 
 # -- headline claims -----------------------------------------------------------------------------------------
@@ -112,13 +113,14 @@ def headline_lines(folder: Path) -> list[Line]:
     for claim in published_file(HEADLINES_FILE).rows:
         published = float(claim["published"])
         ours = _OURS[claim["claim"]](_frame(folder / f"{claim['paper'].lower()}.csv"))
-        shown = {
-            name: f"{six_digits(round(value, 2))} {claim['unit']}"
-            for name, value in (("published", published), ("ours", ours))
-        }
-        error = difference(ours / published - 1)
         lines.append(
-            {"paper": claim["paper"], "claim": claim["what"], **shown, "error": error, "why": claim["why"]}
+            {
+                "claim": f"{claim['paper']}: {claim['what']}",
+                "published": f"{six_digits(round(published, 2))}{claim['unit']}",
+                "ours": f"{six_digits(round(ours, 2))}{claim['unit']}",
+                "error": difference(ours / published - 1, 0),
+                "why": claim["why"],
+            }
         )
     return lines
 
@@ -160,7 +162,7 @@ def _dsp_over_others(records: pd.DataFrame) -> pd.Series:
     numbers = records.pivot_table(
         index=["model", "length", "ranks"], columns="method", values="reproduced", sort=False
     )
-    return numbers.rdiv(numbers["dsp"], axis=0).drop(columns="dsp").stack()
+    return pd.Series(numbers.rdiv(numbers["dsp"], axis=0).drop(columns="dsp").stack())
 
 
 def _dsp_speed(records: pd.DataFrame) -> pd.Series:

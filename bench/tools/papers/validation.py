@@ -8,20 +8,13 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
-from spbench.bench.tools.papers.comparison import read_csv, read_records
+from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES
-from spbench.bench.tools.papers.paper_findings import (
-    ROLES,
-    Line,
-    Record,
-    distinct,
-    label_of,
-    published_run,
-    table_of,
-)
+from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
 from spbench.bench.tools.papers.past_errors import DATASHEETS, counted_times, log_error
 from spbench.bench.tools.papers.sources import (
     MEASURED,
@@ -30,7 +23,7 @@ from spbench.bench.tools.papers.sources import (
     papers,
     published_file,
 )
-from spbench.bench.units import error_percent
+from spbench.bench.units import difference, error_percent
 
 PREDICTORS_FILE = "other_predictors.csv"
 _LADDER = "alst"
@@ -46,24 +39,24 @@ QUANTITY_NAMES = {
 }
 
 
-def records_by_source(records: Sequence[Record]) -> dict[MeasuredSource, list[Record]]:
+def records_by_source(records: Sequence[Comparison]) -> dict[MeasuredSource, list[Comparison]]:
     """The records of each file of measurements that has any; each measured number once."""
     numbers = distinct(records)
     by_source = {
-        source: [r for r in numbers if r["source"].startswith(f"{source.file}:")]
+        source: [r for r in numbers if r.source.startswith(f"{source.file}:")]
         for source in measured_sources()
     }
     return {source: some for source, some in by_source.items() if some}
 
 
-def validation_lines(records: Sequence[Record]) -> list[Line]:
+def validation_lines(records: Sequence[Comparison]) -> list[Line]:
     """A line for each source of measurements and quantity, each followed by those of other predictors of the
     same runs; then predictors on other runs. ``records`` are of `spbench reproduce measured`."""
     others = published_file(PREDICTORS_FILE).rows
     lines = []
     for source, some in records_by_source(records).items():
         for quantity, name in QUANTITY_NAMES.items():
-            if mine := [record for record in some if record["quantity"] == quantity]:
+            if mine := [record for record in some if record.quantity == quantity]:
                 lines.append(_our_line(source, name, mine))
                 beside = [
                     other for other in others if (other["file"], other["quantity"]) == (source.file, name)
@@ -72,9 +65,9 @@ def validation_lines(records: Sequence[Record]) -> list[Line]:
     return lines + [_other_line(other) for other in others if not other["file"]]
 
 
-def _our_line(source: MeasuredSource, quantity: str, records: Sequence[Record]) -> Line:
-    roles = Counter(record["role"] for record in records)
-    errors = [abs(r["relative_error"]) for r in records if r["relative_error"] is not None]
+def _our_line(source: MeasuredSource, quantity: str, records: Sequence[Comparison]) -> Line:
+    roles = Counter(record.role for record in records)
+    errors = [abs(r.relative_error) for r in records if r.relative_error is not None]
     return {
         "predicted by": "spbench",
         "measured by, on": f"{source.measured_by}, {source.machines}",
@@ -135,7 +128,7 @@ def trust_lines(folder: Path) -> list[Line]:
         UserError: one of them cannot be read.
     """
     files = {name: folder / f"{name}.csv" for name in papers()}
-    by_paper = {name: read_records(path) for name, path in files.items()}
+    by_paper = {name: read_comparisons(path) for name, path in files.items()}
     on_b200 = [
         record
         for source, some in records_by_source(by_paper.pop(MEASURED)).items()
@@ -151,14 +144,14 @@ def trust_lines(folder: Path) -> list[Line]:
         _trust_line(
             "memory at the peak and after a step",
             "Megatron-LM's own tests on A100, H100 and GB200",
-            [{**line, "relative_error": float(line["error"])} for line in cases],
+            [Comparison.of_line({**line, "relative_error": float(line["error"])}) for line in cases],
         ),
         _trust_line("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(numbers, *_PEAKS)),
         _trust_line("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
     ]
     times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
     for what, classes in _RATES.items():
-        some = [{**r, "relative_error": math.expm1(log_error(r))} for r in times if r["rates"] in classes]
+        some = [replace(r, relative_error=math.expm1(log_error(r))) for r in times if r.rates in classes]
         lines.append(_trust_line("step time", what, some))
     return lines
 
@@ -176,10 +169,10 @@ def status_lines(folder: Path) -> list[Line]:
     pairs: dict[str, list[tuple[str, str]]] = {}
     for paper in papers().values():
         runs: dict[str, tuple[str, str]] = {}
-        for record in read_records(folder / f"{paper.name}.csv"):
-            if record["status_published"] in ("ok", "oom"):
-                ended = record["status_published"], record["status_reproduced"]
-                runs.setdefault(published_run(record), ended)
+        for record in read_comparisons(folder / f"{paper.name}.csv"):
+            if record.status_published in ("ok", "oom"):
+                ended = record.status_published, record.status_reproduced
+                runs.setdefault(record.published_run, ended)
         pairs[paper.label] = [*runs.values()]
     pairs["all"] = [pair for some in pairs.values() for pair in some]
     lines = []
@@ -197,21 +190,21 @@ def status_lines(folder: Path) -> list[Line]:
     return lines
 
 
-def _of(records: Sequence[Record], *quantities: str) -> list[Record]:
-    return [record for record in records if record["quantity"] in quantities]
+def _of(records: Sequence[Comparison], *quantities: str) -> list[Comparison]:
+    return [record for record in records if record.quantity in quantities]
 
 
-def _wire_counts(records: Sequence[Record]) -> list[Record]:
+def _wire_counts(records: Sequence[Comparison]) -> list[Comparison]:
     """The formulas that count what leaves a GPU, and not what a paper's convention adds."""
-    formulas = [record for record in records if record["role"] == "formula"]
-    files = {record["source"].partition(":")[0] for record in formulas}
+    formulas = [record for record in records if record.role == "formula"]
+    files = {record.source.partition(":")[0] for record in formulas}
     rows = {f"{file}:{row['claim']}:published": row for file in files for row in published_file(file).rows}
-    return [record for record in formulas if rows[record["source"]]["what"].startswith(_COUNTS_WIRE)]
+    return [record for record in formulas if rows[record.source]["what"].startswith(_COUNTS_WIRE)]
 
 
-def _trust_line(quantity: str, against: str, records: Sequence[Record]) -> Line:
-    errors = [abs(record["relative_error"]) for record in records if record["relative_error"] is not None]
-    roles = Counter(record["role"] for record in records)
+def _trust_line(quantity: str, against: str, records: Sequence[Comparison]) -> Line:
+    errors = [abs(record.relative_error) for record in records if record.relative_error is not None]
+    roles = Counter(record.role for record in records)
     return {
         "quantity": quantity,
         "compared with": against,
@@ -225,7 +218,7 @@ def _trust_line(quantity: str, against: str, records: Sequence[Record]) -> Line:
 # -- the ladder ----------------------------------------------------------------------------------------------
 
 
-def ladder_lines(records: Sequence[Record]) -> list[Line]:
+def ladder_lines(records: Sequence[Comparison]) -> list[Line]:
     """A line for each rung, in the order of the published table; no price where no step was timed with and
     without a switch.
 
@@ -234,20 +227,20 @@ def ladder_lines(records: Sequence[Record]) -> list[Line]:
     """
     prices: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        if (price := _PRICE.fullmatch(table_of(record))) and record["reproduced"] is not None:
+        if (price := _PRICE.fullmatch(record.table_name)) and record.reproduced is not None:
             of = prices[f"{price['machine']}, {price['rung']}"]
-            of[price["base"]].append(f"{record['reproduced'] - 1:+.1%} ({price['step']})")
+            of[price["base"]].append(f"{difference(record.reproduced - 1)} ({price['step']})")
     lines = []
     for record in records:
-        if table_of(record) == _LADDER:
-            machine, _, rung = label_of(record).rpartition(", ")
-            paid = prices[label_of(record)].items()
+        if record.table_name == _LADDER:
+            machine, _, rung = record.label.rpartition(", ")
+            paid = prices[record.label].items()
             lines.append(
                 {
                     "on": machine.replace("gpus ", ""),
                     "switches": rung,
-                    "longest, published": _length(record["published"]),
-                    "ours": _length(record["reproduced"]),
+                    "longest, published": _length(record.published),
+                    "ours": _length(record.reproduced),
                     "step": "; ".join(f"{', '.join(steps)} over {base}" for base, steps in paid),
                 }
             )

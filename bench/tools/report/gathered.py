@@ -11,22 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, read_all_rows
-from spbench.bench.measurement import Measured
+from spbench.bench.measurement import Measured, Status
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.comparison import read_records
-from spbench.bench.tools.papers.paper_findings import PaperFindings, Record, table_of
+from spbench.bench.tools.papers.comparison import Comparison, read_records
+from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.tools.report.page import Figure
 
+Line = Mapping[str, Any]
 #: where a row was found
 Origin = Literal["runs", "baseline", "reproduction"]
 
@@ -55,18 +56,18 @@ class PaperResults:
         return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
 
     @property
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[Comparison]:
         """All records; none where nothing was reproduced."""
         return self.findings.records if self.findings else []
 
-    def records_of(self, source: str) -> list[Record]:
+    def records_of(self, source: str) -> list[Comparison]:
         """The records of the numbers that were published there."""
         names = {each.name for each in self.in_order if each.document.published_in == source}
-        return [record for record in self.records if record["scenario"] in names]
+        return [record for record in self.records if record.scenario in names]
 
-    def records_of_scenario(self, name: str) -> list[Record]:
+    def records_of_scenario(self, name: str) -> list[Comparison]:
         """The records of one scenario."""
-        return [record for record in self.records if record["scenario"] == name]
+        return [record for record in self.records if record.scenario == name]
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperRe
     files = {folder / f"{paper.name}.csv": _COLUMNS, folder / f"{paper.name}_runs.csv": _RUN_COLUMNS}
     if not any(file.exists() for file in files):
         return PaperResults(paper, by_name, None)
-    records, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
+    lines, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
+    records = [Comparison.of_line(line) for line in lines]
     documents = {name: scenario.document for name, scenario in by_name.items()}
     return PaperResults(paper, by_name, PaperFindings(paper.name, records, runs, documents))
 
@@ -182,7 +184,7 @@ _COLUMNS = (
 _RUN_COLUMNS = ("scenario", "cells", "commit", "torch")
 
 
-def _checked(path: Path, records: Sequence[Record], columns: Sequence[str]) -> Sequence[Record]:
+def _checked(path: Path, records: Sequence[Line], columns: Sequence[str]) -> Sequence[Line]:
     missing = [name for name in columns if records and name not in records[0]]
     if missing:
         paper = path.stem.removesuffix("_runs")
@@ -220,20 +222,20 @@ def _written_rows(scenario: Scenario, findings: PaperFindings) -> Iterator[Row]:
     run = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
     rows: dict[str, Row] = {}
     for record in findings.records:
-        cell, quantity = cells.get(record["cell"]), columns.get((table_of(record), record["quantity"]))
-        if record["scenario"] != scenario.name or cell is None or quantity is None:
+        cell, quantity = cells.get(record.cell), columns.get((record.table_name, record.quantity))
+        if record.scenario != scenario.name or cell is None or quantity is None:
             continue
         row = rows.setdefault(
             cell.key,
             Row(
                 key=cell.key,
                 cell=cell.model_dump(mode="json"),
-                status=record["status_reproduced"] or "ok",
+                status=cast("Status", record.status_reproduced or "ok"),
                 reason="",
                 measurement=Measured(),
                 provenance={"commit": run.get("commit", ""), "torch": run.get("torch", "")},
             ),
         )
-        if record["reproduced"] is not None:
-            setattr(row.measurement, quantity.field, quantity.measured(record["reproduced"]))
+        if record.reproduced is not None:
+            setattr(row.measurement, quantity.field, quantity.measured(record.reproduced))
     yield from rows.values()

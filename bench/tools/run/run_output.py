@@ -273,7 +273,7 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """A line for each published number, ours beside it."""
-    lines = [{"claim": c.claim, "variant": c.variant, **compared(vars(c))} for c in comparisons]
+    lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
     title = "Published and ours (relative error: ours / published - 1)"
     return Table(title, lines, ("claim", "published", "ours", "relative error", "role"), ("claim", "note"))
 
@@ -281,7 +281,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:
     """How far ours are from published numbers, which cells failed or do not fit (those that are unsupported
     are counted alone), and last how many cells have which status."""
-    published = [vars(entry) for entry in comparisons if entry.quantity != "sent_bytes"]
+    published = [entry for entry in comparisons if entry.quantity != "sent_bytes"]
     if published:  # our own closed forms, as sent_bytes, are none
         yield f"published numbers: {errors_by_role(published)}"
     for status in (*FAULTS, "oom"):

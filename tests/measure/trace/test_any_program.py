@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory
-from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
-from spbench.bench.measure.memory.oversize_blocks import unsplit_from
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
 from tests.measure.trace.naive_allocator import MIB, NaiveAllocator, NaiveExpandable
 
 KIB = 2**10

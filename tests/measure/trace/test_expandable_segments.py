@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory
-from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.memory.replay import replay
 from tests.measure.trace.naive_allocator import MIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory
-from spbench.bench.measure.memory.oversize_blocks import unsplit_from
+from spbench.bench.measure.memory.allocator_settings import unsplit_from
 from tests.measure.trace.naive_allocator import MIB, NaiveAllocator
 
 LIMIT = 100

@@ -10,10 +10,8 @@ import pytest
 
 from spbench.bench.measure.memory import replay as replaying
 from spbench.bench.measure.memory.allocator import Block, CachingAllocator, without_retries
-from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
-from spbench.bench.measure.memory.oversize_blocks import unsplit_from
-from spbench.bench.measure.memory.repeated_events import stretches
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
+from spbench.bench.measure.memory.replay import replay, stretches
 from tests.measure.trace.naive_allocator import MIB
 
 ALLOCATORS: dict[str, type[CachingAllocator]] = {

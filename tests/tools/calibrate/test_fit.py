@@ -13,7 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Calibration
 from spbench.bench.tools.calibrate.fit import Fit, Known, chosen, fitted, residuals, summary
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.quantity_columns import PublishedRow
+from spbench.bench.tools.papers.selector import PublishedRow
 
 
 def known(size: int, compute_s: float, network_s: float, published: Calibration, noise: float = 1.0) -> Known:

@@ -9,8 +9,8 @@ import pytest
 from pandas import DataFrame
 
 from spbench.bench.git import git
+from spbench.bench.tools.papers.comparison import RECORDS
 from spbench.bench.tools.papers.execution import draw_records
-from spbench.bench.tools.papers.paper_findings import RECORDS
 from spbench.bench.tools.papers.reproduction import RUNS
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import PUBLISHED, SMALL, TABLE, refuses, spbench

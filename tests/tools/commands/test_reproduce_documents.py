@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.comparison import read_comparisons, read_records
 from spbench.bench.tools.papers.document import rendered_documents
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from tests.bench.disk import files_of_at_most
@@ -53,14 +53,16 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     assert "| tensor_parallel | tp2 b64 Lmax | 1000 | 1024 | +2.4% | predicted |  |\n" in details
     assert "## [RSA, arXiv 2105.13120](results/reproduction/rsa.md): no\n\n3 of 7 numbers met, " in page
     link = "[A small scenario](results/reproduction/rsa.md#small)"
-    assert f"| {link} | size | **no** | 2/5 | 21.2% | 96.5% | Two ranks: we do not know why. |\n" in page
-    assert "|  | memory | **no** | 1/3 | 26.2% | 50.0% |  |\n" in page
+    assert f"| {link} | size: **no** | 2/5 | 21.2%, 96.5% | Two ranks: we do not know why. |\n" in page
+    assert "|  | memory: **no** | 1/3 | 26.2%, 50.0% |  |\n" in page
     claims = "1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, worst 96.5%"
     assert f"| [A small scenario](#small) | claims | first | 2 | {claims} |  |\n" in details
     memory = "2 predicted, median error 26.2%, worst 50.0%"
     assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |\n" in details
-    records, runs = (read_records(Path("results/reproduction", f"rsa{kind}.csv")) for kind in ("", "_runs"))
-    found = PaperFindings("rsa", records, runs, {"small": load_scenario("small.yaml").document})
+    records, runs = (Path("results/reproduction", f"rsa{kind}.csv") for kind in ("", "_runs"))
+    found = PaperFindings(
+        "rsa", read_comparisons(records), read_records(runs), {"small": load_scenario("small.yaml").document}
+    )
     assert [*rendered_documents(found).values()] == [page, details]
 
 

@@ -11,13 +11,11 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import CachingAllocator
-from spbench.bench.measure.memory.expandable_segments import ExpandableSegments
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.fit import anatomy as module
-from spbench.bench.tools.fit import examine as examine_module
-from spbench.bench.tools.fit.anatomy import ANATOMY, Part, anatomy, least_usable, plain
-from spbench.bench.tools.fit.examine import attempt
+from spbench.bench.tools.fit.anatomy import ANATOMY, Part, anatomy, attempt, least_usable, plain
 from spbench.bench.tools.fit.fit_verdict import Verdict, ranks_text
 from spbench.bench.tools.fit.snapshot import snapshot
 from spbench.bench.units import card_gib
@@ -148,7 +146,7 @@ def test_a_guess_beyond_the_card_is_not_traced_whole(
     model = {"layers": layers, **options}
     asked: dict[str, Any] = {"model": "causal-transformer-tiny", "strategy": "single", "batch": 2}
     cell = Cell(seq_len=512, model_options=model, cluster=write_cluster(tmp_path, 20), **asked)
-    monkeypatch.setattr(examine_module, "examine", lambda cell: pytest.fail("traced whole"))
+    monkeypatch.setattr(module, "examine", lambda cell: pytest.fail("traced whole"))
     found = attempt(cell)
     assert found.status == "oom"
     assert found.peak_memory_bytes == trace(cell, effort="whole").memory.peak().nbytes

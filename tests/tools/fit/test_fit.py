@@ -166,7 +166,7 @@ def test_where_nothing_helps_the_nearest_is_named(fit: Run, card: Card, few_chan
     code, out, _ = fit(*longer(card(4)), "--must-fit")
     assert code == 1
     assert re.search(r"^no change makes it fit: \d+ single ones and \d+ pairs of them tried$", out, re.M)
-    assert "the nearest, --set " in out
+    assert "the closest change, --set " in out
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_price_in_time_has_the_digits_that_tell(ratio: float | None, shown: st
     before = Verdict(cell, {**measured, "step_time_s": 1.0})
     near = Verdict(cell, {**measured, "step_time_s": ratio}, Change({"batch": 2}, ""))
     said = _closest(Fitting(Subject([cell]), [before]), near)
-    assert said.startswith("the nearest, --set batch=2, needs 1.00 GiB")
+    assert said.startswith("the closest change, --set batch=2, needs 1.00 GiB")
     assert (f" and {shown} of the step's time" in said) == (shown is not None)
 
 

@@ -15,8 +15,8 @@ from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.tools.fit import fitting
+from spbench.bench.tools.fit.anatomy import examine, trace_stage
 from spbench.bench.tools.fit.asking import Task
-from spbench.bench.tools.fit.examine import examine, trace_stage
 from spbench.bench.tools.fit.fitting import stages_beside
 from tests.measure.engines.cells import write_cluster
 

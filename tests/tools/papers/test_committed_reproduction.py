@@ -12,7 +12,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.tools.papers.answer import compare
-from spbench.bench.tools.papers.comparison import read_records
+from spbench.bench.tools.papers.comparison import read_comparisons, read_records
 from spbench.bench.tools.papers.document import (
     FIRST_PAGE,
     LENGTHS_PAGE,
@@ -45,10 +45,10 @@ def test_tables_are_safe_markdown() -> None:
 
 
 def test_a_table_of_several_models_names_them() -> None:
-    records = [r for r in findings("rsa").records if r["table"] == "rsa-pipeline"]
+    records = [r for r in findings("rsa").records if r.table == "rsa-pipeline"]
     ((_, lines), *_) = PaperFindings("rsa", records, []).blocks("rsa_pipeline")
     assert {line["model"] for line in lines} == {"bert-base", "bert-large"}
-    base = [r for r in records if "bert-base" in r["cell"]]
+    base = [r for r in records if "bert-base" in r.cell]
     ((_, lines), *_) = PaperFindings("rsa", base, []).blocks("rsa_pipeline")
     assert {line["model"] for line in lines} == {""}
 
@@ -71,7 +71,7 @@ def loaded() -> dict[str, list[Scenario]]:
 
 def findings(paper: str) -> PaperFindings:
     folder = ROOT / "results" / "reproduction"
-    records, runs = (read_records(folder / f"{paper}{kind}.csv") for kind in ("", "_runs"))
+    records, runs = read_comparisons(folder / f"{paper}.csv"), read_records(folder / f"{paper}_runs.csv")
     documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
     return PaperFindings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
 
@@ -151,8 +151,8 @@ def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> 
     """No published number, role or source was changed since, and no published number is missing."""
     committed = findings(paper).records
     for scenario in loaded()[paper]:
-        mine = {tuple(r[k] for k in KEY): r for r in committed if r["scenario"] == scenario.name}
+        mine = {tuple(getattr(r, k) for k in KEY): r for r in committed if r.scenario == scenario.name}
         for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
             if entry.quantity != "sent_bytes" and entry.role != "curve":
                 line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
-                assert [line[name] for name in SAME] == [getattr(entry, name) for name in SAME]
+                assert [getattr(line, name) for name in SAME] == [getattr(entry, name) for name in SAME]

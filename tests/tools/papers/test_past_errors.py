@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pandas import DataFrame
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.tools.papers.comparison import write_csv
+from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.document import write_part
-from spbench.bench.tools.papers.paper_findings import RECORDS
 from spbench.bench.tools.papers.past_errors import (
     TimesOrder,
     counted_times,
@@ -24,6 +22,7 @@ from spbench.bench.tools.papers.past_errors import (
     shown_tau,
     time_lines,
 )
+from spbench.bench.tools.papers.reproduction import write_records
 
 
 def cell(**changes: Any) -> Cell:
@@ -31,11 +30,11 @@ def cell(**changes: Any) -> Cell:
     return Cell.model_validate(asked | changes)
 
 
-def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> dict[str, Any]:
+def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> Comparison:
     numbers = {"published": 100.0, "reproduced": 110.0, "relative_error": 0.1}
     texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "products"}
-    blank = dict.fromkeys(RECORDS, "")
-    return {**blank, "table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
+    line = {"table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
+    return Comparison.of_line(line)
 
 
 def test_errors_are_of_times_whatever_was_published() -> None:
@@ -54,8 +53,8 @@ def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
         record("x.csv:5:step_ms", cell="f", reproduced=None),
         record("x.csv:6:step_ms", cell="g", bound="", rates=""),
     ]
-    path = write_csv(DataFrame(lines, columns=list(RECORDS)), tmp_path / "field.csv")
-    assert [each["cell"] for each in counted_times([path])] == ["a", "c"]
+    path = write_records(lines, tmp_path / "field.csv")
+    assert [each.cell for each in counted_times([path])] == ["a", "c"]
     # the same number on a datasheet is another time
     assert len(counted_times([path, path])) == 4
 
@@ -126,7 +125,7 @@ def test_where_all_are_ties_there_is_no_order() -> None:
     assert math.isnan(mean_tau([same]))
 
 
-def timed(of: Cell, published: float | None, ours: float | None) -> dict[str, Any]:
+def timed(of: Cell, published: float | None, ours: float | None) -> Comparison:
     return record(cell=of.key, published=published, reproduced=ours)
 
 

@@ -13,7 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct, record_of
+from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 
 GIB = 2**30
 
@@ -141,7 +141,7 @@ def test_a_step_that_was_not_traced_has_no_number(tmp_path: Path) -> None:
 
 def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     found = compared(loaded(tmp_path), by_class=CLASSES, step_time_s=0.55)
-    records = [record_of("s", one) for one in found]
+    records = [one.recorded("s", {}) for one in found]
     assert len(distinct(records)) == len(records) == 9
     runs = [{"scenario": "s", "cells": "2", "ok": "2", "oom": "0", "unsupported": "0", "failed": "0"}]
     blocks = dict(PaperFindings("measured", records, runs).blocks("s"))

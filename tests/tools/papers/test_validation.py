@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from pandas import DataFrame
 
-from spbench.bench.tools.papers.comparison import read_records, write_csv
+from spbench.bench.tools.papers.comparison import (
+    RECORDS,
+    Comparison,
+    read_comparisons,
+    write_csv,
+)
 from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
 from spbench.bench.tools.papers.validation import (
     PREDICTORS_FILE,
@@ -26,9 +31,9 @@ B200 = "megatron_b200_llama3.csv"
 
 def record(
     source: str, quantity: str, error: float | None, role: str = "predicted", **other: Any
-) -> dict[str, Any]:
+) -> Comparison:
     """A record of measured.csv, of a cell and row of its own unless given."""
-    return {
+    line = {
         "table": f"t: {source}",
         "cell": source,
         "quantity": quantity,
@@ -41,6 +46,7 @@ def record(
         "source": source,
         **other,
     }
+    return Comparison.of_line(line)
 
 
 def test_errors_are_counted_by_source_and_quantity() -> None:
@@ -107,8 +113,8 @@ def test_formulas_by_a_papers_convention_are_not_counted_as_sent_bytes() -> None
     """LASP's Table 1 counts other methods by a convention of its own, and is 800% off."""
     (line,) = (line for line in trust_lines(FILES) if line["quantity"].startswith("bytes sent"))
     assert (line["worst"], line["role"]) == ("0%", f"{line['numbers']} formula")
-    formulas = [r for paper in ("rsa", "lasp", "dsp") for r in read_records(FILES / f"{paper}.csv")]
-    assert 0 < line["numbers"] < sum(r["role"] == "formula" for r in formulas)
+    formulas = [r for paper in ("rsa", "lasp", "dsp") for r in read_comparisons(FILES / f"{paper}.csv")]
+    assert 0 < line["numbers"] < sum(r.role == "formula" for r in formulas)
 
 
 def test_a_run_that_is_compared_in_several_quantities_counts_once(tmp_path: Path) -> None:
@@ -119,7 +125,8 @@ def test_a_run_that_is_compared_in_several_quantities_counts_once(tmp_path: Path
         record("a.csv:4:memory", "m", None, status_published="unstated", status_reproduced="oom"),
     ]
     for name in papers():
-        write_csv(DataFrame(records if name == "rsa" else records[:0]), tmp_path / f"{name}.csv")
+        lines = [one.record for one in records] if name == "rsa" else []
+        write_csv(DataFrame(lines, columns=list(RECORDS)), tmp_path / f"{name}.csv")
     of_rsa, *_, of_all = status_lines(tmp_path)
     assert [*of_rsa.values()] == ["RSA", 3, 2, 2, 1]
     assert [*of_all.values()] == ["all", 3, 2, 2, 1]
@@ -131,8 +138,12 @@ FIELD = FILES / "field.csv"
 ALST = {"quantity": "tokens", "published": 1.1e6, "reproduced": 1179648.0}
 
 
-def price(name: str, ratio: float | None) -> dict[str, Any]:
-    return {"table": f"{name}: ulysses sp8", "quantity": "ratio", "published": None, "reproduced": ratio}
+def price(name: str, ratio: float | None) -> Comparison:
+    return Comparison.of_line({"table": f"{name}: ulysses sp8", "quantity": "ratio", "reproduced": ratio})
+
+
+def rung(table: str) -> Comparison:
+    return Comparison.of_line({**ALST, "table": table})
 
 
 def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
@@ -142,8 +153,8 @@ def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
         price("H100, gpus 8, loss + Ulysses over loss, 2M", None),
         price("H100, gpus 1, all over none, 32K", 1.81),
     ]
-    rungs = [{**ALST, "table": f"alst: H100, gpus 8, {rung}"} for rung in ("loss", "loss + Ulysses")]
-    assert ladder_lines([*prices, *rungs, {**ALST, "table": "other: H100, gpus 8, loss"}]) == [
+    rungs = [rung(f"alst: H100, gpus 8, {switches}") for switches in ("loss", "loss + Ulysses")]
+    assert ladder_lines([*prices, *rungs, rung("other: H100, gpus 8, loss")]) == [
         {
             "on": "H100, 8",
             "switches": "loss",
@@ -163,13 +174,13 @@ def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
 
 def test_every_price_of_the_scenario_stands_in_the_table() -> None:
     """A ratio whose name is no rung's would be left out."""
-    records = [r for r in read_records(FIELD) if r["scenario"] == "max_seqlen_today"]
-    ratios = [r for r in records if r["quantity"] == "ratio"]
+    records = [r for r in read_comparisons(FIELD) if r.scenario == "max_seqlen_today"]
+    ratios = [r for r in records if r.quantity == "ratio"]
     shown = [line["step"] for line in ladder_lines(records)]
     assert len(ratios) == sum(text.count("%") for text in shown) == 8
 
 
 def test_the_page_on_long_contexts_has_these_prices() -> None:
     page = (ROOT / "docs" / "long_context.md").read_text()
-    records = [r for r in read_records(FIELD) if r["scenario"] == "max_seqlen_today"]
+    records = [r for r in read_comparisons(FIELD) if r.scenario == "max_seqlen_today"]
     assert all(f"| {line['step']} |" in page for line in ladder_lines(records))

@@ -23,11 +23,11 @@ def test_a_clone_has_a_row_for_every_cell_of_published_tables(gathered: Gathered
         for cell in cells
     }
     keys = {
-        record["cell"]
+        record.cell
         for paper in gathered.papers
         if paper.findings
         for record in paper.findings.records
-        if record["status_published"] and record["cell"] in declared
+        if record.status_published and record.cell in declared
     }
     assert len(keys) > 300
     assert keys <= {cell.row["key"] for cell in gathered.cells}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
+from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.report.report_verdict import most_misses
 
@@ -16,10 +17,10 @@ def record(
     role: str = "predicted",
     statuses: tuple[str, str] = ("ok", "ok"),
     scenario: str = "planted",
-) -> dict[str, Any]:
+) -> Comparison:
     published = None if statuses[0] == "oom" else 100.0
     ours = None if error is None or published is None else published * (1 + error)
-    return {
+    line = {
         "table": "planted-table" if role != "formula" else "planted-formula",
         "cell": cell,
         "quantity": "memory",
@@ -33,6 +34,7 @@ def record(
         "variant": "",
         "source": cell.split("@")[0],
     }
+    return Comparison.of_line(line)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +60,11 @@ def record(
         ([record("f@1", role="formula"), record("f@2", role="formula")], "yes"),
         ([record("f@1", role="formula"), record("f@2", 0.001, role="formula")], "no"),
         # nothing is sent, and nothing has no relative error
-        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 0.0}], "yes"),
-        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 8.0}], "no"),
+        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=0.0)], "yes"),
+        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=8.0)], "no"),
     ],
 )
-def test_the_word_of_planted_records(records: list[dict[str, Any]], word: str) -> None:
+def test_the_word_of_planted_records(records: list[Comparison], word: str) -> None:
     assert verdict_on(records).word == word
 
 

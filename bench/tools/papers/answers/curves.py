@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import PositiveFloat
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
+from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.selector import Selector
+from spbench.bench.tools.papers.selector import Mistake, Selector
 
 Losses = Sequence[Mapping[str, float | None]]
 

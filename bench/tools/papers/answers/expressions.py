@@ -30,9 +30,9 @@ from pydantic import PositiveFloat
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.row import Row
-from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults, unknown_quantity
+from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.selector import Selector
+from spbench.bench.tools.papers.selector import Mistake, Selector, unknown_quantity
 from spbench.bench.tools.papers.sources import PublishedPlace
 from spbench.bench.yaml_files import PublishedNumber
 from spbench.impls.models.model import model_preset

@@ -38,10 +38,20 @@ from pydantic import Field
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.row import Row
-from spbench.bench.tools.papers.answer import Answer, Mistake, ScenarioResults
+from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.quantity_columns import WHOLE_RUN, PublishedRow, QuantityColumn, RankNumber
-from spbench.bench.tools.papers.selector import FIELDS, field_value, has_fields, is_one, is_option
+from spbench.bench.tools.papers.selector import (
+    FIELDS,
+    WHOLE_RUN,
+    Mistake,
+    PublishedRow,
+    QuantityColumn,
+    RankNumber,
+    field_value,
+    has_fields,
+    is_one,
+    is_option,
+)
 from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.yaml_files import PublishedNumber, Scalar, StrictModel, stands_for
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.tools.papers.paper_findings import distinct, label_of, role_errors
+from spbench.bench.tools.papers.paper_findings import distinct, role_errors
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
@@ -62,7 +62,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     lines = []
     for paper in gathered.papers:
         for of in role_errors(paper.records):
-            verdict = verdict_on([record for record in paper.records if record["role"] == of.role])
+            verdict = verdict_on([record for record in paper.records if record.role == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -80,16 +80,16 @@ def _errors(gathered: Gathered) -> DataTable | None:
     """The error of every published number that is no closed form, the largest first."""
     lines = [
         {
-            "where": f"{paper.paper.label}: {record['table']}",
-            "error": record["relative_error"],
-            "published": record["published"],
-            "ours": record["reproduced"],
-            "quantity": quantity_words(record["quantity"]),
-            **{name: record[name] for name in ("role", "cell")},
+            "where": f"{paper.paper.label}: {record.table}",
+            "error": record.relative_error,
+            "published": record.published,
+            "ours": record.reproduced,
+            "quantity": quantity_words(record.quantity),
+            **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
         for record in distinct(paper.records)
-        if record["relative_error"] is not None and record["role"] != "formula"
+        if record.relative_error is not None and record.role != "formula"
     ]
     lines.sort(key=lambda line: -abs(line["error"]))
     caption = (
@@ -117,13 +117,13 @@ known, and else with what their authors state. [All numbers.](paper-{MEASURED}.h
     yield gathered.figure(MEASURED, "ours beside what real machines measured")
     lines = [
         {
-            "what": f"{source.measured_by}: {label_of(record)}",
-            "error": record["relative_error"],
-            "measured": record["published"],
-            "ours": record["reproduced"],
-            "quantity": quantity_words(record["quantity"]),
-            "role": record["role"],
-            "note": record["note"],
+            "what": f"{source.measured_by}: {record.label}",
+            "error": record.relative_error,
+            "measured": record.published,
+            "ours": record.reproduced,
+            "quantity": quantity_words(record.quantity),
+            "role": record.role,
+            "note": record.note,
         }
         for source, some in records_by_source(records).items()
         for record in some

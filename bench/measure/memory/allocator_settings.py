@@ -1,29 +1,20 @@
-"""The caching allocator with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+"""The caching allocator with settings of ``PYTORCH_CUDA_ALLOC_CONF``.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: Note [Expandable Segments], find_expandable_block,
-map_block, unmap_block, get_free_block, should_split. They differ from those of :mod:`.allocator` in this:
-
-- Each stream has one segment for small blocks and one for large ones, which grow by pages of 2 and of 20 MiB.
-- A request that no free block can serve is served at the lowest address where free blocks and pages that are
-  not there lie side by side and are together large enough; the missing pages are mapped.
-- What remains of a block is split off from 512 B on, in large blocks too, so what is allocated is what was
-  asked for in whole granules.
-- In best fit a block before missing pages counts as large as it can become, so others are taken first.
-- Where the card has no page left, all wholly free pages are unmapped, from within segments too, before the
-  request is tried again.
-
-Not replayed: torch reserves 9/8 of the card's memory as addresses of a segment, and begins a second one where
-these end; here they do not end.
+map_block, unmap_block, get_free_block, should_split, release_available_cached_blocks. Each class says where
+they differ from those of :mod:`.allocator`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from functools import cache
 
 from spbench.bench.measure.memory.allocator import (
     GRANULE,
     LARGE_SEGMENT,
+    MIB,
     SMALL_SEGMENT,
     Block,
     CachingAllocator,
@@ -34,8 +25,68 @@ from spbench.bench.measure.memory.allocator import (
 _ADDRESSES = LARGE_SEGMENT * 2**40
 
 
+class OversizeBlocks(CachingAllocator):
+    """``max_split_size_mb:N``, see :func:`unsplit_from`. Blocks and requests of N MiB or more are oversize.
+
+    - An oversize request gets a block whole, and one of at least 20 MiB more than it asks for does not serve
+      it.
+    - Other requests are not served from oversize blocks, so these stay whole.
+    - Where the card has no room for a segment, an oversize free block of the pool is returned to it first,
+      the smallest that is as large as the request, or else several, the largest first, until they are; all
+      wholly free segments only after that.
+    """
+
+    def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
+        pool = self._free[of]
+        index = bisect_left(pool, (size, -1))
+        if index < len(pool) and not of[1]:
+            best = pool[index][0]
+            oversize = size >= self.split_limit
+            if best >= (size + LARGE_SEGMENT if oversize else self.split_limit):
+                return None
+        return super()._take(size, of)
+
+    def _make_room(self, size: int, segment: int, of: tuple[int, bool]) -> None:
+        self._release_oversize(size, of)
+        if not self._has_room(segment):
+            super()._make_room(size, segment, of)
+
+    def _release_oversize(self, size: int, of: tuple[int, bool]) -> None:
+        # none below the limit is as large as the request, or it would have served it
+        pool = self._free[of]
+        index = bisect_left(pool, (size, -1))
+        if index < len(pool):
+            self._release(pool.pop(index))
+            return
+        released = 0
+        while pool and pool[-1][0] >= self.split_limit and released < size:
+            entry = pool.pop()
+            released += entry[0]
+            self._release(entry)
+
+
+@cache
+def unsplit_from(mib: int) -> type[OversizeBlocks]:
+    """The allocator with that ``max_split_size_mb``."""
+    return type("OversizeBlocks", (OversizeBlocks,), {"split_limit": mib * MIB})
+
+
 class ExpandableSegments(CachingAllocator):
-    """As :class:`CachingAllocator`, with segments that grow and shrink by pages."""
+    """``expandable_segments:True``: segments grow and shrink by pages.
+
+    - Each stream has one segment for small blocks and one for large ones, which grow by pages of 2 and of
+      20 MiB.
+    - A request that no free block can serve is served at the lowest address where free blocks and pages that
+      are not there lie side by side and are together large enough; the missing pages are mapped.
+    - What remains of a block is split off from 512 B on, in large blocks too, so what is allocated is what
+      was asked for in whole granules.
+    - In best fit a block before missing pages counts as large as it can become, so others are taken first.
+    - Where the card has no page left, all wholly free pages are unmapped, from within segments too, before
+      the request is tried again.
+
+    Not replayed: torch reserves 9/8 of the card's memory as addresses of a segment, and begins a second one
+    where these end; here they do not end.
+    """
 
     least_rest = GRANULE
 
@@ -45,7 +96,7 @@ class ExpandableSegments(CachingAllocator):
         self._holes: dict[tuple[int, bool], list[int]] = {}
 
     def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
-        """As the base class's; each range of mapped pages is told as a segment, as torch's snapshot does."""
+        """As the base class's; each range of mapped pages is a segment, as in torch's snapshot."""
         for first in self._blocks.values():
             if self._is_hole(first) or not (first.previous is None or self._is_hole(first.previous)):
                 continue

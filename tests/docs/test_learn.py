@@ -1,0 +1,57 @@
+"""docs/learn: each chapter is whole, its notebook has its cells, and its pictures say who holds what."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+from markdown_it import MarkdownIt
+
+from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
+from tests.docs.blocks import ROOT
+
+LEARN = ROOT / "docs" / "learn"
+METHODS = ("tensor_parallelism", "ring_self_attention", "ring_attention", "ulysses", "lasp", "dsp")
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(LEARN)
+    return import_module("pictures")
+
+
+def test_the_notebook_has_the_cells_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(LEARN)
+    assert not import_module("notebook").differs()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_chapter_has_both_pictures_its_bytes_and_a_fault(name: str, pictures: ModuleType) -> None:
+    text, chapter = (LEARN / f"{name}.md").read_text(), pictures.CHAPTERS[name]
+    drawn = [f"{each}_held" for each in chapter.held] + [f"{each}_timeline" for each in chapter.traced]
+    tokens = [each for token in MarkdownIt().parse(text) for each in token.children or ()]
+    shown = [str(token.attrGet("src")) for token in tokens if token.type == "image"]
+    assert sorted(shown) == sorted(f"images/{each}.png" for each in drawn)
+    for part in ("$ spbench trace ", "$ python bytes.py\n", "$ spbench verify ", "\nexit code 1\n"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("placement", "pairs"), [("contiguous", [3, 7, 11, 15]), ("zigzag", [9, 9, 9, 9])])
+def test_panels_of_a_ring_count_the_pairs_under_the_mask(
+    placement: str, pairs: list[int], pictures: ModuleType
+) -> None:
+    by_rank = LockstepRanks().run(
+        {"sp": 4}, pictures._listed, partial(pictures.of_ring_attention, placement=placement)
+    )
+    counted = [[int(held.note.split()[0]) for held in rank if held.note[0].isdigit()] for rank in by_rank]
+    assert [sum(each) for each in counted] == pairs
+
+
+def test_panels_of_ulysses_have_a_head_of_all_positions_during_attention(pictures: ModuleType) -> None:
+    by_rank = LockstepRanks().run({"sp": 4}, pictures._listed, pictures.of_ulysses)
+    for rank, (before, during, after) in enumerate(by_rank):
+        held = [[place for place in row if place] for row in during.text]
+        assert held == [[*"01234567"] if head == rank else [] for head in range(4)]
+        assert before.text == after.text
