@@ -89,7 +89,7 @@ def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Se
         {"strategies": markdown_table(lines), "peers": markdown_table(of_peers)},
         GROUP,
         30,
-        "Ways to spread the training of one sequence over several devices, on one interface.",
+        "Strategies that divide the training of one sequence among several devices.",
         "All strategies",
     )
 
