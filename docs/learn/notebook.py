@@ -129,7 +129,8 @@ def run(notebook: NotebookNode) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
-        NotebookClient(notebook, timeout=1500, kernel_name="python3", resources=resources).execute()
+        options = {"timeout": 1500, "kernel_name": "python3", "coalesce_streams": True}
+        NotebookClient(notebook, resources=resources, **options).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.source.startswith("%%bash") and not cell.outputs:

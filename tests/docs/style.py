@@ -124,28 +124,28 @@ def nested(text: str) -> Iterator[int]:
         depth = max(0, depth + {"(": 1, ")": -1}.get(character, 0))
 
 
-def _opening(found: list[Text]) -> Iterator[Fault]:
+def _opening(page: list[Text]) -> Iterator[Fault]:
     """A page answers its title in prose, before anything else stands there."""
-    if not found or found[0].place != "h1":
+    if not page or page[0].place != "h1":
         yield Fault(1, "opening", "the page does not begin with its title")
         return
     count = 0
-    for text in found[1:]:
+    for text in page[1:]:
         if text.place != "paragraph":
             break
         count += words(text.text)
     if not 0 < count <= OPENING_WORDS:
         yield Fault(
-            found[0].line, "opening", f"{count} words of prose after the title, not 1 to {OPENING_WORDS}"
+            page[0].line, "opening", f"{count} words of prose after the title, not 1 to {OPENING_WORDS}"
         )
 
 
 def faults(markdown: str, opening: bool) -> Iterator[Fault]:
     """The faults of a page; the rule about its opening only if ``opening``."""
-    found = list(texts(markdown))
+    page = list(texts(markdown))
     if opening:
-        yield from _opening(found)
-    for text in found:
+        yield from _opening(page)
+    for text in page:
         for match in _WORD.finditer(text.text):
             better = next(b for word, b in WORDS.items() if re.fullmatch(word, match[0], re.IGNORECASE))
             yield text.fault("word", match.start(), f"'{match[0]}' ({better}): ")
@@ -177,9 +177,9 @@ def page_faults(name: str) -> list[Fault]:
     return list(faults(pages()[name].read_text(), opening=name.startswith("docs/")))
 
 
-def counts(found: Iterable[Fault]) -> dict[str, int]:
+def counts(listed: Iterable[Fault]) -> dict[str, int]:
     """Number of faults by kind."""
-    return dict(sorted(Counter(fault.kind for fault in found).items()))
+    return dict(sorted(Counter(fault.kind for fault in listed).items()))
 
 
 def page_words(name: str) -> int:

@@ -42,7 +42,11 @@ def test_a_notebook_prints_what_is_committed(
     notebook = nbformat.read(path, as_version=4)
     committed = list(texts(notebook))
     runner = client.NotebookClient(
-        notebook, timeout=1500, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=1500,
+        kernel_name="python3",
+        coalesce_streams=True,  # a command's output comes in pieces
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     runner.execute()
     assert list(texts(notebook)) == committed

@@ -15,9 +15,9 @@ CONFIGURED: dict[str, Any] = yaml.safe_load(ALLOWED.read_text())
 @pytest.mark.parametrize("name", pages())
 def test_a_page_has_as_many_faults_as_are_allowed(name: str) -> None:
     """With more, mend the page; with fewer, `python -m tests.docs.style --tighten` lowers what is allowed."""
-    found = page_faults(name)
-    listed = "\n".join(f"{name}:{fault.line}: {fault.kind}: {fault.text}" for fault in found)
-    assert counts(found) == (CONFIGURED["faults"] or {}).get(name, {}), listed
+    page = page_faults(name)
+    listed = "\n".join(f"{name}:{fault.line}: {fault.kind}: {fault.text}" for fault in page)
+    assert counts(page) == (CONFIGURED["faults"] or {}).get(name, {}), listed
 
 
 def test_faults_are_allowed_for_pages_alone() -> None:

@@ -120,7 +120,7 @@ class Document(BaseModel):
         published_in: the paper that the numbers are from, where it is another one, which stands on the pages
             of ``paper`` and is judged by itself there; such as "LASP-2, arXiv 2502.07563".
         inferred_from: settings chosen by looking at published numbers, and which these are.
-        not_reproduced: one line for REPRODUCE.md: which published numbers are not met, and why.
+        not_reproduced: at most 25 words for REPRODUCE.md: which published numbers are not met, and why.
         figure: the name of a figure of plots/, as `spbench list figures` tells it.
     """
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
+from pandas import DataFrame
+
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
@@ -166,25 +168,24 @@ def status_lines(folder: Path) -> list[Line]:
     Raises:
         UserError: one of them cannot be read.
     """
-    pairs: dict[str, list[tuple[str, str]]] = {}
-    for paper in papers().values():
-        runs: dict[str, tuple[str, str]] = {}
-        for record in read_comparisons(folder / f"{paper.name}.csv"):
-            if record.status_published in ("ok", "oom"):
-                ended = record.status_published, record.status_reproduced
-                runs.setdefault(record.published_run, ended)
-        pairs[paper.label] = [*runs.values()]
-    pairs["all"] = [pair for some in pairs.values() for pair in some]
+    rows = [
+        (paper.label, record.published_run, record.status_published, record.status_reproduced)
+        for paper in papers().values()
+        for record in read_comparisons(folder / f"{paper.name}.csv")
+        if record.status_published in ("ok", "oom")
+    ]
+    runs = DataFrame(rows, columns=["source", "run", "published", "ours"]).drop_duplicates(["source", "run"])
     lines = []
-    for label, some in pairs.items():
-        out_of_memory = [ours for published, ours in some if published == "oom"]
+    for source in [*(paper.label for paper in papers().values()), "all"]:
+        some = runs if source == "all" else runs[runs.source == source]
+        out_of_memory = some[some.published == "oom"]
         lines.append(
             {
-                "source": label,
+                "source": source,
                 "published runs": len(some),
-                "end as published": sum(published == ours for published, ours in some),
+                "end as published": int((some.published == some.ours).sum()),
                 "published out of memory": len(out_of_memory),
-                "out of memory here too": out_of_memory.count("oom"),
+                "out of memory here too": int((out_of_memory.ours == "oom").sum()),
             }
         )
     return lines

@@ -114,6 +114,9 @@ def test_pages_have_the_errors_of_all_committed_files() -> None:
     assert markdown(trust_lines(files)) in (ROOT / FIRST_PAGE).read_text()
     assert markdown(status_lines(files)) in (ROOT / TRUST_PAGE).read_text()
     assert markdown(headline_lines(files)) in (ROOT / SUMMARY_PAGE).read_text()
+    _, runs, published, out_of_memory, ours = status_lines(files)[-1].values()
+    counts = f"Right for {published} of {runs} published runs, and for {ours} of the {out_of_memory} that"
+    assert counts in (ROOT / TRUST_PAGE).read_text()
 
 
 def test_the_page_has_the_errors_of_the_committed_cases() -> None:
