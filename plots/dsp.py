@@ -54,20 +54,13 @@ def _by_video(
 ) -> PanelGrid:
     """A panel for each model, cluster and video, shorter ones first; a line for each strategy and dim that it
     splits."""
-    differing = [name for name in ("model", "cluster") if shared(rows, name) is None]
-    in_order = sorted(rows, key=lambda row: (model(row), LENGTHS.at(row)))
-    of_video = grouped(
-        in_order,
-        lambda row: ", ".join(
-            [
-                *(
-                    model_name(str(row["cell"].get(n))) if n == "model" else str(row["cell"].get(n))
-                    for n in differing
-                ),
-                _video(row),
-            ]
-        ),
-    )
+    several = {name: shared(rows, name) is None for name in ("model", "cluster")}
+
+    def heading(row: Row) -> str:
+        texts = [model_name(model(row))] * several["model"] + [row["cell"]["cluster"]] * several["cluster"]
+        return ", ".join([*texts, _video(row)])
+
+    of_video = grouped(sorted(rows, key=lambda row: (model(row), LENGTHS.at(row))), heading)
     facets = {name: lines_of(some, GPUS, _split) for name, some in of_video.items()}
     remarks = list(_one_over_the_other(facets, quantity.value))
     return line_grid(rows, facets, [quantity], comparison, default_title, GPUS, remarks)

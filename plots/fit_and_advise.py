@@ -14,7 +14,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from spbench.plots.paper import PAGE_INCHES, add_legend, house_style, new_figure, save_as
-from spbench.plots.style import GREY, INK, backend_name, category_colors, looks, model_name, strategy_name
+from spbench.plots.style import (
+    GREY,
+    INK,
+    backend_name,
+    binary_length,
+    category_colors,
+    looks,
+    model_name,
+    strategy_name,
+)
 
 # -- a rank's memory -------------------------------------------------------------------------------------
 
@@ -227,11 +236,4 @@ def _tick(name: str, value: Any) -> str:
     if name == "figures":
         words = [text.rpartition(".")[2].replace("=", " ") for text in str(value).split(",")]
         return "\n".join(words) or "as it is"
-    return _length(value) if name == "seq_len" else str(value)
-
-
-def _length(n: int) -> str:
-    for suffix, factor in (("M", 2**20), ("K", 2**10)):
-        if n % factor == 0:
-            return f"{n // factor}{suffix}"
-    return str(n)
+    return binary_length(value) if name == "seq_len" else str(value)

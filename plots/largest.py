@@ -38,7 +38,7 @@ from spbench.plots.series import (
     strategy,
     title,
 )
-from spbench.plots.style import GREY, INK, TIMES, method_color, number, strategy_name
+from spbench.plots.style import GREY, INK, TIMES, binary_length, method_color, number, strategy_name
 
 #: the width of a panel of bars, as a part of one of lines
 _BARS_WIDTH = 0.6
@@ -218,7 +218,7 @@ def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
         if cell is None or not entry["reproduced"] > 0:  # also where there is none
             continue
         length, batch = cell["seq_len"], cell["batch"]
-        step = (f"{batch} x " if batch > 1 else "") + _binary(length)
+        step = (f"{batch} x " if batch > 1 else "") + binary_length(length)
         longest = by_settings.get(key := but_length({"cell": cell}), (0, ""))
         by_settings[key] = max(longest, (length, f"{entry['reproduced'] - 1:+.1%} ({step})"))
     return {of: text for of, (_, text) in by_settings.items()}
@@ -313,11 +313,6 @@ def _length(tokens: float | None) -> str:
     if tokens is None:
         return "none"
     return f"{tokens / 1e6:.2g}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}K"
-
-
-def _binary(tokens: int) -> str:
-    """A length of a step, which is a round number of units of 1,024."""
-    return f"{tokens >> 20}M" if tokens >= 2**20 else f"{tokens >> 10}K"
 
 
 draw_max_seqlen_today = Drawing("max_seqlen_today", ladders)

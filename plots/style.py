@@ -216,6 +216,14 @@ def length_text(tokens: int) -> str:
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
 
 
+def binary_length(tokens: int) -> str:
+    """A sequence length in the largest binary unit that divides it: 128K, 1M, 1000."""
+    for suffix, unit in (("M", 2**20), ("K", 2**10)):
+        if tokens % unit == 0:
+            return f"{tokens // unit}{suffix}"
+    return str(tokens)
+
+
 def tick_texts(values: Sequence[float]) -> list[str]:
     """Values of one axis as text: small ones as 1e-7, large ones with the prefixes k (1000), M, G, T."""
     highest, lowest = max(values, default=0), min((v for v in values if v > 0), default=1)

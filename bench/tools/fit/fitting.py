@@ -18,6 +18,7 @@ from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
 from spbench.bench.tools.fit.subject import Subject, advise_command, subject
+from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the time that tracing the cells takes, roughly, where changes are tried after it
 _EXAMINED = 0.4
@@ -59,7 +60,11 @@ class Fitting:
             from spbench.plots.fit_and_advise import draw_memory  # matplotlib, which takes half a second
 
             usable = at.measurement["usable_memory_bytes"]
-            files.append(draw_memory(plain(at.anatomy), usable, at.cell.key, figure))
+            batch, length = at.cell.shape
+            shape = f"batch {batch}, sequence length {length_text(length)}, {at.cell.precision}"
+            layout = f"{strategy_name(at.cell.strategy)}, {at.cell.mesh_text}"
+            title = f"{model_name(at.cell.model)} on {at.cell.cluster}: {layout}, {shape}"
+            files.append(draw_memory(plain(at.anatomy), usable, title, figure))
         if snapshot is not None:
             files.append(write_snapshot(at.cell, at.anatomy.ranks[0], snapshot))
         return files

@@ -12,7 +12,16 @@ from spbench.bench.tools.report.page import DataTable, Drawing
 from spbench.bench.tools.report.svg import AXIS, Svg
 from spbench.bench.units import GIB, three_digits
 from spbench.plots.series import gpus, grouped, settings, strategy
-from spbench.plots.style import contrast, length_text, looks, method_color, number, strategy_name, tick_texts
+from spbench.plots.style import (
+    contrast,
+    length_text,
+    looks,
+    method_color,
+    model_name,
+    number,
+    strategy_name,
+    tick_texts,
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,8 @@ _Entry = tuple[Row, Mapping[str, Any]]
 def best_drawing(
     name: str, caption: str, cells: Sequence[CellResult], questions: Sequence[MethodQuestion], along: str
 ) -> Drawing | None:
-    """Heat maps of the best method over GPUs and ``along``, one for each question, model and cluster where
-    methods were compared; those with the most comparisons come first. The table has all places.
+    """Heat maps of the best method over GPUs and ``along``, one for each question, model and cluster
+    with several places where methods were compared, the most compared first. The table has all places.
 
     Args:
         along: seq_len or batch.
@@ -67,9 +76,10 @@ def best_drawing(
     if not lines:
         return None
     place = "sequence length" if along == "seq_len" else "batch"
-    maps = grouped(lines, lambda line: f"{line['metric']}: {line['model']} on {line['cluster']}")
+    maps = grouped(lines, _map_title)
     compared = {title: sum(bool(line["compared with"]) for line in some) for title, some in maps.items()}
-    chosen = sorted(filter(compared.__getitem__, maps), key=lambda title: -compared[title])
+    # a map of one place says no more than its line in the table
+    chosen = sorted((t for t in maps if compared[t] and len(maps[t]) > 1), key=lambda title: -compared[title])
     methods = {line["strategy"] for title in chosen for line in maps[title] if line["strategy"]}
     heads = [head for head in lines[0] if head != "strategy"]
     return Drawing(
@@ -78,6 +88,10 @@ def best_drawing(
         DataTable(name, caption, lines, heads, sortable=True),
         {strategy_name(method): look.color for method, look in looks(methods).items()},
     )
+
+
+def _map_title(line: Mapping[str, Any]) -> str:
+    return f"{line['metric']} ({line['unit']}): {model_name(line['model'])} on {line['cluster']}"
 
 
 def _best(cells: Sequence[CellResult], question: MethodQuestion, along: str) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,7 @@ def _bar(event: Mapping[str, Any]) -> Bar:
         "row": f"rank {rank} " + ("compute" if lane == 0 else "network" if lane == 1 else f"network {lane}"),
         "phase": details["phase"],
         "operator": event["name"],
-        "kind": str(event["name"]) if is_collective else _CLASSES.get(kernel, kernel),
+        "kind": str(event["name"]).replace("_", "-") if is_collective else _CLASSES.get(kernel, kernel),
         "start": _in_ms(event["ts"]),
         "end": _in_ms(event["ts"] + event["dur"]),
         "duration": _in_ms(event["dur"]),
@@ -118,7 +118,9 @@ def _line(bar: Bar) -> dict[str, Any]:
 
 def kind_colors(kinds: Sequence[str]) -> dict[str, str]:
     """The colour of each kind of bar, kernels first; the same on every page."""
-    collectives = dict(zip(WIRE_SHARE, cycle(_COLORS), strict=False))
+    collectives = {
+        name.replace("_", "-"): color for name, color in zip(WIRE_SHARE, cycle(_COLORS), strict=False)
+    }
     colors = {**_KERNELS, **collectives, _WAIT: "#9aa3ad"}
     return {kind: color for kind, color in colors.items() if kind in kinds}
 

@@ -104,6 +104,8 @@ _UNITS = {"gib": "GiB", "gb": "GB", "mb": "MB", "mib": "MiB", "ms": "ms", "s": "
 
 def quantity_words(name: str) -> str:
     """The name of a quantity for people: "throughput (tokens/s)" of "throughput_tokens_per_s"."""
+    if name == "max_seq_len":
+        return "longest sequence (tokens)"
     rate = name.endswith("_per_s")
     words, _, unit = name.removesuffix("_per_s").rpartition("_")
     if not words or not (rate or unit in _UNITS):

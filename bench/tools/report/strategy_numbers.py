@@ -34,7 +34,7 @@ def formula_lines(row: Row) -> list[Line]:
             if column == _FORMULA:
                 purposes.setdefault(_place(entry), {})[entry["purpose"]] = None
     for place, line in lines.items():
-        line["what is sent"] = ", ".join(purposes.get(place, ()))
+        line["purpose"] = ", ".join(purposes.get(place, ()))
         line["difference"] = line[_METERED] - line[_FORMULA]
     differing = {place for place, line in lines.items() if line["difference"]}
     others = [
@@ -46,13 +46,13 @@ def formula_lines(row: Row) -> list[Line]:
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    return entry["phase"], entry["collective"], entry.get("axis", "")
+    return entry["phase"], entry["collective"].replace("_", "-"), entry.get("axis", "")
 
 
 def _line(entry: Mapping[str, Any], purpose: str, formula: float = 0, metered: float = 0) -> Line:
     place = dict(zip(("phase", "collective", "axis"), _place(entry), strict=True))
     numbers = {_FORMULA: formula, _METERED: metered, "difference": metered - formula}
-    return {**place, "what is sent": purpose, **numbers}
+    return {**place, "purpose": purpose, **numbers}
 
 
 def memory_lines(rows: Iterable[Row]) -> list[Line]:

@@ -101,11 +101,12 @@ def test_the_heat_map_has_what_was_compared() -> None:
         cell("lasp", tokens_per_s=100.0),
         cell("ulysses", status="oom"),
         cell("single", tokens_per_s=2.0),
+        cell("lasp", seq_len=1024, tokens_per_s=90.0),
     ]
     drawing = best_drawing("best", "Best", cells, BY_LENGTH[:1], "seq_len")
     assert drawing is not None
     ((title, svg),) = drawing.panels
-    assert title == "fastest: bert-base on local, GPUs by sequence length"
+    assert title == "fastest (tokens/s): BERT base on local, GPUs by sequence length"
     words = "batch: 1; compared with: No sequence parallelism; out of memory: Ulysses"
     assert f"<title>LASP: 100 tokens/s; {words}</title>" in svg
     assert "512" in svg

@@ -229,7 +229,7 @@ def test_another_rank_that_differs_has_a_line() -> None:
             "formula_difference": [entry | {"rank": 3, "formula_bytes": 0, "metered_bytes": 8}],
         }
     }
-    assert [(line["what is sent"], line["difference"]) for line in formula_lines(row)] == [
+    assert [(line["purpose"], line["difference"]) for line in formula_lines(row)] == [
         ("state", 0),
         ("on rank 3", 8),
     ]

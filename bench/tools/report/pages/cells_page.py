@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -33,7 +34,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "shown": [name for name in _SHOWN if name in columns],
         "rows": [[row[name] for name in columns] for row in rows],
     }
-    details = [finite(_details(cell)) for cell in gathered.cells]
+    details = _pooled([finite(_details(cell)) for cell in gathered.cells])
     committed = """These are the committed results. `spbench reproduce all` measures every cell (9 minutes on
 two cores), and this page then has all of them with all of their numbers."""
     yield Page(
@@ -53,6 +54,14 @@ two cores), and this page then has all of them with all of their numbers."""
         },
         scripts=("data/cells.js", "data/cell-details.js", "assets/cells.js"),
     )
+
+
+def _pooled(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The details with each part once: many cells have the same settings and closed form."""
+    pool: dict[str, int] = {}
+    numbers = [[pool.setdefault(json.dumps(part), len(pool)) for part in each.values()] for each in details]
+    titles = list(details[0]) if details else []
+    return {"titles": titles, "parts": [json.loads(part) for part in pool], "cells": numbers}
 
 
 def _form(rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -87,7 +96,7 @@ def _details(cell: CellResult) -> dict[str, Any]:
     return {
         "": {"reason": row["reason"]} if row["reason"] else {},
         "Sent bytes a rank, by phase and collective": _compact(measured.get("communication") or []),
-        "The strategy's closed form": _compact(measured.get("formula") or []),
+        "The strategy's closed form": _compact(_counted(measured.get("formula") or [])),
         "Memory held at the peak, by category (bytes)": measured.get("peak_held") or {},
         "Time of a step (s)": {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})},
         "Losses by step": _compact(measured.get("losses") or []),
@@ -98,6 +107,12 @@ def _details(cell: CellResult) -> dict[str, Any]:
         },
         "Provenance": {name: value for name, value in provenance.items() if value},
     }
+
+
+def _counted(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines that are the same, as those of equal layers, as one with the number of ``times``."""
+    times = Counter(tuple(line.items()) for line in lines)
+    return [{"times": count, **dict(line)} for line, count in times.items()]
 
 
 def _compact(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

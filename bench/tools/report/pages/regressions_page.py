@@ -63,8 +63,11 @@ def _facts(
 ) -> Iterator[str]:
     judged = [gate.judgement for gate in all_gates if gate.judgement is not None]
     worse = sum(judgement.fails for judgement in judged)
-    text = _counted(worse, f"{worse} of {len(judged)}") if judged else marked("unjudged", "Not run:")
-    yield f"{text} results are worse than their baselines; {len(judged)} of {len(all_gates)} were judged"
+    if judged:
+        text = _counted(worse, f"{worse} of {len(judged)}")
+        yield f"{text} results are worse than their baselines; {len(all_gates)} baselines in all"
+    else:
+        yield f"{marked('unjudged', 'Not judged')}: no results of this code beside {len(all_gates)} baselines"
     if history:
         of = counts(assessments)
         commits = len({record.commit.hash for record in history.records})

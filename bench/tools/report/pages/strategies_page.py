@@ -33,7 +33,7 @@ from spbench.bench.tools.report.report_markdown import (
 )
 from spbench.impls.registries import absent, peers, strategies
 from spbench.impls.strategies.base import Strategy
-from spbench.plots.style import strategy_name
+from spbench.plots.style import model_name, strategy_name
 
 GROUP = "Strategies"
 #: statuses of cells that a strategy has run
@@ -89,7 +89,7 @@ def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Se
         {"strategies": markdown_table(lines), "peers": markdown_table(of_peers)},
         GROUP,
         30,
-        "Ways to spread the training of one sequence over several devices, on one interface.",
+        "Strategies that divide the training of one sequence among several devices.",
         "All strategies",
     )
 
@@ -156,7 +156,7 @@ def _facts(cls: type[Strategy]) -> str:
 
 def _at(cell: Cell) -> str:
     """The model and the shape of a cell, in words."""
-    return f"{cell.model}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
+    return f"{model_name(cell.model)}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
 
 
 def _made(row: Row, cell: Cell) -> str:
@@ -186,10 +186,10 @@ There is no trace of a layer of it: a line in `scenarios/layers.yaml` and {_MAKE
         on = f"{ranks} rank{'s' * (ranks > 1)}{options}"
         yield f"""### One layer on {on} {{#layer{of}}}
 
-A training step of {_at(cell)}, with one layer and a small vocabulary, on the mesh {code(cell.mesh_text)} of
-the cluster {code(cell.cluster)}: the trace of the simulated step. A row of kernels and one or two of
-communication for each rank; lines between rows are messages. A rank that waits shows it as a light bar. Point
-at a bar to see what it is. {_made(row, cell)}"""
+A simulated training step of {_at(cell)}, with one layer and a small vocabulary, on the mesh
+{code(cell.mesh_text)} of the cluster {code(cell.cluster)}. Each rank has a row of kernels and one or two rows
+of communication; lines between rows are messages, light bars are waits. Point at a bar to read its numbers.
+{_made(row, cell)}"""
         for phase in ("forward", "backward"):
             yield layer_drawing(trace, phase, f"layer{of}-{phase}", f"{_at(cell)}, on {on}")
         caption = f"What each rank's time of the step goes to{options}"

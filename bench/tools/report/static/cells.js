@@ -91,7 +91,7 @@ function part([title, { columns, lines, ...pairs }]) {
 table.on("click", "td.opener button", (event) => {
   const button = event.target, row = table.row(button.closest("tr")), open = row.child.isShown();
   if (open) row.child.hide();
-  else row.child(element("div", { className: "detail" }, ...Object.entries(details[row.data().at(-1)]).map(part))).show();
+  else row.child(element("div", { className: "detail" }, ...details.cells[row.data().at(-1)].map((at, n) => part([details.titles[n], details.parts[at]])))).show();
   button.setAttribute("aria-expanded", String(!open));
   button.textContent = open ? "+" : "\u2212";
 });
