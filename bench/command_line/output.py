@@ -2,8 +2,6 @@
 memory, which several commands show; and lines broken between words.
 
 Nothing here imports torch, pandas or rich.
-
-Nothing here imports torch, pandas or rich.
 """
 
 from __future__ import annotations

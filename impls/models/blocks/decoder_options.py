@@ -35,6 +35,9 @@ _WAYS = {
 class DecoderOptions(AttentionHeads, PackedSequences):
     """What the layers of a decoder are made of, and which kernels they use.
 
+    An option that changes how, not what, a layer computes has its plain value in
+    :attr:`DecoderModel.plain_options`, and a value to verify in :meth:`DecoderModel.variants`.
+
     Attributes:
         kv_heads: heads of keys and values in softmax attention, each for ``heads / kv_heads`` of queries
             (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.

@@ -1,0 +1,50 @@
+"""Verification's oracle runs without any option that changes how, and not what, a model computes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from spbench.impls.models.model import models
+
+#: options that change what a model computes: sizes, layers, functions
+WHAT = {
+    *("layers", "hidden", "heads", "kv_heads", "head_dim", "head_size", "inner", "channels", "patch"),
+    *("vocabulary", "vocabulary_multiple", "max_positions", "token_types", "text_hidden", "text_tokens"),
+    *("time_features", "temporal", "leading", "key_size", "value_size", "state_heads", "state_key_heads"),
+    *("convolution", "pattern", "softmax_every", "kind", "window", "sinks", "documents", "documents_seed"),
+    *("norm", "norm_epsilon", "pre_norm", "embedding_norm", "qk_norm", "attention_norm", "output_gate"),
+    *("mlp", "biases", "qkv_bias", "parallel_residual", "position", "rotary_base", "rotary_share"),
+    *("tied", "binary_head", "linformer"),
+}
+#: options that change how, which the oracle may keep, with the reason
+HARMLESS = {
+    "separate_projections": "names and shapes of parameters differ, which the oracle must share",
+    "mask_shape": "a shape of the padding mask, which an input has",
+    "loader_mask": "a tensor that no operator reads",
+    "autotune_copies": "of a compiler that the plain loss does not call",
+    "autotune_flush_kib": "of a compiler that the plain loss does not call",
+    "recompute_method": "of recomputation, which is off",
+    "recompute_layers": "of recomputation, which is off",
+}
+#: options of one model
+KEPT = {
+    ("BertModel", "dropout"): "verification runs without dropout",
+    ("AttentionCallModel", "attention"): "decides by which rate the call is timed, not what runs",
+}
+
+
+def test_every_option_is_plain_in_the_oracle_or_said_to_change_what_is_computed() -> None:
+    missing = [
+        f"{type(model).__name__}.{field.name}"
+        for model in models().values()
+        for field in fields(model)
+        if field.name not in {*model.plain_options, *WHAT, *HARMLESS}
+        and (type(model).__name__, field.name) not in KEPT
+    ]
+    assert missing == []
+
+
+def test_the_lists_name_options_that_exist() -> None:
+    names = {field.name for model in models().values() for field in fields(model)}
+    assert {*WHAT, *HARMLESS} <= names
+    assert not {*WHAT} & {*HARMLESS}
