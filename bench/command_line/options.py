@@ -269,6 +269,7 @@ def body(place: str) -> Callable[[Command], Function]:
             module, _, name = place.partition(":")
             return getattr(importlib.import_module(f"spbench.bench.tools.{module}"), name)(**arguments)
 
+        vars(run)["body"] = place
         return run
 
     return with_body

@@ -1,15 +1,18 @@
 """The command line: exit codes, and one line for each thing that a user can get wrong."""
 
 import errno
+import importlib
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from spbench.bench.command_line.cli import main
+from spbench.bench.command_line.cli import cli, main
 from tests.tools.commands.conftest import Run
 
 RUN = ("run", "--scenario", "small.yaml")
@@ -135,3 +138,25 @@ def test_what_a_cluster_sets_for_all_processes_is_no_launcher(
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("spbench ")
+
+
+#: options that decorators take, and what they give the command's body for them
+TAKEN = {
+    "asked": {"all_variants", "fresh", "jobs", "paper", "write"},
+    "sizes": {"batch", "cp", "dp", "pp", "seq_len", "sp", "tp"},
+    "shape": {"batch", "cluster", "model", "seq_len", "strategy", "world_size"},
+    "narrowing": {"changes", "placed", "variant", "where"},
+}
+
+
+@pytest.mark.parametrize("name", ["advise", "fit", "flags", "import", "reproduce", "trace", "verify"])
+def test_a_body_has_the_parameters_that_its_command_gives(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    module, _, function = vars(command.callback)["body"].partition(":")
+    body = getattr(importlib.import_module(f"spbench.bench.tools.{module}"), function)
+    options = {parameter.name for parameter in command.params} - {"form", "wide", "details", "quiet"}
+    parameters = {*inspect.signature(body).parameters}
+    grouped = [taken for given, taken in TAKEN.items() if given in parameters]
+    assert parameters - options <= {*TAKEN}
+    assert options - parameters <= {"strategy"}.union(*grouped)
