@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spbench.bench.measure.simulator.periods import periods_of
 from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Group, Program
 from spbench.bench.measure.simulator.steps import Meeting, Steps
 
@@ -68,7 +67,6 @@ class World:
             the simulated rank.
         meetings: by program, and by (SEND or RECV, index of the peer), the other halves.
         alike: by program and step of a collective, the step of every program of the same collective.
-        periods: by program, where it repeats itself; looked for if all ranks run one.
 
     Raises:
         Deadlock: a send without its receive, or the reverse; the rank and event.
@@ -97,11 +95,6 @@ class World:
             for number, steps in enumerate(self.steps)
         ]
         self.alike = self._align()
-        alone = len(self.steps) == 1
-        self.periods = [
-            periods_of(steps, meetings) if alone else []
-            for steps, meetings in zip(self.steps, self.meetings, strict=True)
-        ]
 
     def _meet(self, number: int, kind: int, peer: int, posts: list[_Posts]) -> Iterator[Meeting]:
         steps = self.steps[number]

@@ -8,7 +8,7 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
 from spbench.bench.measure.simulator.lighter_ranks import unlike_work
 from spbench.bench.measure.simulator.message_matching import World
-from spbench.bench.measure.simulator.occupancy import Channels, tick_of
+from spbench.bench.measure.simulator.occupancy import Channels
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL
 
 
@@ -34,23 +34,17 @@ class SimulationState:
         self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
         self.kernel_s = [costs.kernels(steps.program) for steps in self.steps]
         launched = [None if costs.host is None else host_seconds(costs.host, s.program) for s in self.steps]
-        if any(world.periods):
-            gaps = costs.launch_s * (self.steps[0].program.kind == KERNEL)
-            costs = costs.in_ticks(tick_of(world, costs, self.kernel_s[0] + gaps, launched[0]))
-            self.kernel_s = [costs.whole(self.kernel_s[0])]
         self.costs = costs
         #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
         self.taken: list[list[float]] = []
         self.before: list[list[float]] = []
         self.hosts: list[HostClock | None] = []
-        for steps, seconds, work, periods in zip(
-            self.steps, self.kernel_s, launched, world.periods, strict=True
-        ):
+        for steps, seconds, work in zip(self.steps, self.kernel_s, launched, strict=True):
             program = steps.program
             taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
             spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
             self.taken.append(taken[steps.at].tolist())
-            self.hosts.append(None if work is None else HostClock(costs, steps, taken, work, periods))
+            self.hosts.append(None if work is None else HostClock(costs, steps, taken, work))
             self.before.append(np.diff(spent[steps.at], prepend=0.0, append=spent[-1]).tolist())
         self.losses = [steps.beside_computing(bool(costs.overlap_loss)) for steps in self.steps]
         self.channels = Channels(world, costs)
