@@ -29,15 +29,7 @@ def _not_one_program(*_: Any) -> None:
 
 
 def _every_rank(traced: virtual.ClassTraces, *cluster: Any) -> Any:
-    made = _simulator(dataclasses.replace(traced, fold=False), *cluster)
-    made.fast_forward = True
-    return made
-
-
-def _every_period(traced: virtual.ClassTraces, *cluster: Any) -> Any:
-    made = _simulator(traced, *cluster)
-    made.fast_forward = False
-    return made
+    return _simulator(dataclasses.replace(traced, fold=False), *cluster)
 
 
 def _nothing_chosen(_: Any) -> AbstractContextManager[None]:
@@ -59,7 +51,6 @@ _OFF: dict[str, tuple[Any, str, Any]] = {
     "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),
     "folding": (virtual.ClassTraces, "simulator", _every_rank),
-    "fast-forward": (virtual.ClassTraces, "simulator", _every_period),
     "extrapolation": (search, "Programs", _not_one_program),
     "preloaded": (processes, "START_METHOD", "spawn"),
 }

@@ -38,7 +38,7 @@ from spbench.impls.layout import Unsupported
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
-#: step of every rank is simulated (:mod:`measure.simulator.simulate`, :mod:`measure.simulator.fast_forward`)
+#: rank is simulated (:mod:`measure.simulator.simulate`)
 PLAIN_TRACE = "SPBENCH_PLAIN_TRACE"
 
 _log = logging.getLogger(__name__)

@@ -105,7 +105,7 @@ class ClassTraces:
     """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
 
     Attributes:
-        fold: whether a simulation leaves out ranks and periods that do as others do, see :class:`Simulator`.
+        fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`.
     """
 
     cell: Cell

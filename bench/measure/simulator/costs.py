@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import TypeVar
 
 import numpy as np
@@ -74,7 +73,6 @@ def check_rates(cluster: Cluster, precision: str, world: int) -> None:
 
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
-Seconds = TypeVar("Seconds", float, np.ndarray)
 
 
 def node_of(ranks: Ranks, cluster: Cluster) -> Ranks:
@@ -95,7 +93,6 @@ class Costs:
         step_overhead_s: of a step, beside its kernels and its communication.
         host: figures of the process that launches; None: launching takes no time.
         overlap_loss: seconds of computing lost for each second that a collective runs beside it.
-        tick_s: of which each time of a simulation is a whole multiple; 0: of none.
     """
 
     def __init__(
@@ -122,18 +119,6 @@ class Costs:
         )
         self.within = LinkRate(node.latency_s.value or 0.0, self._bandwidth(node.bandwidth_bytes_per_s.value))
         self.nics = network.nics_per_node
-        self.tick_s = 0.0
-
-    def in_ticks(self, tick_s: float) -> Costs:
-        """These, for a simulation in multiples of that time."""
-        found = copy(self)
-        found.tick_s = tick_s
-        found.launch_s = float(found.whole(self.launch_s))
-        return found
-
-    def whole(self, seconds: Seconds) -> Seconds:
-        """The nearest whole multiple of the tick."""
-        return np.rint(seconds / self.tick_s) * self.tick_s if self.tick_s else seconds
 
     def _bandwidth(self, value: float | None) -> float:
         return (value or float("nan")) * self.calibration.link_efficiency

@@ -15,15 +15,15 @@ the longest way through both: up to the launch of a kernel on the host, then on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, RECORD, WAIT, Program
-from spbench.bench.measure.simulator.steps import Periods, Steps
+from spbench.bench.measure.simulator.steps import Steps
 
 #: the most events between two moments at which the host waits for a device that is too far behind
 PIECE = 128
@@ -44,15 +44,6 @@ def host_seconds(host: Host, program: Program) -> np.ndarray:
     return dispatch + program.host @ each
 
 
-class Ran(NamedTuple):
-    """How some ranks went through a piece: the compute stream's clock after it, and the host's before and
-    after it waited for a device too far behind."""
-
-    stream: np.ndarray
-    launched: np.ndarray
-    host: np.ndarray
-
-
 class HostClock:
     """The hosts of the simulated ranks that run a program.
 
@@ -60,29 +51,22 @@ class HostClock:
         costs: of a cluster with a host.
         taken: seconds of each event's kernel, with the gap after it.
         work: of each event, see :func:`host_seconds`.
-        periods: of the program, which are cut alike.
 
     Attributes:
         now: the clock of each rank.
         latency: of a launch.
     """
 
-    def __init__(
-        self, costs: Costs, steps: Steps, taken: np.ndarray, work: np.ndarray, periods: Sequence[Periods]
-    ):
+    def __init__(self, costs: Costs, steps: Steps, taken: np.ndarray, work: np.ndarray):
         program, host = steps.program, costs.host
         assert host is not None
-        self.latency = costs.whole(host.seconds("launch_latency_s"))
-        self.work = costs.whole(work)
-        self._begun = costs.whole(host.seconds("step_s"))
+        self.latency, self.work = host.seconds("launch_latency_s"), work
+        self._begun = host.seconds("step_s")
         self.now = np.full(len(steps.ranks), self._begun)
         on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
         joins = (program.host[:, _JOINS] > 0) | (on_compute & host.synchronous)
         cut = np.append(joins, True)
         cut[::PIECE] = True
-        for each in periods:
-            cut[each.event : each.end_event] = joins[each.event : each.end_event]
-            cut[each.event : each.end_event].reshape(each.count, each.events)[:, ::PIECE] = True
         cut[steps.at + 1] = True
         #: events at which pieces begin, and the end
         self.cuts = np.flatnonzero(cut)
@@ -99,8 +83,8 @@ class HostClock:
         waited_for = behind[others]
         #: [pieces that are waited for, ranks]: when the compute stream has done them
         self._done = np.zeros((len(waited_for), len(steps.ranks)))
-        self._noted = np.full(len(first), -1)
-        self._noted[waited_for] = np.arange(len(waited_for))
+        noted = np.full(len(first), -1)
+        noted[waited_for] = np.arange(len(waited_for))
         self._behind = np.cumsum(others) - 1
         #: of each piece: whether the host waits for the compute stream before it; T, H and M; where its end
         #: is noted, for later ones to wait for, and where that of the one is noted which the device must have
@@ -110,7 +94,7 @@ class HostClock:
             np.diff(kernels_s[self.cuts]),
             np.diff(host_s[self.cuts]),
             through,
-            self._noted,
+            noted,
             self._behind,
         )
         #: by the number of their steps' block, the first of the pieces, and a row of each
@@ -120,16 +104,10 @@ class HostClock:
         self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
 
     def reach(
-        self,
-        step: int,
-        stream: np.ndarray,
-        host: np.ndarray,
-        who: slice | np.ndarray,
-        ran: list[Ran] | None = None,
+        self, step: int, stream: np.ndarray, host: np.ndarray, who: slice | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The compute stream's clock and the host's of some ranks when they have come to a step and the host
-        has dispatched it, from those after the step before. How they went through each piece is added to
-        ``ran``."""
+        has dispatched it, from those after the step before."""
         first, end = self._first_of[step], self._first_of[step + 1]
         begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
         for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
@@ -137,13 +115,11 @@ class HostClock:
                 host = np.maximum(host, stream)
             if through_s != _NO_KERNEL:  # else the stream stays where it is
                 stream = np.maximum(stream + kernels_s, host + through_s)
-            host = launched = host + host_s
+            host = host + host_s
             if noted >= 0:
                 self._done[noted, who] = stream
             if behind >= 0:
                 host = np.maximum(host, self._done[behind, who])
-            if ran is not None:
-                ran.append(Ran(stream, launched, host))
         return stream, host
 
     def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:
@@ -153,32 +129,6 @@ class HostClock:
         rows = list(zip(*(column[first:end].tolist() for column in self._pieces), strict=True))
         self._blocks[number] = first, rows
         return first, rows
-
-    def written_on(self, step: int, ran: Sequence[Ran], count: int, shift: float) -> int:
-        """Note what the compute stream does in ``count`` periods from a step on, as the one before did, each
-        later by ``shift`` seconds. Returns in how many of them the host waits for its device as there.
-
-        Args:
-            ran: how all ranks went through the pieces of the period before.
-        """
-        first, size = self._first_of[step], len(ran)
-        streams, launched, hosts = (np.array(each) for each in zip(*ran, strict=True))
-        written, some = 0, 1
-        while written < count:
-            some = min(some, count - written)
-            pieces = slice(first + written * size, first + (written + some) * size)
-            later = shift * np.arange(written + 1, written + some + 1)[:, None, None]
-            noted, behind = self._noted[pieces], self._behind[pieces]
-            done = (streams + later).reshape(len(noted), -1)
-            self._done[noted[noted >= 0]] = done[noted >= 0]
-            waits = behind >= 0
-            found = (launched + later).reshape(len(noted), -1)
-            found[waits] = np.maximum(found[waits], self._done[behind[waits]])
-            alike = (found.reshape(some, size, -1) == hosts + later).all((1, 2))
-            if not alike.all():
-                return written + int(alike.argmin())
-            written, some = written + some, 2 * some
-        return written
 
     def of_rank(self, place: int) -> Callable[[int, float], float]:
         """For one simulated rank, when each event can start at the earliest; to be called with an event and

@@ -10,7 +10,6 @@ of its peers, and process groups.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Group, Program
-from spbench.bench.measure.simulator.steps import Meeting, Steps, periods_of
+from spbench.bench.measure.simulator.steps import Meeting, Steps
 
 
 class Deadlock(ValueError):
@@ -73,7 +72,6 @@ class World:
             the simulated rank.
         meetings: by program, and by (SEND or RECV, index of the peer), the other halves.
         alike: by program and step of a collective, the step of every program of the same collective.
-        periods: by program, where it repeats itself; looked for if all ranks run one.
 
     Raises:
         Deadlock: a send without its receive, or the reverse; the rank and event.
@@ -102,11 +100,6 @@ class World:
             for number, steps in enumerate(self.steps)
         ]
         self.alike = self._align()
-        alone = len(self.steps) == 1
-        self.periods = [
-            periods_of(steps, meetings) if alone else []
-            for steps, meetings in zip(self.steps, self.meetings, strict=True)
-        ]
 
     def _meet(self, number: int, kind: int, peer: int, posts: list[_Posts]) -> Iterator[Meeting]:
         steps = self.steps[number]
@@ -151,10 +144,6 @@ class World:
         return alike
 
 
-#: bits of a float's mantissa
-_BITS = 53
-
-
 class Channel(NamedTuple):
     """What a send finds; each an array by position of the program's simulated ranks.
 
@@ -189,8 +178,7 @@ class Channels:
             )
             simulated = slice(len(steps.ranks))
             free = self._free.setdefault((number, peer), np.zeros(len(steps.ranks)))
-            whole = self._costs.whole
-            self._found[key] = Channel(whole(latency[simulated]), whole(nbytes * per_byte[simulated]), free)
+            self._found[key] = Channel(latency[simulated], nbytes * per_byte[simulated], free)
         return self._found[key]
 
 
@@ -240,35 +228,5 @@ class ProcessGroups:
         if key not in self._seconds:
             # groups that are not simulated take their share of the network cards too
             seconds = self._costs.collectives(collective, nbytes, self.ranks)
-            self._seconds[key] = self._costs.whole(np.array(seconds)[self.simulated])
+            self._seconds[key] = np.array(seconds)[self.simulated]
         return self._seconds[key]
-
-
-def tick_of(world: World, costs: Costs, kernels_s: np.ndarray, host_s: np.ndarray | None) -> float:
-    """The tick of a world of one program, in seconds: the smallest power of two of which a float can count as
-    many as its step can take.
-
-    Args:
-        kernels_s: of each of the program's events, with the gap after it.
-        host_s: of each, what it takes the host; None: hosts take no time.
-    """
-    (steps,) = world.steps
-    seconds = float(kernels_s.sum())
-    if costs.host is not None and host_s is not None:
-        latency, begun = costs.host.seconds("launch_latency_s"), costs.host.seconds("step_s")
-        seconds += begun + float(host_s.sum()) + latency * len(host_s)
-    channels, groups = Channels(world, costs), dict[int, ProcessGroups]()
-    kinds, _, partners = steps.columns
-    sends = np.flatnonzero(kinds == SEND).tolist()
-    alike = [(steps.partners[step], steps.at_once[step], steps.nbytes[step]) for step in sends]
-    step_of = dict(zip(alike, sends, strict=True))
-    for send, count in Counter(alike).items():
-        channel = channels.of(0, step_of[send])
-        seconds += count * float((channel.latency + channel.seconds).max())
-    for step in np.flatnonzero(kinds == COLLECTIVE).tolist():
-        if (group := int(partners[step])) not in groups:
-            groups[group] = ProcessGroups(world, costs, 0, group)
-        name = steps.program.names[steps.program.name[steps.at[step]]]
-        lasted = groups[group].seconds(name, steps.nbytes[step])
-        seconds += (1 + costs.overlap_loss) * float(lasted.max())
-    return math.ldexp(1.0, math.frexp(seconds)[1] - _BITS)

@@ -33,7 +33,7 @@ class Simulator:
         parameters: of the whole model, which a calibration may charge for.
         attention: the model's kernel of softmax attention, see :class:`AttentionRates`.
         fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
-            a shift, and periods of a program only until it is known what they do. The timeline is the same.
+            a shift. The timeline is the same.
         unlike_axis: of the mesh, along which ranks of one program have unlike work
             (:mod:`measure.simulator.lighter_ranks`); the last of them runs all of it. None: nowhere.
 
@@ -58,7 +58,7 @@ class Simulator:
         shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
         self.world = World(programs, program_of, shift)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
-        self.attention, self.fast_forward, self.unlike_axis = attention, fold, unlike_axis
+        self.attention, self.unlike_axis = attention, unlike_axis
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline; without a calibration, with the cluster's own for the precision.
@@ -69,7 +69,7 @@ class Simulator:
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
         costs = Costs(self.cluster, calibration, self.parameters, self.attention)
-        return Simulation(self.world, costs, self.fast_forward, self.unlike_axis).timeline()
+        return Simulation(self.world, costs, self.unlike_axis).timeline()
 
 
 def smallest_shift(programs: Sequence[Program], program_of: np.ndarray, cluster: Cluster) -> int:

@@ -14,8 +14,7 @@ All times are thus sums and maxima of costs, so no cost can fall and the step ta
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
 on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
-onto each other are simulated once (:mod:`measure.simulator.simulate`), and what a program repeats until
-it is known what it does (:mod:`measure.simulator.fast_forward`).
+onto each other are simulated once (:mod:`measure.simulator.simulate`).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.fast_forward import FastForward, SimulationState
 from spbench.bench.measure.simulator.message_matching import Deadlock, ProcessGroups, World
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
+from spbench.bench.measure.simulator.simulation_state import SimulationState
 from spbench.bench.measure.simulator.timeline import Timeline
 
 
@@ -35,13 +34,11 @@ class Simulation(SimulationState):
     """One simulation.
 
     Args:
-        fast_forward: write down periods of which it is known what they do; the times are the same.
         unlike_axis: see :class:`Simulator`.
     """
 
-    def __init__(self, world: World, costs: Costs, fast_forward: bool = True, unlike_axis: int | None = None):
+    def __init__(self, world: World, costs: Costs, unlike_axis: int | None = None):
         super().__init__(world, costs, unlike_axis)
-        self._forward = FastForward(self) if fast_forward and any(world.periods) else None
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
         self._heap: list[tuple[int, int]] = []
@@ -82,23 +79,15 @@ class Simulation(SimulationState):
         now = clocks[COMPUTE_STREAM, index]
         if host is not None:
             launching = host.now[index]
-        heap, forward = self._heap, self._forward
-        at = step
-        while at < len(kinds):
-            repeats = forward is not None and at == forward.next and everyone
+        heap = self._heap
+        for at in range(step, len(kinds)):
             # others of the program are here, or can catch up first: all go on together
-            if repeats or (heap and heap[0][0] <= at and heap[0][1] == number):
+            if heap and heap[0][0] <= at and heap[0][1] == number:
                 clocks[COMPUTE_STREAM, index] = now
                 if host is not None:
                     host.now[index] = launching
-                if forward is None or not repeats:
-                    self._resume(number, at, who)
-                    return
-                at = forward(at)
-                now = clocks[COMPUTE_STREAM, index]
-                if host is not None:
-                    launching = host.now[index]
-                continue
+                self._resume(number, at, who)
+                return
             kind, stream = kinds[at], streams[at]
             if host is None:
                 now = now + before[at]
@@ -124,7 +113,6 @@ class Simulation(SimulationState):
                     clocks[stream, index] = leaves
             else:
                 self._post(number, at, who, here)
-            at += 1
         if host is None:
             now = now + before[len(kinds)]
         else:
@@ -143,7 +131,7 @@ class Simulation(SimulationState):
             return None
         if lost := self.losses[number][at]:
             lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
-            here = here + self.costs.whole(self.costs.overlap_loss * lasted)
+            here = here + self.costs.overlap_loss * lasted
         self.left[number][at, index] = here = np.maximum(here, ends)
         return here
 

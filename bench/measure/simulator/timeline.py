@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from spbench.bench.measure.simulator.fast_forward import SimulationState
 from spbench.bench.measure.simulator.lighter_ranks import Alike
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, SEND
 from spbench.bench.measure.simulator.rank_events import Event, rank_events
+from spbench.bench.measure.simulator.simulation_state import SimulationState
 from spbench.bench.measure.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
