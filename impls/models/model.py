@@ -36,8 +36,9 @@ class Model(ABC):
     #: precision's type
     has_weights: ClassVar[bool] = True
     #: options with which the model is made of torch's own operators only, as verification's oracle is: every
-    #: option that changes how, not what, the model computes. One that is missing here makes verification blind
-    #: to it, since the oracle would run the same code; tests/impls/models/test_plain_options.py asks for each
+    #: option that changes how, not what, the model computes. One that is missing here makes verification
+    #: blind to it, as the oracle would run the same code; tests/impls/models/test_plain_options.py asks for
+    #: each
     plain_options: ClassVar[Mapping[str, Any]] = {}
 
     @property

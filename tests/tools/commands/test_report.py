@@ -26,7 +26,7 @@ def test_a_missing_library_is_one_line(
 def test_it_says_what_it_wrote_and_how_large_it_is(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "files", lambda _: {"index.html": b"0123456789"})
+    monkeypatch.setattr(building, "files", lambda *_: {"index.html": b"0123456789"})
     folder = tmp_path / "site"
     code, out, _ = command_line("report", "--output", str(folder), "--format", "json")
     assert code == 0
