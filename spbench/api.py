@@ -131,9 +131,11 @@ def advise(
     Args:
         model: a name, or the path of a config.json or .py file; a scenario; or the files of a job.
         cluster: its name or file.
-        gpus, seq_len: one or several; None: those of the job or scenario.
-        batch_tokens: of the whole batch; None: 4 Mi, or the batch of the job or scenario.
-        only, without: names of strategies and backends.
+        gpus: one number or several; None: those of the job or scenario.
+        seq_len: one sequence length or several; None: that of the job or scenario.
+        batch_tokens: tokens of the whole batch; None: 4 Mi, or the batch of the job or scenario.
+        only: names of strategies and backends that are searched alone.
+        without: names of strategies and backends that are left out.
         jobs: worker processes; None: one a usable core.
 
     Returns:
