@@ -199,20 +199,23 @@ def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s:
 
 
 def placed_again(row: Row, tree: Path, sources: dict[Path, str]) -> Mutation | None:
-    """The same mistake in today's files, in the file of the same name if several have the statement."""
+    """The same mistake in today's files: if several have the statement, in the file of the same name, and
+    between the same lines."""
 
-    def changed(diff: str) -> list[str]:
-        return [line[0] + line[1:].strip() for line in diff.splitlines()[2:] if line[0] in "-+"]
+    def lines(diff: str, signs: str) -> list[str]:
+        return [line[0] + line[1:].strip() for line in diff.splitlines()[2:] if line[0] in signs]
 
-    statement = changed(row["diff"])
+    statement, around = lines(row["diff"], "-+"), lines(row["diff"], "-+ ")
     needle = next((line[1:] for line in statement if line[0] == "-"), "")
-    same_name = sorted(sources, key=lambda file: file.name != Path(row["path"]).name)
-    for file in (file for file in same_name if needle in sources[file]):
+    places: dict[tuple[bool, bool], Mutation] = {}
+    for file in (file for file in sources if needle in sources[file]):
         for mutation in mutations(file.relative_to(tree).as_posix(), sources[file]):
-            same = (mutation.kind, mutation.text) == (row["kind"], row["text"])
-            if same and changed(mutation.diff(sources[file])) == statement:
-                return mutation
-    return None
+            if (mutation.kind, mutation.text) == (row["kind"], row["text"]):
+                diff = mutation.diff(sources[file])
+                if lines(diff, "-+") == statement:
+                    alike = file.name == Path(row["path"]).name, lines(diff, "-+ ") == around
+                    places.setdefault(alike, mutation)
+    return places[max(places)] if places else None
 
 
 def told(rows: Sequence[Row]) -> str:

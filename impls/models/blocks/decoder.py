@@ -134,7 +134,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile))
 
     def variants(self) -> list[Mapping[str, Any]]:
-        others = {"checkpointing", "recompute", "recompute_reentrant", "checkpoints", "unfused"}
+        recompute = {"recompute", "recompute_early_stop", "recompute_reentrant", "checkpoints"}
+        others = {"checkpointing", "unfused"} | recompute
         plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
