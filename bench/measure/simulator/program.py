@@ -69,7 +69,9 @@ class Group:
         places = tuple(tuple(c[i] % run // step * step for i, run, step in along) for c in coords)
         cut = any(mesh[i] > run for i, run, _ in along)
         different = [len({c[i] for c in coords}) for i in axes]
-        uneven = any(n < mesh[i] == run and step == 1 for n, (i, run, step) in zip(different, along, strict=True))
+        uneven = any(
+            n < mesh[i] == run and step == 1 for n, (i, run, step) in zip(different, along, strict=True)
+        )
         if pipeline is not None and (uneven or len(ranks) < prod(different)):
             distance = _distance(ranks, mesh, pipeline)
             if distance:
