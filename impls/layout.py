@@ -44,6 +44,7 @@ OtherKind = Literal[
     "stage_boundary",
     "tied_embedding",
     "overflow_flag",
+    "experts",
 ]
 SiteKind = MeetingKind | OtherKind
 SITE_KINDS: frozenset[str] = frozenset(get_args(MeetingKind) + get_args(OtherKind))
@@ -148,3 +149,14 @@ def mark_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     """Record on a parameter which part of the full one it is."""
     parameter.spbench_shard = shard  # type: ignore[attr-defined]
     return parameter
+
+
+def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
+    """Record on a parameter that it is one of a routed expert's, which the ranks along ep share out."""
+    parameter.spbench_expert = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter is one of a routed expert's."""
+    return getattr(parameter, "spbench_expert", False)

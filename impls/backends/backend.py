@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
-from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.composition import Composition, by_partial_axes, summed_axes
+from spbench.impls.folding import folds
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.traffic import Traffic
@@ -46,7 +47,8 @@ class HeldPart:
 @dataclass(frozen=True)
 class Summed:
     """Parameters that a rank holds (``elements`` of them) whose gradients are summed over one group: over
-    ``ranks`` along these ``axes`` of the strategy (1 without axes) and all ``replicas``."""
+    ``ranks`` along these ``axes`` of the strategy (1 without axes) and all ``replicas``. Those along ("edp",)
+    are replicas of experts already, so ``replicas`` is 1 there."""
 
     axes: tuple[str, ...]
     elements: int
@@ -61,7 +63,7 @@ class Summed:
     @property
     def group_axes(self) -> tuple[str, ...]:
         """The axes of the group."""
-        return ("dp", *self.axes)
+        return summed_axes(self.axes)
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,9 @@ def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> li
     partial: Counter[tuple[str, ...]] = Counter()
     for site in (s for s in sites if s.kind == "parameters"):
         partial.update({axes: n * site.count for axes, n in strategy.partial_elements(site).items()})
-    sets = [Summed(axes, n, strategy.place.size(*axes), replicas) for axes, n in partial.items()]
+    sets = [
+        Summed(axes, n, strategy.place.size(*axes), 1 if folds(axes) else replicas)
+        for axes, n in partial.items()
+    ]
     sets.append(Summed((), held - partial.total(), 1, replicas))
     return [summed for summed in sets if summed.elements]
