@@ -121,7 +121,59 @@ def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[i
     return result
 
 
-def expert_of_rows(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Which expert each row is of, int64 [R]."""
-    counts = torch.tensor(rows, device=device)
-    return torch.arange(len(rows), device=device).repeat_interleave(counts, output_size=sum(rows))
+@torch.library.custom_op("spbench::grouped_bias", mutates_args=())
+def _grouped_bias(
+    y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
+) -> Tensor:
+    added = torch.cat([bias.expand(n, -1) for bias, n in zip(biases, rows, strict=True)])
+    return y + (added if weights is None else added * weights.to(y.dtype)[:, None])
+
+
+@_grouped_bias.register_fake
+def _(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
+    return torch.empty_like(y)
+
+
+@torch.library.custom_op("spbench::grouped_bias_backward", mutates_args=())
+def _grouped_bias_backward(
+    d_y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    weighted = d_y if weights is None else d_y * weights.to(d_y.dtype)[:, None]
+    d_biases = [part.sum(0) for part in weighted.split(list(rows))]
+    if weights is None:
+        return d_biases, d_y.new_empty(0)
+    parts = zip(d_y.split(list(rows)), biases, strict=True)
+    return d_biases, torch.cat([(part * bias).sum(1) for part, bias in parts]).to(weights.dtype)
+
+
+@_grouped_bias_backward.register_fake
+def _(
+    d_y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    d_biases = [d_y.new_empty(d_y.shape[1]) for _ in rows]
+    return d_biases, d_y.new_empty(0) if weights is None else torch.empty_like(weights)
+
+
+class _GroupedBias(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weights, *biases)
+        ctx.rows = rows
+        return _grouped_bias(y, biases, rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *biases = ctx.saved_tensors
+        d_biases, d_weights = _grouped_bias_backward(d_y, biases, ctx.rows, weights)
+        return d_y, None, None if weights is None else d_weights, *d_biases
+
+
+def add_grouped_bias(
+    y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None = None
+) -> Tensor:
+    """y [R, F], whose next ``rows[i]`` rows are of expert i, plus the expert's bias [F], times the weight of
+    each row [R]."""
+    result: Tensor = _GroupedBias.apply(y, tuple(rows), weights, *biases)
+    return result

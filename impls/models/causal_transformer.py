@@ -30,6 +30,7 @@ MLPS = {
     "erf_gelu": ("gelu", False),
     "relu": ("relu", False),
     "squared_relu": ("squared_relu", False),
+    "clamped_swiglu": ("clamped_silu", True),
 }
 
 
@@ -176,6 +177,9 @@ PRESETS = {
         heads=32,
         inner=14336,
         window=4096,
+    ),
+    "moe-tiny": CausalTransformerModel(
+        **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
     ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12

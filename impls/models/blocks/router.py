@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder import DecoderModel
 
 _TINY = 1e-20
-#: rounds of Sinkhorn's scaling at most, and the mean change at which it ends (Megatron-LM's)
-_SINKHORN_ROUNDS, _SINKHORN_CHANGE = 1000, 1e-4
+#: rounds of Sinkhorn's scaling
+_SINKHORN_ROUNDS = 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Router(nn.Module):
         dtype = _at_least_float32(x.dtype) if model.router_dtype == "float32" else x.dtype
         logits = router_logits(x, self.weight, self.bias, dtype)
         if model.z_weight:
-            logits = self.strategy.with_loss(logits, self._z_loss(logits))
+            logits = self.strategy.losses.attach(logits, self._z_loss(logits))
         scores, to_choose = self._scores(logits)
         experts = torch.topk(self._limited(to_choose), model.experts_per_token, dim=1).indices
         if forced is not None:
@@ -64,7 +64,7 @@ class Router(nn.Module):
         dense = torch.zeros_like(logits).scatter(1, experts, weights)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         if model.aux_loss != "none":
-            dense = self.strategy.with_loss(dense, self._aux_loss(logits, chosen, batch))
+            dense = self.strategy.losses.attach(dense, self._aux_loss(logits, chosen, batch))
         return Routed(dense, chosen) if model.capacity is None else self._within_capacity(dense, chosen)
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,17 +153,15 @@ def _plain_aux_scores(logits: Tensor, router: str) -> Tensor:
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """exp(logits) [T, E] with rows and columns scaled until each expert has as much as the others; without
-    gradient (Megatron-LM's)."""
+    """exp(logits) [T, E] of this rank's tokens, with rows and columns scaled in turns until each expert has
+    nearly as much as the others; without gradient (Megatron-LM's, which ends where scales change little)."""
     with torch.no_grad():
         cost = logits.to(_at_least_float32(logits.dtype)).exp()
-        rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
+        tokens, experts = cost.shape
+        rows, columns = cost.new_ones(tokens), cost.new_ones(experts)
         for _ in range(_SINKHORN_ROUNDS):
-            rows = 1 / (len(rows) * ((cost * columns).sum(1) + 1e-8))
-            scaled = 1 / (len(columns) * ((cost * rows[:, None]).sum(0) + 1e-8))
-            change, columns = (columns - scaled).abs().mean(), scaled
-            if change < _SINKHORN_CHANGE:
-                break
+            rows = 1 / (tokens * ((cost * columns).sum(1) + 1e-8))
+            columns = 1 / (experts * ((cost * rows[:, None]).sum(0) + 1e-8))
         return columns * cost * rows[:, None]
 
 
@@ -190,21 +188,3 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.d
     """x [T, H] W^T + b -> [T, E] in ``dtype``."""
     logits: Tensor = _RouterLogits.apply(x, weight, bias, dtype)
     return logits
-
-
-class WithLoss(torch.autograd.Function):
-    """x, behind which backward begins that of a loss too, times ``scale()`` (MoEAuxLossAutoScaler of
-    Megatron-LM). So a loss of a layer needs no output of the layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Any) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
-        (loss,) = ctx.saved_tensors
-        return d_x, torch.ones_like(loss) * ctx.scale(), None
-
-
