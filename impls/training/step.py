@@ -147,6 +147,7 @@ class Training:
     ) -> Tensor:
         """A step without the optimizer; returns as :meth:`step` does."""
         self.strategy.random.begin_step(self.steps)
+        self.strategy.losses.begin_step(self.micro_batches, self.optimizer.scaled)
         self.steps += 1
         self.backend.zero()
         self.optimizer.begin()
