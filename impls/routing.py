@@ -113,7 +113,9 @@ def _shares(routing: str, experts: int) -> np.ndarray:
             f"routing is {LEARNED}, {EVEN}, {ZIPF}:S or the path of a file of counts, not {routing!r} ({error})"
         ) from error
     if len(counts) != experts or min(counts) < 0 or not math.isfinite(sum(counts)) or not sum(counts):
-        raise ValueError(f"routing: {routing} has {len(counts)} counts; give one for each of {experts} experts")
+        raise ValueError(
+            f"routing: {routing} has {len(counts)} counts; give one for each of {experts} experts"
+        )
     return np.array(counts)
 
 

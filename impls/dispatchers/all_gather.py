@@ -29,7 +29,11 @@ class AllGather(Dispatcher):
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
         group = self.place.group("ep", "etp")
-        x, weights, chosen = all_gather(x, 0, group), all_gather(weights, 0, group), gather_flags(chosen, group)
+        x, weights, chosen = (
+            all_gather(x, 0, group),
+            all_gather(weights, 0, group),
+            gather_flags(chosen, group),
+        )
         if self.ep > 1:
             weights, chosen = weights[:, self.mine].contiguous(), chosen[:, self.mine].contiguous()
         lengths = sent.sum(0)[self.mine]
@@ -38,7 +42,9 @@ class AllGather(Dispatcher):
 
     def combine(self, rows: Tensor, state: Any) -> Tensor:
         places, tokens = state
-        return reduce_scatter(unpermute(rows, places, tokens, self.permutation), 0, self.place.group("ep", "etp"))
+        return reduce_scatter(
+            unpermute(rows, places, tokens, self.permutation), 0, self.place.group("ep", "etp")
+        )
 
     @classmethod
     def traffic(

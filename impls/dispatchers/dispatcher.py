@@ -126,4 +126,6 @@ def with_backward(forward: Sequence[Traffic]) -> Iterator[Traffic]:
     for entry in forward:
         yield entry
         back = transposed[entry.collective]
-        yield Traffic("backward", f"gradient of {entry.purpose}", back, entry.count, entry.payload_bytes, entry.axes)
+        yield Traffic(
+            "backward", f"gradient of {entry.purpose}", back, entry.count, entry.payload_bytes, entry.axes
+        )

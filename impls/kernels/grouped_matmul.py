@@ -63,9 +63,7 @@ def _products(prefix: str) -> tuple[Any, Any, Any]:
         return [x.new_empty(d_y.shape[1], x.shape[1]) for _ in rows]
 
     @torch.library.custom_op(f"spbench::{prefix}grouped_accumulate_mm_", mutates_args={"into"})
-    def grouped_accumulate_mm_(
-        into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]
-    ) -> None:
+    def grouped_accumulate_mm_(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
         _accumulate(into, d_y, x, rows)
 
     @grouped_accumulate_mm_.register_fake
@@ -122,9 +120,7 @@ def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[i
 
 
 @torch.library.custom_op("spbench::grouped_bias", mutates_args=())
-def _grouped_bias(
-    y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
-) -> Tensor:
+def _grouped_bias(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
     added = torch.cat([bias.expand(n, -1) for bias, n in zip(biases, rows, strict=True)])
     return y + (added if weights is None else added * weights.to(y.dtype)[:, None])
 
@@ -156,9 +152,7 @@ def _(
 
 class _GroupedBias(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor) -> Tensor:
         ctx.save_for_backward(weights, *biases)
         ctx.rows = rows
         return _grouped_bias(y, biases, rows, weights)

@@ -92,7 +92,11 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor, d_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_permute_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors), None, None
+        return (
+            *_permute_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors),
+            None,
+            None,
+        )
 
 
 class _Unpermute(torch.autograd.Function):
@@ -107,9 +111,7 @@ class _Unpermute(torch.autograd.Function):
         return _unpermute_rows_backward(d_y.contiguous(), *ctx.saved_tensors, ctx.rows), None
 
 
-def permute(
-    x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of tokens x [T, H] by expert, and within one in the order of the tokens.
 
     Args:
@@ -146,13 +148,17 @@ def _chunks(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> list[Tenso
 
 
 @torch.library.custom_op("spbench::sort_rows", mutates_args=())
-def _sort_rows(x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _sort_rows(
+    x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = _row_order(sizes, order).to(x.device)
     return x[rows], weights[rows], rows.int()
 
 
 @_sort_rows.register_fake
-def _(x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weights), x.new_empty(len(x), dtype=torch.int32)
 
 

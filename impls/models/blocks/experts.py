@@ -178,7 +178,9 @@ class MixtureModule(nn.Module):
         y = project(self._activated(y, weights), expert.closes.weight)
         return y if expert.closes.bias is None else y + self._closing_bias(expert.closes.bias, weights)
 
-    def _grouped(self, experts: list[Expert], x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    def _grouped(
+        self, experts: list[Expert], x: Tensor, weights: Tensor | None, lengths: Sequence[int]
+    ) -> Tensor:
         y = grouped_project(x, [each.opens.weight for each in experts], lengths)
         if self.model.expert_biases:
             y = add_grouped_bias(y, [each.opens.bias.flatten() for each in experts], lengths)  # type: ignore[union-attr]
