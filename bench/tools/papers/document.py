@@ -10,7 +10,8 @@ alone. A paper has these parts:
 - docs/long_context.md, of the field alone: ``ladder``, the longest sequences by switches
 
 The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md, ``trust`` of
-README.md and ``statuses`` of docs/trust.md.
+README.md and ``statuses`` of docs/trust.md. `spbench reproduce bands` writes ``times`` of
+results/reproduction/times.md and ``classes`` of docs/trust.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FIRST_PAGE = Path("README.md")
 TRUST_PAGE = Path("docs", "trust.md")
 LENGTHS_PAGE = Path("docs", "long_context.md")
 DETAILS_FOLDER = Path("results", "reproduction")
+TIMES_PAGE = DETAILS_FOLDER / "times.md"
 
 VERDICT, COMPARED = "verdict", "compared"
 #: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
