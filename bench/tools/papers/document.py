@@ -148,23 +148,31 @@ def _rendered(text: str, findings: PaperFindings, details: str) -> str:
         if name == COMPARED:
             return markdown(_titled(findings))
         if further_lines and name == further:
-            return markdown(further_lines(findings.records))
+            return markdown(_once(further_lines(findings.records)))
         return findings.part(name)
 
     return _replaced(text, findings.paper, content)
 
 
+def _once(lines: Sequence[Line]) -> list[Line]:
+    """The lines with their first column blank where the line above has the same text there."""
+    firsts = [next(iter(line.items())) for line in lines]
+    above = [None, *firsts[:-1]]
+    return [
+        {**line, first[0]: "" if first == before else first[1]}
+        for line, first, before in zip(lines, firsts, above, strict=True)
+    ]
+
+
 def _titled(findings: PaperFindings) -> list[Line]:
     """All that was compared, with a link from each scenario's title to its part, once for its lines."""
     lines: list[Line] = []
-    above = ""
     for line in findings.verdict():
         scenario = line.pop("scenario")
         document = findings.documents.get(scenario)
         title = f"[{document.title}](#{scenario})" if document else "**all of the page**"
-        lines.append({"table or figure": "" if title == above else title, **line})
-        above = title
-    return lines
+        lines.append({"table or figure": title, **line})
+    return _once(lines)
 
 
 def _read(path: Path) -> str:
