@@ -37,6 +37,15 @@ WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate
 TOLD_FILE = "told_errors.csv"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
+#: by class of rates, what the rates rest on, for readers
+RESTS_ON = {
+    "sourced": "benchmarks of the same kernels and links",
+    "extrapolated": "the same kernel or link at another length, mask, head size or number of ranks",
+    "transferred": "the rate of another card, kernel or host",
+    "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
+    "fitted": "a scalar of the cluster, fitted to other published steps",
+    "datasheet": "datasheets alone",
+}
 #: the quantity of which splits are compared, by sample of the batch
 STEP_TIME = "step_time_ms"
 #: what quantities of memory of published tables are
@@ -236,6 +245,30 @@ def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list
             )
         lines.append(_all(rates, [each for each in covered.values() if each.rates == rates]))
     return [*lines, _all("all", list(covered.values()))]
+
+
+def class_lines(records: Sequence[Comparison]) -> list[Line]:
+    """A line for each class of rates: what it rests on, how many times and sources, the errors of the times,
+    and the share within the intervals that the other sources give, in which sources count alike."""
+    seen = observations(records, {})
+    covered = grouped(coverage(seen), lambda each: each.rates)
+    lines = []
+    for rates, some in sorted(
+        grouped(seen, lambda o: o.rates).items(), key=lambda of: [*RESTS_ON].index(of[0])
+    ):
+        errors = _errors([o.log_error for o in some])
+        lines.append(
+            {
+                "rates": rates,
+                "rest on": RESTS_ON[rates],
+                "times (sources)": f"{len(some)} ({len({o.source for o in some})})",
+                "median error": errors["median_error"],
+                "mean with its sign": errors["bias"],
+                "worst": errors["worst"],
+                "in 80% intervals": shown_share(overall(covered[rates])) if rates in covered else "",
+            }
+        )
+    return lines
 
 
 def _line(rates: str, source: str, times: int, within: str, **columns: Any) -> Line:
