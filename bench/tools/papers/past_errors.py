@@ -26,7 +26,7 @@ from spbench.bench.measure.trust.error_model import Covered, StepObservation, co
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import Line, distinct
-from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
+from spbench.bench.tools.papers.sources import COLLECTIONS, published_file
 from spbench.bench.units import difference, percent, shown_share, three_digits
 from spbench.plots.series import grouped
 
@@ -178,7 +178,7 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         records: of :func:`counted_times`.
         cells: by key; a record whose cell is not there is compared with no other.
     """
-    sources = [row for file in (FIELD_SOURCES_FILE, SOURCES_FILE) for row in published_file(file).rows]
+    sources = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
     measured_by = {row["file"]: row["measured by"] for row in sources}
 
     def observation(record: Comparison) -> StepObservation:
