@@ -167,7 +167,7 @@ def log_error(record: Comparison) -> float:
     """log(simulated / published) of the time that a record is of, or that its rate says."""
     published, ours = record.both
     error = math.log(ours / published)
-    return -error if record.quantity.endswith("per_s") else error
+    return -error if record.is_rate else error
 
 
 def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[StepObservation]:
@@ -188,8 +188,8 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         if (cell := cells.get(record.cell)) is None:
             return StepObservation(source, *rests)
         _, simulated = record.both
-        rate = record.quantity.endswith("per_s")  # of a run's cells, all of the same length
-        time = 1 / simulated if rate else simulated / (cell.batch or 1)
+        # a rate is of a run's cells, all of the same length
+        time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
         return StepObservation(source, *rests, _run_name(record, cell), math.log(time))
 
     return [observation(record) for record in records]

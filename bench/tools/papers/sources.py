@@ -1,6 +1,6 @@
-"""Published numbers: the CSV files that have them, and who published them: papers, and collections of what many
-people published, each of which is reproduced as one paper is: measurements of real machines, step times, and
-runs of mixtures of experts."""
+"""Published numbers: the CSV files that have them, and who published them: papers, and collections of what
+many people published (measurements of real machines, step times, runs of mixtures of experts), each of which
+is reproduced as one paper is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAPERS_FILE = "papers.csv"
 SOURCES_FILE = "sources.csv"
 ALL = "all"
 MEASURED, FIELD, EXPERTS = "measured", "field", "experts"
-#: collections that are reproduced under these names, as one does a paper: the file of who measured, and a title
+#: collections that are reproduced under these names, as one does a paper: the file of who measured, a title
 COLLECTIONS = {
     MEASURED: (SOURCES_FILE, "What real machines measured"),
     FIELD: ("field_sources.csv", "Step times that others published"),
@@ -142,7 +142,7 @@ def papers() -> dict[str, Paper]:
     ]
     for name, (file, title) in COLLECTIONS.items():
         rows = published_file(file).rows
-        who = [f"{row['measured by']} ({row['commit']})" if "commit" in row else row["measured by"] for row in rows]
+        who = [row["measured by"] + (f" ({row['commit']})" if "commit" in row else "") for row in rows]
         listed.append(Paper(name, ", ".join(dict.fromkeys(who)), title))
     return {paper.name: paper for paper in listed}
 
