@@ -26,7 +26,7 @@ from spbench.bench.measure.trust.error_model import Covered, StepObservation, co
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import Line, distinct
-from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
+from spbench.bench.tools.papers.sources import COLLECTIONS, published_file
 from spbench.bench.units import difference, percent, shown_share, three_digits
 from spbench.plots.series import grouped
 
@@ -176,7 +176,7 @@ def log_error(record: Comparison) -> float:
     """log(simulated / published) of the time that a record is of, or that its rate says."""
     published, ours = record.both
     error = math.log(ours / published)
-    return -error if record.quantity.endswith("per_s") else error
+    return -error if record.is_rate else error
 
 
 def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[StepObservation]:
@@ -187,7 +187,7 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         records: of :func:`counted_times`.
         cells: by key; a record whose cell is not there is compared with no other.
     """
-    sources = [row for file in (FIELD_SOURCES_FILE, SOURCES_FILE) for row in published_file(file).rows]
+    sources = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
     measured_by = {row["file"]: row["measured by"] for row in sources}
 
     def observation(record: Comparison) -> StepObservation:
@@ -197,8 +197,8 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         if (cell := cells.get(record.cell)) is None:
             return StepObservation(source, *rests)
         _, simulated = record.both
-        rate = record.quantity.endswith("per_s")  # of a run's cells, all of the same length
-        time = 1 / simulated if rate else simulated / (cell.batch or 1)
+        # a rate is of a run's cells, all of the same length
+        time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
         return StepObservation(source, *rests, _run_name(record, cell), math.log(time))
 
     return [observation(record) for record in records]
