@@ -61,19 +61,23 @@ _NODE, _SMALL_NODE = 8, 4
 #: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
 #: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
 _MACHINES = {
-    **{"gpt3_15b_8t_release": 256, "bert_release": 64, "gpt3_mcore_reruns_resume_check_grads": 1},
+    "gpt3_15b_8t_release": 256,
+    "bert_release": 64,
+    "gpt3_mcore_reruns_resume_check_grads": 1,
     # the fewest nodes that their parallel sizes make
-    **{"deepseekv3_proxy_flex_tp1pp4emp16": 64, "deepseekv3_proxy_flex_tp2pp2emp16": 32},
-    **{"mixtral_8x22b_tp2pp8ep8vpp1": 128, "mixtral_8x7b": 32},
+    "deepseekv3_proxy_flex_tp1pp4emp16": 64,
+    "deepseekv3_proxy_flex_tp2pp2emp16": 32,
+    "mixtral_8x22b_tp2pp8ep8vpp1": 128,
+    "mixtral_8x7b": 32,
 }
-#: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary,
-#: 256,000 of Nemotron-4's (arXiv 2402.16819)
-_ADDED: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(
-        ("gpt3_15b_8t_release", "deepseekv3_proxy", "mixtral_8x7b_alltoall"), {"vocab-size": 256000}
-    ),
-    # Mixtral's own tokenizer (arXiv 2401.04088, table 1)
-    **dict.fromkeys(("mixtral_8x22b", "mixtral_8x7b_tp1"), {"vocab-size": 32000}),
+#: words of the vocabularies whose files a case names, by the start of its name: 256,000 of Nemotron-4's (arXiv
+#: 2402.16819), and Mixtral's own (arXiv 2401.04088, table 1)
+_WORDS_OF = {
+    "gpt3_15b_8t_release": 256000,
+    "deepseekv3_proxy": 256000,
+    "mixtral_8x7b_alltoall": 256000,
+    "mixtral_8x7b_tp1": 32000,
+    "mixtral_8x22b": 32000,
 }
 #: ... and words by the file of these: of the first data set that BERT's tests had, inferred
 #: (scenarios/megatron_goldens.yaml); later ones have BERT's uncased 30522, the tokenizer's default
@@ -129,6 +133,11 @@ def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
     return next((value for start, value in values.items() if case.startswith(start)), otherwise)
 
 
+def _words_of(case: str) -> dict[str, int]:
+    words = _by_name(_WORDS_OF, case, None)
+    return {} if words is None else {"vocab-size": words}
+
+
 def cases() -> list[GoldenCase]:
     """All cases, each for every golden value that it has."""
     recorded = published_file(_RECORDED_FILE).rows
@@ -140,7 +149,7 @@ def cases() -> list[GoldenCase]:
         for golden in row["goldens"].split():
             then = of_golden.get((row["case"], golden), {**latest[golden[:3]], "args": ""})
             changed = json.loads(then["args"] or "{}")
-            arguments = {**json.loads(row["args"]), **changed, **_by_name(_ADDED, row["case"], {})}
+            arguments = {**json.loads(row["args"]), **changed, **_words_of(row["case"])}
             if (words := WORDS.get(arguments.get("vocab-file", ""))) is not None:
                 arguments["vocab-size"] = words
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}
