@@ -70,7 +70,7 @@ _MACHINES = {
     "mixtral_8x22b_tp2pp8ep8vpp1": 128,
     "mixtral_8x7b": 32,
 }
-#: words of the vocabularies whose files a case names, by the start of its name: 256,000 of Nemotron-4's (arXiv
+#: words of the vocabularies whose files a case names, by the start of its name: 256,000 of Nemotron-4 (arXiv
 #: 2402.16819), and Mixtral's own (arXiv 2401.04088, table 1)
 _WORDS_OF = {
     "gpt3_15b_8t_release": 256000,
