@@ -116,5 +116,3 @@ def _of_place(
     tokens = call.plan.tokens(positions, length, batch)
     limit = capacity_of(len(positions) * batch, call.plan.per_token, call.plan.experts, call.capacity)
     return taken(tokens, limit, padded=call.padded)
-
-

@@ -1,4 +1,4 @@
-"""What blocks of experts send, in closed form: the same under every strategy, as experts have axes of their own."""
+"""What blocks of experts send, in closed form, the same under every strategy: experts have axes of their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
     entries = []
     if call.aux_loss != "none":
         counts = (d["B"] if call.aux_loss == "sequence" else 1) * call.plan.experts * 8
-        entries.append(Traffic("forward", "tokens of each expert", "all_reduce", 1, counts, (*replicas, *axes)))
+        entries.append(
+            Traffic("forward", "tokens of each expert", "all_reduce", 1, counts, (*replicas, *axes))
+        )
     if place.size("ep", "etp") > 1:
         sent = sent_tokens(call, strategy, d["B"], d["L"])
         tokens = d["B"] * d["L"] // place.size(*axes)
@@ -37,5 +39,12 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
     for entry in entries:
         yield entry.times(site.count)
         if site.recomputed and entry.phase == "forward":
-            again = Traffic("backward", f"{entry.purpose}, again", entry.collective, entry.count, entry.payload_bytes, entry.axes)
+            again = Traffic(
+                "backward",
+                f"{entry.purpose}, again",
+                entry.collective,
+                entry.count,
+                entry.payload_bytes,
+                entry.axes,
+            )
             yield again.times(site.count)

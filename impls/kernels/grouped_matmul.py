@@ -44,7 +44,7 @@ def _accumulate(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[i
 
 
 def _products(prefix: str) -> tuple[Any, Any, Any]:
-    """The operators of one library: rows times weights, the weights' gradients, and these added to buffers."""
+    """The operators of one library: rows times weights, weights' gradients, and these added to buffers."""
 
     @torch.library.custom_op(f"spbench::{prefix}grouped_mm", mutates_args=())
     def grouped_mm(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -63,9 +63,7 @@ def _products(prefix: str) -> tuple[Any, Any, Any]:
         return [x.new_empty(d_y.shape[1], x.shape[1]) for _ in rows]
 
     @torch.library.custom_op(f"spbench::{prefix}grouped_accumulate_mm_", mutates_args={"into"})
-    def grouped_accumulate_mm_(
-        into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]
-    ) -> None:
+    def grouped_accumulate_mm_(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
         _accumulate(into, d_y, x, rows)
 
     @grouped_accumulate_mm_.register_fake
@@ -106,7 +104,7 @@ def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn
     _, of_weights, accumulate = _operators(weights[0])
     if getattr(weights[0], "main_grad", None) is None:
         return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
-    accumulate([matrix(weight.main_grad) for weight in weights], d_y, x, rows)  # type: ignore[arg-type]
+    accumulate([matrix(getattr(weight, "main_grad")) for weight in weights], d_y, x, rows)  # noqa: B009
     for weight in weights:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weights[0], "zero_out_wgrad", False):
@@ -122,9 +120,7 @@ def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[i
 
 
 @torch.library.custom_op("spbench::grouped_bias", mutates_args=())
-def _grouped_bias(
-    y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
-) -> Tensor:
+def _grouped_bias(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
     added = torch.cat([bias.expand(n, -1) for bias, n in zip(biases, rows, strict=True)])
     return y + (added if weights is None else added * weights.to(y.dtype)[:, None])
 
@@ -156,9 +152,7 @@ def _(
 
 class _GroupedBias(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor) -> Tensor:
         ctx.save_for_backward(weights, *biases)
         ctx.rows = rows
         return _grouped_bias(y, biases, rows, weights)

@@ -11,9 +11,7 @@ from spbench.impls.registries import dispatchers
 from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
 
 #: what of a layer ``recompute: selective`` can run again, by Megatron-LM's names (--recompute-modules)
-RECOMPUTE_MODULES = (
-    *("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),
-)
+RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
 
 _CHOICES = {
     "router": ("softmax", "sigmoid", "sinkhorn"),
@@ -102,7 +100,9 @@ class ExpertOptions:
         object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
         for name in self.recompute_modules:
             if name not in RECOMPUTE_MODULES:
-                raise ValueError(f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}")
+                raise ValueError(
+                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
+                )
         if not self.experts:
             return
         check_choices(self, {**_CHOICES, "dispatcher": dispatchers()})
@@ -118,7 +118,9 @@ class ExpertOptions:
                 f"{self.router_group_topk}"
             )
         if self.router == "sinkhorn" and (self.aux_loss != "none" or self.router_groups or self.router_bias):
-            raise ValueError("router: sinkhorn balances by itself; leave aux_loss, groups and router_bias out")
+            raise ValueError(
+                "router: sinkhorn balances by itself; leave aux_loss, groups and router_bias out"
+            )
         if (self.aux_loss == "none") != (self.aux_weight == 0):
             raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
         if self.capacity_padded and self.capacity is None:
@@ -130,7 +132,7 @@ class ExpertOptions:
     @property
     def expert_width(self) -> int:
         """Features of one routed expert."""
-        return self.expert_inner or self.inner  # type: ignore[attr-defined,no-any-return]
+        return self.expert_inner or self.inner  # type: ignore[attr-defined]
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts, and not an MLP."""

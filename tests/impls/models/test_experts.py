@@ -17,7 +17,9 @@ SETTINGS = {
     "etp": Setting({"sp": 4, "ep": 2, "etp": 2}, options={"routing": "zipf:1.5"}),
     "learned etp": Setting({"sp": 4, "etp": 4}, options={"experts": 8}),
     "all_gather": Setting({"sp": 4, "ep": 2, "etp": 2}, options={"dispatcher": "all_gather"}),
-    "tp": Setting({"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={"permutation": "fused"}),
+    "tp": Setting(
+        {"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={"permutation": "fused"}
+    ),
 }
 
 
