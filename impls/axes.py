@@ -282,11 +282,14 @@ class Place:
     def _folded_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
         key = (tuple(axis for axis in EXPERT_AXES if axis in axes), self.size(*axes), False)
         if key not in self.subgroups:
-            self.subgroups[key] = self._new_group(self._folded_ranks(axes), axes)
+            self.subgroups[key] = self._new_group(self.members(*axes), axes)
         return self.subgroups[key]
 
-    def _folded_ranks(self, axes: Sequence[str]) -> list[int]:
-        """The global ranks of :meth:`group` along folded axes, of this rank's stage."""
+    def members(self, *axes: str) -> list[int]:
+        """The global ranks of :meth:`group`, in its order; this rank alone where that is None."""
+        if not folds(axes):
+            others = [axis for axis in self.sizes if axis not in axes]
+            return [*global_ranks(self.sizes, {axis: [self.coordinates.get(axis, 0)] for axis in others})]
         stage = [*global_ranks(self.sizes, {"pp": [self.coordinates.get("pp", 0)]})]
         return [stage[number] for number in members(self.stage_rank, axes, self.sizes)]
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.impls.axes import ALONE, Place
 from spbench.impls.collectives import add_from_peer, all_reduce
 from spbench.impls.dispatchers.traffic import experts_traffic
-from spbench.impls.folding import folds
+from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.traffic import Traffic
 
@@ -195,6 +195,8 @@ def composed_traffic(
         elif site.kind == "experts":
             yield from (t.times(micro_batches) for t in experts_traffic(site, strategy, element_bytes))
         elif site.kind == "overflow_flag":
+            if site.dims.get("experts"):
+                yield Traffic("optimizer", "overflow over experts", "all_reduce", 1, 4, FOLDED_AXES)
             yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4, ("pp",))
 
 

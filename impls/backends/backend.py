@@ -22,7 +22,8 @@ from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes, summed_axes
-from spbench.impls.folding import folds
+from spbench.impls.folding import FOLDED_AXES, folds
+from spbench.impls.layout import is_expert
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.traffic import Traffic
@@ -157,9 +158,12 @@ class Backend(ABC):
         self.settings = settings
         self.options = settings.options or self.options_type()
         self.names = {p: name for name, p in module.named_parameters()}
-        # a parameter that is split over ranks may overflow on one of them alone
-        spread = {shard.axis for p in self.names if (shard := shard_of(p))}
-        self.overflow_groups = [*(strategy.place.group(axis) for axis in sorted(spread)), around.pp_group]
+        # a parameter that is split over ranks may overflow on one of them alone, as may an expert
+        spread = {shard.axis for p in self.names if (shard := shard_of(p)) and not folds([shard.axis])}
+        groups = [strategy.place.group(axis) for axis in sorted(spread)]
+        if any(map(is_expert, self.names)):
+            groups.append(strategy.place.group(*FOLDED_AXES))
+        self.overflow_groups = [*groups, around.pp_group]
         self.optimizer = self.prepare()
 
     @classmethod

@@ -28,8 +28,8 @@ def test_folded_ranks_are_a_tensor_of_those_of_a_stage() -> None:
             assert (place.rank("edp"), place.rank("ep"), place.rank("etp")) == (edp, ep, etp)
             assert place.rank("ep", "etp") == place.rank("etp", "ep") == ep * 2 + etp
             assert place.stage_rank == edp * 6 + ep * 2 + etp
-            assert place._folded_ranks(["edp"]) == stage.view(2, 3, 2)[:, ep, etp].tolist()
-            assert place._folded_ranks(["ep", "etp"]) == stage.view(2, 6)[edp].tolist()
+            assert place.members("edp") == stage.view(2, 3, 2)[:, ep, etp].tolist()
+            assert place.members("ep", "etp") == stage.view(2, 6)[edp].tolist()
     assert (place.size("ep"), place.size("etp", "ep"), place.size("edp"), place.global_rank) == (3, 6, 2, 23)
 
 
