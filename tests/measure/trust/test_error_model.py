@@ -164,3 +164,9 @@ def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
     links = drawn(3, ["links"], between=0.0, within=0.001, mean=-1.4, bound="links", rates="substituted")
     both = ErrorModel.fit([*drawn(1), *lucky, *links])
     assert width(both, "substituted") == width(both, "substituted", "links") > 2 * 1.39
+
+
+def test_an_error_at_the_end_of_an_interval_lies_within() -> None:
+    """Simulated times that are exact have an interval without width."""
+    covered = coverage(drawn(1, between=0, within=0))
+    assert [each.within for each in covered] == [each.rows for each in covered] == [20] * len(SOURCES)

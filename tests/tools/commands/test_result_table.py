@@ -112,3 +112,9 @@ def test_a_terminal_counts_what_is_unsupported_by_reason() -> None:
     assert len(shown.splitlines()) == 5
     assert markdown(table).count("unsupported") == 3
     assert faults_of(Output([table])) == []
+
+
+def test_a_reason_stands_beside_what_is_not_timed() -> None:
+    timed = simulated() | {"reason": "a remark"}
+    lines = result_table("Reasons", [timed, ended("dsp", "oom", "1 GiB is missing")]).lines
+    assert [line["reason"] for line in lines] == [None, "1 GiB is missing"]
