@@ -52,7 +52,7 @@ class Group:
     places: tuple[tuple[int, ...], ...]
     runs: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
-    stage: tuple[int, int] | tuple[()] = ()
+    stage: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[int], mesh: Mesh, pipeline: int | None = None) -> Group:

@@ -29,6 +29,7 @@ from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import shown_price
 from spbench.bench.yaml_text import dump
+from spbench.impls.axes import Place
 from spbench.impls.models.model import model_preset
 
 #: collectives of which a rank sends to each of the others, so that a share of it leaves the node
@@ -341,8 +342,5 @@ def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 def _members(cell: Cell, axes: list[str], of_node: int) -> tuple[int, int]:
     """(ranks of the group along these axes, of them in one node)."""
-    sizes = cell.mesh_sizes
-    ranks = np.arange(int(np.prod([*sizes.values()]))).reshape([*sizes.values()])
-    at = tuple(slice(None) if axis in axes else 0 for axis in sizes)
-    group = ranks[at].ravel()
+    group = np.array(Place(cell.mesh_sizes).members(*axes))
     return len(group), int((group // of_node == group[0] // of_node).sum())
