@@ -226,8 +226,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
         and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
-        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; and those
-        of routed ``experts``, which are not among those that can be split."""
+        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
+        routed ``experts`` are not among those that can be split."""
         h, layers = self.hidden, stage.layers(self.layers)
         blocks: Counter[str] = Counter()
         feeding = [each for i in layers if (each := self.feeding(i)) is not None]
