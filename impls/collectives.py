@@ -140,7 +140,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     section 3).
 
     The gradient is summed in place, so what uses the result must make a gradient of its own, as a
-    matrix product does and an addition does not.
+    matmul does and an addition does not.
     """
     return with_gradient(_alias, _sum, x, group)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, matrix
 
 #: operators that are one matmul for each expert -> the position of the rows that are multiplied
-GROUPED_PRODUCTS = {
+GROUPED_MATMULS = {
     "grouped_mm": 0,
     "te_grouped_mm": 0,
     "grouped_mm_weights": 0,

@@ -38,12 +38,12 @@ _TO_EACH = "all_to_all"
 _TO_NEXT = ("send", "recv")
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
-    "products_s": "matmul",
+    "matmul_s": "matmul",
     IN_BLOCKS: "matmul in blocks, by a fitted charge",
     "attention_s": "attention",
     "memory_bound_s": "memory-bound operators",
-    "within_nodes_s": "exposed intra-node communication",
-    "across_nodes_s": "exposed inter-node communication",
+    "intra_node_s": "exposed intra-node communication",
+    "inter_node_s": "exposed inter-node communication",
     "bubble_s": "bubble",
     "overhead_s": "launch overhead",
     "host_s": "waiting for the host",
@@ -271,7 +271,7 @@ def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 def _parts(seen: Seen) -> dict[str, float]:
     seconds = {name: float(seen.parts.get(name, 0.0)) for name in _PARTS}
-    return {**seconds, "products_s": seconds["products_s"] - seconds[IN_BLOCKS]}
+    return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
 
 
 def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
