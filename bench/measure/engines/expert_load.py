@@ -1,5 +1,4 @@
-"""How unevenly tokens go to the ranks that have their experts, by the routing that a cell forces or is taken to
-have."""
+"""How unevenly tokens go to the ranks that have their experts, by a cell's routing."""
 
 from __future__ import annotations
 
@@ -23,13 +22,11 @@ def expert_load(cell: Cell) -> dict[str, Any]:
     call, strategy = site.experts, planned_strategy(cell)
     rows = rows_of_ranks(call, strategy, of_replica, seq_len)
     dropped = dropped_tokens(call, strategy, of_replica, seq_len) * micro_batches
-    taken_as_even = call.learned and cell.engine == "virtual"
+    routing = "learned" if call.learned else call.plan.routing
+    if call.learned and cell.engine == "virtual":
+        routing = "learned, taken as even"
     return {
         "expert_imbalance": float(rows.max() / rows.mean()) if rows.any() else 1.0,
         "dropped_tokens": dropped,
-        "routing": "learned, taken as even"
-        if taken_as_even
-        else "learned"
-        if call.learned
-        else call.plan.routing,
+        "routing": routing,
     }
