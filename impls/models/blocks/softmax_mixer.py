@@ -134,7 +134,7 @@ class SoftmaxAttention:
             gate = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.attention_width}
             sites.append(Site("linear_in", 1, gate, again))
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
-        again = again or model.recompute == "selective"
+        again = again or model.recomputes("core_attn")
         kept = {"kept": 1} if model.keeps_operators else {}
         heeded = self.heeded(model.attended(seq_len), seq_len)
         return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept | heeded, again)]
@@ -184,7 +184,7 @@ class SoftmaxAttentionMixer(nn.Module):
         if self._made_contiguous:
             q, k, v = (x.contiguous() for x in (q, k, v))
         attended = self.kind.attended(places.attended, places.seq_len)
-        if self.model.recompute == "selective":
+        if self.model.recomputes("core_attn"):
             return recomputed(self._attend, self.strategy.random, q, k, v, attended)
         return self._attend(q, k, v, attended)
 
