@@ -134,7 +134,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         return self.max_positions if self.position == "learned" else None
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
-        further = {
+        further: dict[str, Any] = {
             "rotary_base": self.rotary_base if self.position == "rotary" else None,
             "bias": self.biases or self.qkv_bias,
             "dropout": self.attention_dropout,

@@ -205,7 +205,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         if not self.mtp_layers:
             return inputs
         attended = self.attended(inputs["tokens"].shape[1])
-        return inputs | shifted_inputs(*inputs.values(), attended, self.mtp_layers)
+        tokens, labels, weights = (inputs[name] for name in ("tokens", "labels", "loss_weights"))
+        return inputs | shifted_inputs(tokens, labels, weights, attended, self.mtp_layers)
 
     def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
         return map(self._with_further_tokens, causal_language_batches(self.vocabulary, batch, seq_len, seed))

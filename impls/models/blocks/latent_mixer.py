@@ -110,7 +110,7 @@ class LatentAttentionMixer(AttentionMixer):
         q, k, v = self._projected(x, places)
         if self.kind.padded:
             v = F.pad(v, (0, self.kind.key_size - self.kind.value_size))
-        o = self.attend_to(*(y.transpose(1, 2) for y in (q, k, v)), places)
+        o = self.attend_to(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), places)
         del q, k, v
         return self.out.project(self.beside_heads(o[..., : self.kind.value_size]))
 
