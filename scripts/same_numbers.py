@@ -15,7 +15,6 @@ import argparse
 import csv
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,10 @@ from typing import Any
 from advice_tables import PRECISION, QUESTIONS
 
 TREE = Path(__file__).parents[1]
+sys.path.append(str(TREE))
+
+from tests.docs.blocks import blocks  # noqa: E402 (after its path)
+
 FOLDER = TREE / "results" / "frozen"
 #: of an answer, what differs from run to run
 NOT_FROZEN = {"cpu_s", "elapsed_s", "host", "provenance", "rounds", "seconds", "time"}
@@ -95,11 +98,10 @@ def imports() -> Iterator[dict[str, str]]:
 
 def fits() -> Iterator[dict[str, str]]:
     """The answers of the commands of docs/fit.md."""
-    page = (TREE / "docs" / "fit.md").read_text(encoding="utf-8")
-    for command in re.findall(r"^\$ spbench (fit [^.].*)$", page, re.MULTILINE):
-        if "./" not in command and "job" not in command:
-            answer = json.loads(spbench(*command.split(), "--format", "json", "--quiet"))
-            yield line(command, answer)
+    for block in blocks(TREE / "docs" / "fit.md"):
+        for command in block.commands():
+            words = command.line.split()[1:]
+            yield line(" ".join(words), json.loads(spbench(*words, "--format", "json", "--quiet")))
 
 
 def advice(names: Sequence[str]) -> Iterator[dict[str, str]]:

@@ -27,6 +27,7 @@ from spbench.bench.measure.simulator.program import (
 from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
+from spbench.impls.kernels.grouped_matmul import GROUPED_PRODUCTS
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
 from spbench.impls.kernels.ranged_attention import Size
@@ -115,6 +116,14 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
     return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], a
 
 
+def _grouped_flops(args: Sequence[Any]) -> int:
+    """FLOPs of the matmuls of all experts, from rows [R, k] and weights of [k, n], or from d_y [R, n] and rows
+    [R, k]: as many as one matmul of all rows has."""
+    rows, other = args[0], args[1]
+    columns = other.shape[1] if isinstance(other, Tensor) else other[0].shape[1]
+    return 2 * rows.numel() * int(columns)
+
+
 class Price:
     """How to price calls of one operator, from its schema.
 
@@ -148,6 +157,7 @@ class Price:
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
         self._product = PRODUCTS.get(name, -1)
+        self._grouped = GROUPED_PRODUCTS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._product >= 0 else formula
         self._softmax = self._formula is not None and "flash_attention" in name
@@ -158,7 +168,7 @@ class Price:
             self._category = HOST_UPDATE
         self.known = (
             self.free
-            or self._product >= 0
+            or max(self._product, self._grouped) >= 0
             or self._formula is not None
             or func.namespace == "spbench"  # a kernel of ours that multiplies matrices has a formula
             or name in _STREAMING
@@ -183,6 +193,10 @@ class Price:
             nbytes += nbytes_of(value) * self._keywords.get(name, 1)
         if self._returned:
             nbytes += nbytes_of(result) * self._returned
+        if self._grouped >= 0:
+            flops = _grouped_flops(args[self._grouped :])
+            precision = _PRECISION.get(args[self._grouped].dtype, _OTHER)
+            return MATRIX_PRODUCT, nbytes, flops, precision, NO_SHAPE, 0
         if self._product < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE

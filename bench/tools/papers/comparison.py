@@ -91,8 +91,13 @@ class Comparison:
 
     @property
     def is_time(self) -> bool:
-        """Whether the quantity is a time, or a rate of so many a second."""
-        return self.quantity.endswith(("_s", "_ms"))
+        """Whether the quantity is a time, or says one as its inverse."""
+        return self.is_rate or self.quantity.endswith(("_s", "_ms"))
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether the quantity is larger for a shorter time: so many a second, or an MFU."""
+        return self.quantity.endswith(("per_s", "mfu_percent"))
 
     @property
     def published_run(self) -> str:

@@ -26,7 +26,7 @@ from spbench.bench.measure.trust.error_model import Covered, StepObservation, co
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import Line, distinct
-from spbench.bench.tools.papers.sources import FIELD_SOURCES_FILE, SOURCES_FILE, published_file
+from spbench.bench.tools.papers.sources import COLLECTIONS, published_file
 from spbench.bench.units import difference, percent, shown_share, three_digits
 from spbench.plots.series import grouped
 
@@ -37,6 +37,15 @@ WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate
 TOLD_FILE = "told_errors.csv"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
+#: by class of rates, what the rates rest on, for readers
+RESTS_ON = {
+    "sourced": "benchmarks of the same kernels and links",
+    "extrapolated": "the same kernel or link at another length, mask, head size or number of ranks",
+    "transferred": "the rate of another card, kernel or host",
+    "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
+    "fitted": "a scalar of the cluster, fitted to other published steps",
+    "datasheet": "datasheets alone",
+}
 #: the quantity of which splits are compared, by sample of the batch
 STEP_TIME = "step_time_ms"
 #: what quantities of memory of published tables are
@@ -167,7 +176,7 @@ def log_error(record: Comparison) -> float:
     """log(simulated / published) of the time that a record is of, or that its rate says."""
     published, ours = record.both
     error = math.log(ours / published)
-    return -error if record.quantity.endswith("per_s") else error
+    return -error if record.is_rate else error
 
 
 def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[StepObservation]:
@@ -178,7 +187,7 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         records: of :func:`counted_times`.
         cells: by key; a record whose cell is not there is compared with no other.
     """
-    sources = [row for file in (FIELD_SOURCES_FILE, SOURCES_FILE) for row in published_file(file).rows]
+    sources = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
     measured_by = {row["file"]: row["measured by"] for row in sources}
 
     def observation(record: Comparison) -> StepObservation:
@@ -188,8 +197,8 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         if (cell := cells.get(record.cell)) is None:
             return StepObservation(source, *rests)
         _, simulated = record.both
-        rate = record.quantity.endswith("per_s")  # of a run's cells, all of the same length
-        time = 1 / simulated if rate else simulated / (cell.batch or 1)
+        # a rate is of a run's cells, all of the same length
+        time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
         return StepObservation(source, *rests, _run_name(record, cell), math.log(time))
 
     return [observation(record) for record in records]
@@ -236,6 +245,30 @@ def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list
             )
         lines.append(_all(rates, [each for each in covered.values() if each.rates == rates]))
     return [*lines, _all("all", list(covered.values()))]
+
+
+def class_lines(records: Sequence[Comparison]) -> list[Line]:
+    """A line for each class of rates: what it rests on, how many times and sources, the errors of the times,
+    and the share within the intervals that the other sources give, in which sources count alike."""
+    seen = observations(records, {})
+    covered = grouped(coverage(seen), lambda each: each.rates)
+    lines = []
+    for rates, some in sorted(
+        grouped(seen, lambda o: o.rates).items(), key=lambda of: [*RESTS_ON].index(of[0])
+    ):
+        errors = _errors([o.log_error for o in some])
+        lines.append(
+            {
+                "rates": rates,
+                "rest on": RESTS_ON[rates],
+                "times (sources)": f"{len(some)} ({len({o.source for o in some})})",
+                "median error": errors["median_error"],
+                "mean with its sign": errors["bias"],
+                "worst": errors["worst"],
+                "in 80% intervals": shown_share(overall(covered[rates])) if rates in covered else "",
+            }
+        )
+    return lines
 
 
 def _line(rates: str, source: str, times: int, within: str, **columns: Any) -> Line:

@@ -20,7 +20,7 @@ from spbench.impls.axes import MESH_AXES, check_axis_names, ranks_along
 #: fields of a measurement that are one number
 QUANTITIES = (
     *("answer", "peak_memory_bytes", "reserved_memory_bytes"),
-    *("step_time_s", "tokens_per_s", "samples_per_s"),
+    *("step_time_s", "tokens_per_s", "samples_per_s", "mfu"),
 )
 assert Measurement.model_fields.keys() >= set(QUANTITIES)
 #: (key path, what is wrong there and how to mend it)

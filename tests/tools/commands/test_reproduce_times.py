@@ -83,9 +83,10 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
 ) -> None:
     test_scenarios_run_on_the_clusters_of_their_names(reproduce, monkeypatch)
     (RESULTS / "bands.json").unlink()
-    page = Path("docs/trust.md")
-    page.parent.mkdir()
-    page.write_text("a\n<!-- spbench reproduce bands: times -->\n<!-- end -->\nb\n")
+    page, classes = RESULTS / "times.md", Path("docs/trust.md")
+    classes.parent.mkdir()
+    for path, part in ((page, "times"), (classes, "classes")):
+        path.write_text(f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n")
     assert reproduce("bands", "--write")[0] == 0
     assert json.loads(Path("bench/measure/trust/bands.json").read_text())["strategies"] == [
         "",
@@ -94,3 +95,4 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
     ]
     assert not (RESULTS / "bands.json").exists()
     assert "| datasheet | USP's authors with Megatron-LM | 1 | 20.0% |" in page.read_text()
+    assert "| datasheet | datasheets alone | 1 (1) | 20.0% |" in classes.read_text()

@@ -14,6 +14,7 @@ from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.document import write_part
 from spbench.bench.tools.papers.past_errors import (
     TimesOrder,
+    class_lines,
     counted_times,
     log_error,
     mean_tau,
@@ -89,6 +90,16 @@ def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
     assert (sourced["times"], sourced["within 80% intervals"]) == (3, "50%")
     assert (rsa["rates"], rsa["bias"], rsa["within 80% intervals"]) == ("fitted", "+100.0%", "0 of 1")
     assert (fitted["within 80% intervals"], whole["within 80% intervals"]) == ("0%", "33%")
+    of_class, of_fitted = class_lines(records)
+    assert (of_class["rates"], of_class["times (sources)"], of_class["in 80% intervals"]) == (
+        "sourced",
+        "3 (2)",
+        "50%",
+    )
+    # of +10%, -16.7% and +1%
+    shown = (of_class["median error"], of_class["worst"], of_class["mean with its sign"])
+    assert shown == ("10.0%", "16.7%", "-1.9%")
+    assert of_fitted["mean with its sign"] == "+100.0%"
 
 
 def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
