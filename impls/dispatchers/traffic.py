@@ -1,4 +1,4 @@
-"""What blocks of experts send, in closed form: the same under every strategy, as experts have axes of their own."""
+"""What blocks of experts send, in closed form, the same under every strategy, as experts have their own axes."""
 
 from __future__ import annotations
 

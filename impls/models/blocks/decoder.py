@@ -263,8 +263,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
         and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
-        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; and those
-        of routed ``experts``, which are not among those that can be split."""
+        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
+        routed ``experts`` are not among those that can be split."""
         h, predictions = self.hidden, self.prediction_layers(stage)
         layers = [*stage.layers(self.layers), *predictions]
         blocks: Counter[str] = Counter()
