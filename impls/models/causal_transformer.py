@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
-from spbench.impls.models.blocks.latent_options import TINY_LATENT, LatentOptions
+from spbench.impls.models.blocks.latent_options import LatentOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
@@ -227,8 +227,6 @@ PRESETS = {
         **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
     ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
-    # latent attention, and a module of multi-token prediction
-    "mla-tiny": CausalTransformerModel(**TINY_SIZES, **TINY_LATENT, mtp_layers=1),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),
 }
