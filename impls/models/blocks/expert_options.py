@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spbench.impls.kernels.permutation import PERMUTATIONS
 from spbench.impls.options import check_choices
@@ -128,6 +129,44 @@ class ExpertOptions:
         if self.capacity is not None and self.capacity <= 0:
             raise ValueError(f"capacity is above 0, not {self.capacity}")
         _ = self.routing_plan
+
+    def shrunk_experts(self) -> dict[str, Any]:
+        """The options of experts in small sizes, for verification; none without experts."""
+        if not self.experts:
+            return {}
+        groups = {"router_groups": 4, "router_group_topk": 2} if self.router_groups else {}
+        return {
+            "experts": 12,
+            "experts_per_token": min(self.experts_per_token, 3),
+            "expert_inner": 24,
+            "shared_inner": 48 if self.shared_inner else 0,
+            "dense_layers": min(self.dense_layers, 1),
+            **groups,
+        }
+
+    def expert_variants(self) -> list[Mapping[str, Any]]:
+        """Changes of options of experts that ask something else, for verification; see
+        :meth:`Model.variants`."""
+        if not self.experts:
+            return []
+        balanced = {"aux_loss": "sequence", "aux_weight": 0.1}
+        groups = {"router_groups": 4, "router_group_topk": 2, "router_bias": True}
+        return [
+            # DeepSeek-V3's router, shared experts with Qwen's gate, the first layer dense
+            {"router": "sigmoid", "router_normalized": True, "router_scale": 2.5, **groups, **balanced}
+            | {"shared_inner": 48, "shared_gate": True, "dense_layers": 1},
+            # Mixtral's, uneven, one expert after another
+            {"routing": "zipf:1.5", "router_scores": "chosen", "experts_matmul": "sequential"}
+            | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},
+            {"routing": "even", "dispatcher": "all_gather", "permutation": "fused", "recompute": "full"}
+            | {"library": "transformer-engine", "aux_loss": "global", "aux_weight": 0.1},
+            # all tokens to the same three experts, so that others have none
+            {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"},
+            # Llama 4's in every second layer
+            {"experts_per_token": 1, "router": "sigmoid", "expert_weighting": "input"}
+            | {"expert_pattern": (0, 1), "shared_inner": 48},
+            {"mlp": "clamped_swiglu", "expert_biases": True, "router_linear_bias": True},
+        ]
 
     @property
     def expert_width(self) -> int:

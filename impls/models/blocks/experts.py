@@ -77,6 +77,7 @@ def call_of(model: DecoderModel) -> ExpertCall:
         model.capacity_padded,
         model.router_dtype == "float32",
         model.aux_loss,
+        model.routing == LEARNED,
     )
 
 
