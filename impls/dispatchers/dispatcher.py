@@ -88,7 +88,7 @@ class Dispatcher(ABC):
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
         #: experts of a rank
         self.held = experts // self.ep
-        self.group = place.group("ep")
+        self.group, self.etp_group = place.group("ep"), place.group("etp")
 
     @property
     def mine(self) -> slice:
