@@ -51,8 +51,6 @@ def scale(found: Benchmarks) -> list[Line]:
             {
                 "strategy": name,
                 **{f"{n:,} ranks": f"{seconds[n]:.2f} s" for n in (64, 256, 1024)},
-                "exponent": f"{about['exponent_of_cpu_s']:.2f}",
-                "ranks simulated": by_ranks[1024]["simulated_ranks"],
                 "peak at 1,024": f"{by_ranks[1024]['peak_rss_bytes'] / 2**20:.0f} MiB",
             }
         )
@@ -65,33 +63,12 @@ def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str,
     return {names[0]: median(ours), names[1]: median(theirs), "ratio": f"{ratio:.1f}"}
 
 
-def engine(found: Benchmarks) -> list[Line]:
-    """A trace with operators remembered and without."""
-    by_name = {tuple(name.split("-")): each for name, each in of(found, "test_trace")}
-    return [
-        {"ranks": ranks, "recorded": events}
-        | beside(by_name["remembered", events, ranks], by_name["plain", events, ranks], ("quick", "plain"))
-        for ranks in ("1", "8", "64")
-        for events in ("memory", "memory and time")
-    ]
-
-
-def operators(found: Benchmarks) -> list[Line]:
-    """Operators a second on fake tensors."""
-    return [
-        {"watched by": name, "operators a second": f"{each['extra_info']['operators_per_s']:,}"}
-        for name, each in of(found, "test_operators")
-    ]
-
-
 def trackers(found: Benchmarks) -> list[Line]:
     """The peak of a rank beside MemTracker's."""
     by_name = {tuple(name.split("-")): each for name, each in of(found, "test_peak")}
     names = ("spbench", "MemTracker")
     return [
-        {"ranks": ranks}
-        | beside(by_name["spbench", ranks], by_name["MemTracker", ranks], names)
-        | {f"{name}, bytes": f"{by_name[name, ranks]['extra_info']['peak_bytes']:,}" for name in names}
+        {"ranks": ranks} | beside(by_name["spbench", ranks], by_name["MemTracker", ranks], names)
         for ranks in ("1", "8", "64")
     ]
 
@@ -116,14 +93,9 @@ def times_of(*tests: str) -> Callable[[Benchmarks], list[Line]]:
 #: by the marker around it in the page
 TABLES = {
     "scale": scale,
-    "engine": engine,
-    "operators": operators,
     "trackers": trackers,
     "others": times_of("test_spbench", "test_tinygrad", "test_calculon"),
     "sweeps": times_of("test_scenario"),
-    "start": times_of(
-        "test_a_command", "test_the_first_command_after_a_change_of_the_code", "test_a_worker", "test_ranks"
-    ),
 }
 
 

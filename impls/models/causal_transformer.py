@@ -30,6 +30,7 @@ MLPS = {
     "erf_gelu": ("gelu", False),
     "relu": ("relu", False),
     "squared_relu": ("squared_relu", False),
+    "clamped_swiglu": ("clamped_silu", True),
 }
 
 
@@ -159,6 +160,30 @@ _LLAMA_3: Mapping[str, Any] = {
     "norm_epsilon": 1e-5,
 }
 
+#: what the sizes of Mixtral share
+_MIXTRAL: Mapping[str, Any] = {
+    "kv_heads": 8,
+    "rotary_base": 1e6,
+    "norm_epsilon": 1e-5,
+    "experts": 8,
+    "experts_per_token": 2,
+    "router_scores": "chosen",
+    "aux_loss": "batch",
+    "aux_weight": 0.02,
+}
+#: what those of Qwen3 with experts share
+_QWEN3_MOE: Mapping[str, Any] = {
+    "head_dim": 128,
+    "qk_norm": True,
+    "rotary_base": 1e6,
+    "vocabulary": 151936,
+    "experts": 128,
+    "experts_per_token": 8,
+    "router_normalized": True,
+    "aux_loss": "batch",
+    "aux_weight": 0.001,
+}
+
 PRESETS = {
     # the sizes of tnl-1b
     "causal-transformer-1b": CausalTransformerModel(layers=16, hidden=2048, heads=16, inner=5632),
@@ -176,6 +201,24 @@ PRESETS = {
         heads=32,
         inner=14336,
         window=4096,
+    ),
+    # mistralai/Mixtral-8x7B-v0.1's and 8x22B-v0.1's config.json (arXiv 2401.04088)
+    "mixtral-8x7b": CausalTransformerModel(
+        **_MIXTRAL, layers=32, hidden=4096, heads=32, inner=14336, vocabulary=32000
+    ),
+    "mixtral-8x22b": CausalTransformerModel(
+        **_MIXTRAL, layers=56, hidden=6144, heads=48, inner=16384, vocabulary=32768
+    ),
+    # Qwen/Qwen3-30B-A3B's and 235B-A22B's config.json (arXiv 2505.09388)
+    "qwen3-30b-a3b": CausalTransformerModel(
+        **_QWEN3_MOE, layers=48, hidden=2048, heads=32, kv_heads=4, inner=6144, expert_inner=768
+    ),
+    "qwen3-235b-a22b": CausalTransformerModel(
+        **_QWEN3_MOE, layers=94, hidden=4096, heads=64, kv_heads=4, inner=12288, expert_inner=1536
+    ),
+    # four experts a rank of 3, and groups of 3 experts
+    "moe-tiny": CausalTransformerModel(
+        **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
     ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12

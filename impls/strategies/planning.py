@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.layout import HEEDED, HEEDING, MEETINGS, MeetingKind, Site, SiteKind, Unsupported, shard_of
+from spbench.impls.folding import FOLDED_AXES
+from spbench.impls.layout import (
+    HEEDED,
+    HEEDING,
+    MEETINGS,
+    MeetingKind,
+    Site,
+    SiteKind,
+    Unsupported,
+    is_expert,
+    shard_of,
+)
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -24,8 +35,9 @@ if TYPE_CHECKING:
 #: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split, of which
 #: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes;
 #: ``key_value``: projections to keys and values of grouped-query attention, which it can split into
-#: ``kv_heads`` parts; ``sequence``: one column a position
-ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "others"]
+#: ``kv_heads`` parts; ``sequence``: one column a position; ``experts``: routed experts, which the folded axes
+#: share out whatever the strategy
+ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "experts", "others"]
 
 
 class ParameterHooks:
@@ -52,9 +64,18 @@ class ParameterHooks:
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The axes over which this parameter's gradient is summed: the axes that positions are spread over,
         except the axis over which the parameter itself is split. (The one rank that holds a part of a
-        parameter applies it to all positions, so it has that part's whole gradient.)"""
+        parameter applies it to all positions, so it has that part's whole gradient.)
+
+        Those of an expert's parameters are ("edp",), which counts the replicas in; without ep and etp they
+        are as those of others, since every rank has all experts and positions of its own."""
+        if is_expert(parameter) and self._folds_experts:
+            return ("edp",)
         shard = shard_of(parameter)
         return self._summed_over(() if shard is None else (shard.axis,))
+
+    @property
+    def _folds_experts(self) -> bool:
+        return self.place.size(*FOLDED_AXES) > 1
 
     def _summed_over(self, split: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.position_axes if axis not in split)
@@ -69,14 +90,15 @@ class ParameterHooks:
         """Those :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
-            if axes := self._summed_over(self.split_over(kind)):
+            folded = kind == "experts" and self._folds_experts
+            if axes := ("edp",) if folded else self._summed_over(self.split_over(kind)):
                 partial[axes] += held
         return partial
 
     def _held_by_kind(self, site: Site) -> dict[ParameterKind, int]:
         held = {}
         for kind, n in elements_by_kind(site).items():
-            parts = self.place.size(*self.split_over(kind))
+            parts = self.place.size(*(FOLDED_AXES if kind == "experts" else self.split_over(kind)))
             # more ranks than that hold replicas
             held[kind] = n // (min(parts, site.dims["kv_heads"]) if kind == "key_value" else parts)
         return held
@@ -86,15 +108,16 @@ def elements_by_kind(site: Site) -> dict[ParameterKind, int]:
     """Elements of a site's parameters of each kind."""
     d = site.dims
     split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
-    mlp = d.get("mlp", 0)
+    mlp, experts = d.get("mlp", 0), d.get("experts", 0)
     elements: dict[ParameterKind, int] = {
         "vocabulary": vocabulary,
         "features": split - vocabulary - key_value - mlp,
         "mlp": mlp,
         "sequence": d.get("sequence", 0),
-        "others": d["elements"] - split,
+        "others": d["elements"] - split - experts,
     }
-    return elements | ({"key_value": key_value} if key_value else {})
+    few: dict[ParameterKind, int] = {"key_value": key_value, "experts": experts}
+    return elements | {kind: n for kind, n in few.items() if n}
 
 
 class PlanningHooks(GridHooks):

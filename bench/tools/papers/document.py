@@ -10,7 +10,8 @@ alone. A paper has these parts:
 - docs/long_context.md, of the field alone: ``ladder``, the longest sequences by switches
 
 The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md, ``trust`` of
-README.md and ``statuses`` of docs/trust.md.
+README.md and ``statuses`` of docs/trust.md. `spbench reproduce bands` writes ``times`` of
+results/reproduction/times.md and ``classes`` of docs/trust.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FIRST_PAGE = Path("README.md")
 TRUST_PAGE = Path("docs", "trust.md")
 LENGTHS_PAGE = Path("docs", "long_context.md")
 DETAILS_FOLDER = Path("results", "reproduction")
+TIMES_PAGE = DETAILS_FOLDER / "times.md"
 
 VERDICT, COMPARED = "verdict", "compared"
 #: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
@@ -146,23 +148,31 @@ def _rendered(text: str, findings: PaperFindings, details: str) -> str:
         if name == COMPARED:
             return markdown(_titled(findings))
         if further_lines and name == further:
-            return markdown(further_lines(findings.records))
+            return markdown(_once(further_lines(findings.records)))
         return findings.part(name)
 
     return _replaced(text, findings.paper, content)
 
 
+def _once(lines: Sequence[Line]) -> list[Line]:
+    """The lines with their first column blank where the line above has the same text there."""
+    firsts = [next(iter(line.items())) for line in lines]
+    above = [None, *firsts[:-1]]
+    return [
+        {**line, first[0]: "" if first == before else first[1]}
+        for line, first, before in zip(lines, firsts, above, strict=True)
+    ]
+
+
 def _titled(findings: PaperFindings) -> list[Line]:
     """All that was compared, with a link from each scenario's title to its part, once for its lines."""
     lines: list[Line] = []
-    above = ""
     for line in findings.verdict():
         scenario = line.pop("scenario")
         document = findings.documents.get(scenario)
         title = f"[{document.title}](#{scenario})" if document else "**all of the page**"
-        lines.append({"table or figure": "" if title == above else title, **line})
-        above = title
-    return lines
+        lines.append({"table or figure": title, **line})
+    return _once(lines)
 
 
 def _read(path: Path) -> str:

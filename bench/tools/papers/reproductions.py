@@ -22,17 +22,24 @@ from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, pa
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
-from spbench.bench.tools.papers.document import TRUST_PAGE, check_documents, write_part, write_shared
+from spbench.bench.tools.papers.document import (
+    TIMES_PAGE,
+    TRUST_PAGE,
+    check_documents,
+    write_part,
+    write_shared,
+)
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, predicted_cases
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
+    class_lines,
     counted_times,
+    grouped_observations,
     memory_errors,
     observations,
     time_lines,
-    told_observations,
 )
 from spbench.bench.tools.papers.reproduction import (
     FOLDER,
@@ -49,8 +56,8 @@ from spbench.bench.yaml_files import packaged
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals, and the part of docs/trust.md that it writes
-BANDS, TIMES = "bands", "times"
+#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, and of docs/trust.md
+BANDS, TIMES, CLASSES = "bands", "times", "classes"
 
 
 def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
@@ -136,7 +143,7 @@ def fit_bands(request: Reproduction) -> Output:
     seen = observations(records, cells)
     if not seen:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = ErrorModel.fit([*seen, *told_observations()])
+    model = ErrorModel.fit([*seen, *grouped_observations()])
     lines = time_lines(records, cells)
     intervals = [
         {
@@ -158,7 +165,11 @@ def fit_bands(request: Reproduction) -> Output:
         write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
     ]
     if request.write:
-        written += [write_part(TRUST_PAGE, BANDS, TIMES, markdown(lines)), *write_shared()]
+        written += [
+            write_part(TIMES_PAGE, BANDS, TIMES, markdown(lines)),
+            write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
+            *write_shared(),
+        ]
         packaged_model.cache_clear()
     tables = [
         Table("Published step times, and how many lie within the intervals of the other sources", lines),

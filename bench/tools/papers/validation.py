@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 from pandas import DataFrame
 
@@ -52,43 +52,44 @@ def records_by_source(records: Sequence[Comparison]) -> dict[MeasuredSource, lis
 
 
 def validation_lines(records: Sequence[Comparison]) -> list[Line]:
-    """A line for each source of measurements and quantity, each followed by those of other predictors of the
-    same runs; then predictors on other runs. ``records`` are of `spbench reproduce measured`."""
+    """A line for each source of measurements and quantity, with other predictors of the same runs; then a
+    line for each predictor on other runs. ``records`` are of `spbench reproduce measured`."""
     others = published_file(PREDICTORS_FILE).rows
     lines = []
     for source, some in records_by_source(records).items():
+        measured = f"{source.measured_by}, {source.machines}"
         for quantity, name in QUANTITY_NAMES.items():
             if mine := [record for record in some if record.quantity == quantity]:
-                lines.append(_our_line(source, name, mine))
-                beside = [
-                    other for other in others if (other["file"], other["quantity"]) == (source.file, name)
-                ]
-                lines += map(_other_line, beside)
-    return lines + [_other_line(other) for other in others if not other["file"]]
+                same = [row for row in others if (row["file"], row["quantity"]) == (source.file, name)]
+                lines.append(_validation_line(measured, name, mine, same))
+    return lines + [
+        _validation_line(row["compared"], row["quantity"], [], [row]) for row in others if not row["file"]
+    ]
 
 
-def _our_line(source: MeasuredSource, quantity: str, records: Sequence[Comparison]) -> Line:
+def _validation_line(
+    measured: str, quantity: str, records: Sequence[Comparison], others: Sequence[Mapping[str, str]]
+) -> Line:
     roles = Counter(record.role for record in records)
     errors = [abs(r.relative_error) for r in records if r.relative_error is not None]
     return {
-        "predicted by": "spbench",
-        "measured by, on": f"{source.measured_by}, {source.machines}",
+        "measured by, on": measured,
         "quantity": quantity,
-        **_statistics(errors),
-        "role, or source": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
+        "numbers": len(errors) if records else "",
+        "median error": error_percent(median(errors)) if errors else "",
+        "worst": error_percent(max(errors)) if errors else "",
+        "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
+        "other predictors": "; ".join(map(_other_predictor, others)),
     }
 
 
-def _other_line(other: Mapping[str, str]) -> Line:
-    """The line of another predictor: its errors on runs that are here, else what its authors state."""
-    stated = {"numbers": "", "median error": "", "mean": other["mean"], "worst": other["worst"]}
-    return {
-        "predicted by": other["predictor"],
-        "measured by, on": other["compared"],
-        "quantity": other["quantity"],
-        **(_statistics(predictor_errors(other)) if other["file"] else stated),
-        "role, or source": other["source"],
-    }
+def _other_predictor(other: Mapping[str, str]) -> str:
+    """The errors of another predictor on runs that are here, else what its authors state."""
+    if other["file"]:
+        errors = predictor_errors(other)
+        return f"{other['predictor']} {error_percent(median(errors))}, worst {error_percent(max(errors))}"
+    worst = f", worst {other['worst']}" if other["worst"] else ""
+    return f"{other['predictor']}, as it states: mean {other['mean']}{worst}"
 
 
 def predictor_errors(other: Mapping[str, str]) -> list[float]:
@@ -96,14 +97,6 @@ def predictor_errors(other: Mapping[str, str]) -> list[float]:
     names of the file of measurements that it names."""
     rows = published_file(other["file"]).rows
     return [abs(float(row[other["predicted"]]) / float(row[other["measured"]]) - 1) for row in rows]
-
-
-def _statistics(errors: Sequence[float]) -> Line:
-    """How many there are, their median, mean and worst; "" without errors."""
-    if not errors:
-        return {"numbers": 0, "median error": "", "mean": "", "worst": ""}
-    values = {"median error": median(errors), "mean": mean(errors), "worst": max(errors)}
-    return {"numbers": len(errors), **{name: error_percent(error) for name, error in values.items()}}
 
 
 # -- how far to trust a number -------------------------------------------------------------------------------

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.dispatchers.dispatcher import ExpertCall
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.expert_options import ExpertOptions
+from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
@@ -56,7 +59,7 @@ _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
 
 
 @dataclass(frozen=True)
-class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
+class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     """The options of a causal language model, beside those of its layers.
 
     Attributes:
@@ -107,6 +110,9 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         "checkpoints": "device",
         "mlp_tile": 0,
         "loss_tile": 0,
+        "dispatcher": "all_gather",
+        "experts_matmul": "sequential",
+        "permutation": "plain",
     }
 
     @abstractmethod
@@ -115,10 +121,11 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
 
     def feeding(self, layer: int) -> FeedForward | None:
         """What follows the mixer in a layer; None: nothing."""
-        return Mlp()
+        return MixtureOfExperts() if self.has_experts(layer) else Mlp()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_experts()
         asked = [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name, None)]
         if self.swiglu == "in_place" and not (self.gated_mlp and self.activation == "silu"):
             raise ValueError("swiglu: in_place is of MLPs with a gate and SiLU, which this model has none of")
@@ -187,7 +194,7 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     ) -> list[Site]:
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
-        alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool]] = Counter()
+        alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
         kept = {"kept": 1} if self.keeps_operators else {}
         for run, again in self.recomputed_runs(layers):
             for layer in run:
@@ -206,8 +213,8 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
                 if feeding is not None:
                     of_layer += feeding.sites(self, batch, seq_len, again, spared)
                 for site in (*of_layer, *mixer.sites(self, batch, seq_len, again)):
-                    alike[site.kind, tuple(site.dims.items()), site.recomputed] += site.count
-        sites = [Site(kind, n, dict(letters), again) for (kind, letters, again), n in alike.items() if n]
+                    alike[site.kind, tuple(site.dims.items()), site.recomputed, site.experts] += site.count
+        sites = [Site(kind, n, dict(d), again, call) for (kind, d, again, call), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
         loss = _CROSS_ENTROPY_SITES.get(self.cross_entropy, "cross_entropy")
         sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
@@ -219,12 +226,14 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
         and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
-        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads."""
+        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
+        routed ``experts`` are not among those that can be split."""
         h, layers = self.hidden, stage.layers(self.layers)
         blocks: Counter[str] = Counter()
         feeding = [each for i in layers if (each := self.feeding(i)) is not None]
         for block in (*map(self.mixing, layers), *feeding):
             blocks.update(block.parameters(self))
+        experts = blocks["experts"]
         of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
         whole = of_norm * (len(layers) + len(feeding) + stage.last) + blocks["whole"]
         if self.biases:
@@ -234,11 +243,17 @@ class DecoderModel(DecoderOptions, PaddedVocabulary, Model):
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
         vocabulary = tables * rows * h
         split = blocks["split"] + vocabulary
-        counts = {"elements": split + whole, "split": split, "vocabulary": vocabulary}
+        counts = {"elements": split + whole + experts, "split": split, "vocabulary": vocabulary}
         counts["mlp"] = blocks["mlp"]
+        if experts:
+            counts["experts"] = experts
         if self.kv_heads is not None and blocks["key_value"]:
             counts |= {"key_value": blocks["key_value"], "kv_heads": self.kv_heads}
         return counts
+
+    @property
+    def period(self) -> int:
+        return len(self.expert_pattern) if self.experts else 1
 
     @property
     def mlp_projections(self) -> int:

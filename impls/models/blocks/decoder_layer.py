@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 
 class AddToHidden(nn.Module):
-    """hidden + dropout(x + bias), both [B, L, H], with the bias and the dropout that the model has."""
+    """hidden + dropout(x + bias), both [B, L, H], with the dropout that the model has, and its bias if
+    ``biased``."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, model: DecoderModel, strategy: Strategy):
+    def __init__(self, model: DecoderModel, strategy: Strategy, *, biased: bool = True):
         super().__init__()
         self.p, self.fused, self.random = model.dropout, model.fuses("bias_dropout"), strategy.random
         self.axes = strategy.position_axes
-        self.bias = nn.Parameter(torch.zeros(model.hidden)) if model.biases else None
+        self.bias = nn.Parameter(torch.zeros(model.hidden)) if model.biases and biased else None
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
         if self.fused and self.p and self.bias is not None:
@@ -57,7 +58,7 @@ class DecoderBlock(nn.Module):
         if (feeding := model.feeding(layer)) is not None:
             self.mlp_norm = make_norm(model)
             self.mlp = feeding.build(model, strategy)
-            self.mlp_end = AddToHidden(model, strategy)
+            self.mlp_end = AddToHidden(model, strategy, biased=feeding.closing_bias)
         self.parallel = model.parallel_residual
         mark_library(self, model.library)
 

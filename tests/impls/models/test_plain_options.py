@@ -15,6 +15,10 @@ WHAT = {
     *("norm", "norm_epsilon", "pre_norm", "embedding_norm", "qk_norm", "attention_norm", "output_gate"),
     *("mlp", "biases", "qkv_bias", "parallel_residual", "position", "rotary_base", "rotary_share"),
     *("tied", "binary_head", "linformer"),
+    *("experts", "experts_per_token", "expert_inner", "shared_inner", "shared_gate", "dense_layers"),
+    *("expert_pattern", "expert_biases", "expert_weighting", "router", "router_scores", "router_normalized"),
+    *("router_scale", "router_groups", "router_group_topk", "router_bias", "router_linear_bias"),
+    *("router_dtype", "aux_loss", "aux_weight", "z_weight", "capacity", "capacity_padded", "routing"),
 }
 #: options that change how, which the oracle may keep, with the reason
 HARMLESS = {
@@ -25,6 +29,7 @@ HARMLESS = {
     "autotune_flush_kib": "of a compiler that the plain loss does not call",
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
+    "recompute_modules": "of recomputation, which is off",
 }
 #: options of one model
 KEPT = {

@@ -125,7 +125,7 @@ def test_the_page_shows_the_rows(line: str, strategy: str, kind: str, placement:
     for what, names in (("outputs", ["o"]), ("gradients", ["d_q", "d_k", "d_v"])):
         (shown,) = [each for each in page.splitlines() if each.startswith(f"| {line}, {what} |")]
         numbers = [text.strip() for text in shown.strip("|").split("|")[1:]]
-        for ranks, number in zip([1, 2, 4, 8, 16, 32, 64], numbers, strict=True):
+        for ranks, number in zip([1, 4, 16, 64], numbers, strict=True):
             place = ("single", kind, 1) if ranks == 1 else (strategy, kind, ranks, placement)
             if number:
                 found = committed(*place)["measurement"]["errors"]

@@ -19,7 +19,7 @@ from tests.tools.commands.conftest import Run
 
 RESULTS = Path("results", "reproduction")
 #: of a row, what a time rests on
-RESTS = {"rates": "datasheet", "bound": "products"}
+RESTS = {"rates": "datasheet", "bound": "matmul"}
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_scenarios_run_on_the_clusters_of_their_names(
     assert code == 0
     assert asked == [("usp", (cluster.as_posix(),), Path("results", "runs", "datasheets", "usp"))]
     (line,) = lines_of(RESULTS / "datasheets.csv")  # of times alone
-    assert (line["quantity"], line["rates"], line["bound"]) == ("step_time_ms", "datasheet", "products")
+    assert (line["quantity"], line["rates"], line["bound"]) == ("step_time_ms", "datasheet", "matmul")
     # which is enough for bands
     assert reproduce("bands")[0] == 0
-    interval = json.loads((RESULTS / "bands.json").read_text())["intervals"]["datasheet"]["products"]
+    interval = json.loads((RESULTS / "bands.json").read_text())["intervals"]["datasheet"]["matmul"]
     assert (interval["sources"], interval["rows"]) == (1, 1)
     assert interval["half_width"] == pytest.approx(0.223144)  # log(0.8)
 
@@ -83,9 +83,10 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
 ) -> None:
     test_scenarios_run_on_the_clusters_of_their_names(reproduce, monkeypatch)
     (RESULTS / "bands.json").unlink()
-    page = Path("docs/trust.md")
-    page.parent.mkdir()
-    page.write_text("a\n<!-- spbench reproduce bands: times -->\n<!-- end -->\nb\n")
+    page, classes = RESULTS / "times.md", Path("docs/trust.md")
+    classes.parent.mkdir()
+    for path, part in ((page, "times"), (classes, "classes")):
+        path.write_text(f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n")
     assert reproduce("bands", "--write")[0] == 0
     assert json.loads(Path("bench/measure/trust/bands.json").read_text())["strategies"] == [
         "",
@@ -94,3 +95,4 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
     ]
     assert not (RESULTS / "bands.json").exists()
     assert "| datasheet | USP's authors with Megatron-LM | 1 | 20.0% |" in page.read_text()
+    assert "| datasheet | datasheets alone | 1 (1) | 20.0% |" in classes.read_text()

@@ -14,16 +14,23 @@ from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_error
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import read_comparisons, read_records
 from spbench.bench.tools.papers.document import (
+    DETAILS_FOLDER,
     FIRST_PAGE,
     LENGTHS_PAGE,
     SUMMARY_PAGE,
+    TIMES_PAGE,
     TRUST_PAGE,
     check_documents,
     rendered_documents,
 )
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, summary
 from spbench.bench.tools.papers.paper_findings import PaperFindings, markdown
-from spbench.bench.tools.papers.past_errors import orders_by_scenario
+from spbench.bench.tools.papers.past_errors import (
+    WITHOUT_RATES,
+    class_lines,
+    counted_times,
+    orders_by_scenario,
+)
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
@@ -69,6 +76,7 @@ def loaded() -> dict[str, list[Scenario]]:
     return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
 
 
+@cache
 def findings(paper: str) -> PaperFindings:
     folder = ROOT / "results" / "reproduction"
     records, runs = read_comparisons(folder / f"{paper}.csv"), read_records(folder / f"{paper}_runs.csv")
@@ -104,7 +112,11 @@ def test_the_committed_bands_are_what_the_committed_files_give(
     output = fit_bands(Reproduction("bands", Path("results", "reproduction")))
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert output.content["model"] == packaged_model().as_dict()
-    assert markdown(output.records) in TRUST_PAGE.read_text()
+    assert markdown(output.records) in TIMES_PAGE.read_text()
+    files = [
+        path for name in (*papers(), *WITHOUT_RATES) if (path := DETAILS_FOLDER / f"{name}.csv").exists()
+    ]
+    assert markdown(class_lines(counted_times(files))) in TRUST_PAGE.read_text()
 
 
 def test_pages_have_the_errors_of_all_committed_files() -> None:

@@ -1,4 +1,4 @@
-"""Published times beside ours: as observations of the error model, in a table, and by the order of splits."""
+"""Published times beside ours: as observations of the error model, in a table and by the order of layouts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.document import write_part
 from spbench.bench.tools.papers.past_errors import (
     TimesOrder,
+    class_lines,
     counted_times,
     log_error,
     mean_tau,
@@ -32,7 +33,7 @@ def cell(**changes: Any) -> Cell:
 
 def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> Comparison:
     numbers = {"published": 100.0, "reproduced": 110.0, "relative_error": 0.1}
-    texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "products"}
+    texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "matmul"}
     line = {"table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
     return Comparison.of_line(line)
 
@@ -83,12 +84,22 @@ def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
     ]
     usp, upipe, sourced, rsa, fitted, whole = time_lines(records, {each.key: each for each in split})
     assert (usp["times"], usp["median error"], usp["worst"]) == (2, "13.3%", "16.7%")
-    assert (usp["runs split"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
+    assert (usp["runs compared"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
     assert usp["within 80% intervals"] == "0 of 2"  # of 1%, which UPipe's errs
     assert (upipe["times"], upipe["tau"], upipe["within 80% intervals"]) == (1, "", "1 of 1")
     assert (sourced["times"], sourced["within 80% intervals"]) == (3, "50%")
     assert (rsa["rates"], rsa["bias"], rsa["within 80% intervals"]) == ("fitted", "+100.0%", "0 of 1")
     assert (fitted["within 80% intervals"], whole["within 80% intervals"]) == ("0%", "33%")
+    of_class, of_fitted = class_lines(records)
+    assert (of_class["rates"], of_class["times (sources)"], of_class["in 80% intervals"]) == (
+        "sourced",
+        "3 (2)",
+        "50%",
+    )
+    # of +10%, -16.7% and +1%
+    shown = (of_class["median error"], of_class["worst"], of_class["mean with its sign"])
+    assert shown == ("10.0%", "16.7%", "-1.9%")
+    assert of_fitted["mean with its sign"] == "+100.0%"
 
 
 def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
@@ -100,7 +111,7 @@ def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
         write_part(page, "bands", "other", "new\n")
 
 
-# -- the order of splits -------------------------------------------------------------------------------------
+# -- the order of layouts ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +150,7 @@ def test_splits_of_one_run_are_set_in_order() -> None:
         [*records, timed(other, 1, 1), timed(elsewhere, 1, 1)],
         {c.key: c for c in (*split, other, elsewhere)},
     )
-    assert (line["table"], line["seq_len"], line["GPUs"], line["splits"]) == ("t", 64, 4, 3)
+    assert (line["table"], line["seq_len"], line["GPUs"], line["layouts"]) == ("t", 64, 4, 3)
     assert line["tau"] == "-0.33"
     assert (line["fastest published"], line["fastest ours"]) == ("sp4", "sp4")
     assert line["published time of ours"] == "+100.0%"

@@ -59,29 +59,26 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         record(f"{B200}:2:real_ms", "step_time_ms", 0.5),
         record("megatron_lm_goldens.csv:4:iter_s", "step_time_ms", 0.2, "calibrated"),
     ]
-    goldens, memory, simumax_memory, time, simumax_time, *others = validation_lines(records)
+    goldens, memory, time, *others = validation_lines(records)
     assert list(goldens.values()) == [
-        *("spbench", "Megatron-LM's functional tests, 8 A100, H100 or GB200", "step time", 1),
-        *("20.0%", "20.0%", "20.0%", "1 calibrated"),
+        *("Megatron-LM's functional tests, 8 A100, H100 or GB200", "step time", 1),
+        *("20.0%", "20.0%", "1 calibrated", ""),
     ]
-    assert list(memory.values())[2:] == ["peak memory", 2, "0.25%", "0.25%", "0.4%", "3 inferred"]
-    assert list(time.values())[2:] == ["step time", 1, "5.0%", "5.0%", "5.0%", "1 predicted"]
-    for line, quantity in ((simumax_memory, "peak memory"), (simumax_time, "step time")):
-        assert (line["predicted by"], line["measured by, on"]) == ("SimuMax", "the same runs")
-        assert (line["quantity"], line["numbers"]) == (quantity, 12)
-    assert (simumax_time["mean"], simumax_time["worst"]) == ("5.3%", "11.4%")
-    stated = [(line["predicted by"], line["quantity"], line["mean"], line["worst"]) for line in others]
-    assert stated == [
-        ("SimuMax", "peak memory", "0.46%", "1.4%"),
-        ("SimuMax", "step time", "5.6%", "13.5%"),
-        ("Phantora", "step time", "3% to 7%", ""),
-        ("vTrain", "step time", "14.7%", ""),
+    assert list(memory.values())[1:6] == ["peak memory", 2, "0.25%", "0.4%", "3 inferred"]
+    assert list(time.values())[1:6] == ["step time", 1, "5.0%", "5.0%", "1 predicted"]
+    assert memory["other predictors"] == "SimuMax 0.31%, worst 0.42%"
+    assert time["other predictors"] == "SimuMax 4.6%, worst 11.4%"
+    assert [(*line.values(),)[1:] for line in others] == [
+        ("peak memory", "", "", "", "", "SimuMax, as it states: mean 0.46%, worst 1.4%"),
+        ("step time", "", "", "", "", "SimuMax, as it states: mean 5.6%, worst 13.5%"),
+        ("step time", "", "", "", "", "Phantora, as it states: mean 3% to 7%"),
+        ("step time", "", "", "", "", "vTrain, as it states: mean 14.7%"),
     ]
 
 
 def test_without_numbers_of_ours_a_line_says_so() -> None:
     line, *_ = validation_lines([record(f"{B200}:2:real_ms", "step_time_ms", None)])
-    assert list(line.values())[2:] == ["step time", 0, "", "", "", "1 predicted"]
+    assert list(line.values())[1:6] == ["step time", 0, "", "", "1 predicted"]
 
 
 def test_what_simumax_says_of_the_same_rows_is_computed() -> None:

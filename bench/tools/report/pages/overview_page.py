@@ -15,8 +15,16 @@ from spbench.bench.tools.papers.validation import records_by_source, validation_
 from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
-from spbench.bench.tools.report.report_markdown import code, dated, link, listed, plain, quantity_words
-from spbench.bench.tools.report.report_verdict import badge, most_misses
+from spbench.bench.tools.report.report_markdown import (
+    badge,
+    code,
+    dated,
+    link,
+    listed,
+    most_misses,
+    plain,
+    quantity_words,
+)
 from spbench.bench.tools.report.what_changed import changes
 from spbench.plots.series import grouped
 
@@ -111,9 +119,9 @@ def _measured(gathered: Gathered) -> Iterator[Part]:
     yield f"""What others measured on real GPUs, with every setting, beside what virtual ranks predict. Errors
 are \\|ours / measured - 1\\|. Other predictors are listed with their errors on the same runs where they are
 known, and else with what their authors state. [All numbers.](paper-{MEASURED}.html)"""
-    heads = ["predicted by", "median error", "quantity", "measured by, on", "numbers", "mean", "worst"]
-    caption = "Errors against real machines, ours and those of other predictors"
-    yield DataTable("validation", caption, validation_lines(records), [*heads, "role, or source"])
+    heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
+    caption = "Errors against real machines, ours and other predictors'"
+    yield DataTable("validation", caption, validation_lines(records), heads)
     yield gathered.figure(MEASURED, "ours beside what real machines measured")
     lines = [
         {
