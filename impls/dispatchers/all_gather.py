@@ -27,6 +27,7 @@ class AllGather(Dispatcher):
     name = "all_gather"
     summary = "all-gather of every rank's tokens, each rank takes those of its experts"
     source = "Megatron-LM's MoEAllGatherTokenDispatcher"
+    by_counts = False
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
         group = self.place.group("ep", "etp")

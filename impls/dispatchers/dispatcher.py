@@ -33,6 +33,7 @@ class ExpertCall:
         capacity, padded: see :class:`ExpertOptions`.
         precise_weights: whether the router's weights are in float32 at least.
         aux_loss: see :class:`ExpertOptions`.
+        learned: whether the router decides, so that what ranks with values send is not known before.
     """
 
     plan: RoutingPlan
@@ -41,6 +42,7 @@ class ExpertCall:
     padded: bool
     precise_weights: bool
     aux_loss: str
+    learned: bool
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of one of the router's weights."""
@@ -81,6 +83,8 @@ class Dispatcher(ABC):
     summary: ClassVar[str] = ""
     #: where the method is described
     source: ClassVar[str] = ""
+    #: whether what is sent depends on how many tokens each expert gets
+    by_counts: ClassVar[bool] = True
 
     def __init__(self, place: Place, experts: int, permutation: str):
         self.place, self.experts, self.permutation = place, experts, permutation

@@ -119,9 +119,18 @@ class Plan:
             for t in self.traffic_of(rank)
         ]
 
-    def difference(self, meter: CommunicationMeter, rank: int) -> list[dict[str, Any]]:
+    def difference(
+        self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
+    ) -> list[dict[str, Any]]:
         """Where the meter of a rank saw other bytes than the closed form says, by phase, collective and axis;
-        empty where they agree exactly."""
+        empty where they agree exactly.
+
+        Args:
+            has_values: of tensors: then what varies with them is not compared.
+        """
+        unknown = {
+            (t.phase, t.collective, self._axis(t)) for t in self.traffic_of(rank) if t.varies and has_values
+        }
         expected: Counter[tuple[str, str, str]] = Counter()
         for t in self.traffic_of(rank):
             expected[t.phase, t.collective, self._axis(t)] += self._sent_bytes(t)  # type: ignore[assignment]
@@ -135,7 +144,7 @@ class Plan:
                 "formula_bytes": as_number(Fraction(expected[phase, collective, axis])),
                 "metered_bytes": as_number(metered.get((phase, collective, axis), Fraction(0))),
             }
-            for phase, collective, axis in sorted(expected.keys() | metered.keys())
+            for phase, collective, axis in sorted((expected.keys() | metered.keys()) - unknown)
             if expected[phase, collective, axis] != metered.get((phase, collective, axis), 0)
         ]
 

@@ -103,7 +103,9 @@ class Trace:
             by_class=by_class,
             communication=self.communication.rows(),
             formula=planned.formula(self.rank),
-            formula_difference=planned.difference(self.communication, self.rank),
+            formula_difference=planned.difference(
+                self.communication, self.rank, has_values=self.cell.engine != "virtual"
+            ),
             unpriced_operators={} if self.program is None else self.program.unpriced_calls(),
             meters={name: dict(counts) for name, counts in self.found.items()},
         )

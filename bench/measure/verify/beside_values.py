@@ -113,7 +113,7 @@ def check_bytes(
         *backend.traffic(step),
     ]
     plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], sizes)
-    for each in plan.difference(recorder.communication, 0):
+    for each in plan.difference(recorder.communication, 0, has_values=True):
         sent, formula = each["metered_bytes"], each["formula_bytes"]
         yield (
             f"{each['phase']} {each['collective']} over {each['axis']}",

@@ -141,7 +141,7 @@ class SoftmaxAttention:
     ) -> Site:
         """Where positions meet, with these dims of its heads."""
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
-        again = again or model.recompute == "selective"
+        again = again or model.recomputes("core_attn")
         kept = {"kept": 1} if model.keeps_operators else {}
         heeded = self.heeded(model.attended(seq_len), seq_len)
         return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)
@@ -164,7 +164,7 @@ class AttentionMixer(nn.Module):
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
         attended = self.kind.attended(places.attended, places.seq_len)
-        if self.model.recompute == "selective":
+        if self.model.recomputes("core_attn"):
             return recomputed(self._attend, self.strategy.random, q, k, v, attended)
         return self._attend(q, k, v, attended)
 

@@ -87,11 +87,11 @@ class LlamaConfig(RotaryConfig):
             norm_epsilon=self.rms_norm_eps,
             rotary_base=self.rope_theta,
             rotary_share=self.partial_rotary_factor,
-            **self.attention_options(),
+            **self.family_options(),
         )
 
-    def attention_options(self) -> dict[str, Any]:
-        """What a family's attention has beside Llama's."""
+    def family_options(self) -> dict[str, Any]:
+        """What a family's layers have beside Llama's."""
         return {}
 
 
@@ -160,7 +160,7 @@ class Qwen2Config(WindowedConfig):
 
     name: ClassVar[str] = "qwen2"
 
-    def attention_options(self) -> dict[str, Any]:
+    def family_options(self) -> dict[str, Any]:
         return {"qkv_bias": True}
 
 
@@ -172,5 +172,5 @@ class Qwen3Config(WindowedConfig):
 
     head_dim: PositiveInt | None = 128
 
-    def attention_options(self) -> dict[str, Any]:
+    def family_options(self) -> dict[str, Any]:
         return {"qk_norm": True}
