@@ -101,11 +101,12 @@ class Dispatcher(ABC):
         return slice(self.ep_rank * self.held, (self.ep_rank + 1) * self.held)
 
     @abstractmethod
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
         """Tokens x [T, H] with weights [T, E] to the experts that are chosen for them, bool [T, E].
 
         Args:
-            sent: how many tokens each rank along ep and etp sends to each expert [P, E].
+            sent: how many tokens each rank along ep and etp sends to each expert [P, E]; None, where a
+                router decides it, for a dispatcher that is not ``by_counts``.
         """
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:

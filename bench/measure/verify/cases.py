@@ -285,7 +285,7 @@ def _foldings(case: Case, ranks: int) -> list[Mapping[str, int]]:
     last; without experts there are none."""
     sites = case.model.sites(case.batch, case.seq_len)
     experts = [site.dims["E"] for site in sites if site.kind == "experts"]
-    sizes = [
+    sizes: list[Mapping[str, int]] = [
         {"ep": ep, "etp": etp}
         for ep, etp in itertools.product(range(1, ranks + 1), (1, 2))
         if experts and ranks % (ep * etp) == 0 and all(n % ep == 0 for n in experts)

@@ -167,16 +167,14 @@ class MixtureModule(nn.Module):
         experts = torch.from_numpy(self.call.plan.of_positions(length)[positions])
         return experts.repeat(batch, 1).to(x.device)
 
-    def _sent_tokens(self, chosen: Tensor, batch: int, length: int) -> np.ndarray:
+    def _sent_tokens(self, chosen: Tensor, batch: int, length: int) -> np.ndarray | None:
         """How many tokens each rank that shares experts sends to each [P, E]. The ranks tell each other,
-        unless each expert takes a fixed number."""
+        unless each expert takes a fixed number. None: the dispatcher sees it in what it sends."""
         counts = None
-        if not self.model.capacity_padded and self.model.dispatcher != "all_gather":
+        if not self.model.capacity_padded and self.dispatcher.by_counts:
             counts = gather_flags(chosen.sum(0), self.group)
         if self.model.routing == LEARNED and has_values(chosen) and not self.model.capacity_padded:
-            if counts is None:
-                counts = gather_flags(chosen.sum(0), self.group)
-            return counts.view(-1, self.model.experts).cpu().numpy()
+            return None if counts is None else counts.view(-1, self.model.experts).cpu().numpy()
         if (batch, length) not in self._sent:
             self._sent[batch, length] = sent_tokens(self.call, self.strategy, batch, length)
         return self._sent[batch, length]
