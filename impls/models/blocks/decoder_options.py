@@ -124,6 +124,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     documents: Documents = ()
     documents_seed: int = 0
 
+    #: what of a layer ``recompute: selective`` runs again, by Megatron-LM's names
+    recompute_modules: ClassVar[Sequence[str]] = ("core_attn",)
     #: "rms" or "layer", which has a bias too
     norm: ClassVar[str] = "rms"
 
@@ -189,6 +191,10 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     def keeps_operators(self) -> bool:
         """Whether layers that are recomputed keep the results of some operators."""
         return self.recompute == "operators"
+
+    def reruns(self, module: str) -> bool:
+        """Whether a module of each layer, by Megatron-LM's name, is recomputed alone."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
     def recomputed_runs(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
         """The layers of a stage in the runs in which they are recomputed or not."""
