@@ -141,7 +141,11 @@ def _cases(
             for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts)):
                 model = set_options(preset, varying, f"model {name}")
                 variant = _spelled({**varying, **settings["options"], **settings["backend_options"]})
-                yield _Planned(Case(strategy, model, part, dtype, **settings), mesh, name, variant)
+                case = Case(strategy, model, part, dtype, **settings)
+                folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
+                every = not varying and case.model.parts()[part].build == case.model.build
+                for folded in folds if every else folds[-1:]:
+                    yield _Planned(replace(case, folds=folded), mesh, name, variant)
 
 
 def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) -> Iterator[VerifyRow]:
@@ -276,13 +280,17 @@ def _mesh(sizes: Mapping[str, int], folds: Mapping[str, int]) -> str:
     return "x".join(f"{axis}{n}" for axis, n in sizes.items()) + folded
 
 
-def _foldings(model: Model, case: Case, ranks: int) -> list[Mapping[str, int]]:
-    """How the experts of a model may lie on the ranks of a strategy: on all of them alike and, of several, in
-    turns along ep, along etp and both; none of these for a model without experts."""
-    experts = {site.dims["E"] for site in model.sites(case.batch, case.seq_len) if site.kind == "experts"}
-    pairs = [(ep, n) for ep in range(1, ranks + 1) if ranks % ep == 0 for n in (1, 2) if ranks // ep % n == 0]
-    ways = [{"ep": ep, "etp": etp} for ep, etp in pairs if experts and all(n % ep == 0 for n in experts)]
-    return ways or [{}]
+def _foldings(case: Case, ranks: int) -> list[Mapping[str, int]]:
+    """The sizes of the folded axes with which a model's experts are verified on so many ranks, the largest ep
+    last; without experts there are none."""
+    sites = case.model.sites(case.batch, case.seq_len)
+    experts = [site.dims["E"] for site in sites if site.kind == "experts"]
+    sizes = [
+        {"ep": ep, "etp": etp}
+        for ep, etp in itertools.product(range(1, ranks + 1), (1, 2))
+        if experts and ranks % (ep * etp) == 0 and all(n % ep == 0 for n in experts)
+    ]
+    return sizes or [{}]  # type: ignore[list-item]
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

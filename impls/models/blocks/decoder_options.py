@@ -18,6 +18,9 @@ from spbench.impls.tiles import Tiling
 #: bias, dropout and addition to the hidden states, and RoPE
 FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 
+#: what of a layer ``recompute: selective`` can run again
+RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
+
 _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
@@ -69,8 +72,13 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
-            softmax attention, between its projections (arXiv 2205.05198, section 5); "operators": each layer
+            parts of layers, if nothing else is said softmax attention between its projections (arXiv
+            2205.05198, section 5); "operators": each layer
             but for softmax attention and every other matmul (torchtitan's "selective" by "op").
+        recompute_modules: of selective recomputation, by Megatron-LM's names (--recompute-modules):
+            "core_attn": softmax attention; "moe_act": the activation of experts; "moe": experts with router
+            and dispatch; "shared_experts"; "mlp": MLPs without experts; "layernorm": norms that no projection
+            of the library includes; "mla_up_proj": the up-projections of latent attention.
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
             "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": one of
             each ``recompute_layers`` layers of a stage, the last of them.
@@ -114,6 +122,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     unfused: Sequence[str] = ()
     recompute: str = "none"
     recompute_method: str = "uniform"
+    recompute_modules: Sequence[str] = ("core_attn",)
     recompute_layers: int = 1
     recompute_early_stop: bool = False
     recompute_reentrant: bool = False
@@ -124,8 +133,6 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     documents: Documents = ()
     documents_seed: int = 0
 
-    #: what of a layer ``recompute: selective`` runs again, by Megatron-LM's names
-    recompute_modules: ClassVar[Sequence[str]] = ("core_attn",)
     #: "rms" or "layer", which has a bias too
     norm: ClassVar[str] = "rms"
 
@@ -137,6 +144,12 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         check_choices(self, _WAYS)
         self.check_documents()
         object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
+        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
+        for name in self.recompute_modules:
+            if name not in RECOMPUTE_MODULES:
+                raise ValueError(
+                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
+                )
         for name in self.unfused:
             if name not in FUSIONS:
                 raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
@@ -187,14 +200,14 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         """Whether layers are recomputed, whole or but for some operators."""
         return self.checkpointing or self.recompute in ("full", "operators")
 
+    def recomputes(self, module: str) -> bool:
+        """Whether ``recompute: selective`` runs a module of a layer again, one of RECOMPUTE_MODULES."""
+        return self.recompute == "selective" and module in self.recompute_modules
+
     @property
     def keeps_operators(self) -> bool:
         """Whether layers that are recomputed keep the results of some operators."""
         return self.recompute == "operators"
-
-    def reruns(self, module: str) -> bool:
-        """Whether a module of each layer, by Megatron-LM's name, is recomputed alone."""
-        return self.recompute == "selective" and module in self.recompute_modules
 
     def recomputed_runs(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
         """The layers of a stage in the runs in which they are recomputed or not."""

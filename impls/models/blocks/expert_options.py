@@ -11,9 +11,6 @@ from spbench.impls.options import check_choices
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
 
-#: what of a layer ``recompute: selective`` can run again, by Megatron-LM's names (--recompute-modules)
-RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
-
 _CHOICES = {
     "router": ("softmax", "sigmoid", "sinkhorn"),
     "router_scores": ("all", "chosen"),
@@ -63,7 +60,6 @@ class ExpertOptions:
         dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
         permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
-        recompute_modules: of ``recompute: selective``: what backward runs again.
     """
 
     experts: int = 0
@@ -93,17 +89,10 @@ class ExpertOptions:
     dispatcher: str = "all_to_all"
     experts_matmul: str = "grouped"
     permutation: str = "plain"
-    recompute_modules: Sequence[str] = ("core_attn",)
 
     def check_experts(self) -> None:
         """Raise ValueError for options of experts that do not fit each other."""
         object.__setattr__(self, "expert_pattern", tuple(self.expert_pattern))  # a list has no hash
-        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
-        for name in self.recompute_modules:
-            if name not in RECOMPUTE_MODULES:
-                raise ValueError(
-                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
-                )
         if not self.experts:
             return
         check_choices(self, {**_CHOICES, "dispatcher": dispatchers()})
@@ -161,9 +150,16 @@ class ExpertOptions:
             {"routing": "even", "dispatcher": "all_gather", "permutation": "fused", "recompute": "full"}
             | {"library": "transformer-engine", "aux_loss": "global", "aux_weight": 0.1},
             # all tokens to the same three experts, so that others have none
-            {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"},
+            {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"}
+            | {"recompute": "selective", "recompute_modules": ("moe_act", "shared_experts", "layernorm")}
+            | {"shared_inner": 24},
             # Llama 4's in every second layer
-            {"experts_per_token": 1, "router": "sigmoid", "expert_weighting": "input"}
+            {
+                "experts_per_token": 1,
+                "router": "sigmoid",
+                "router_normalized": False,
+                "expert_weighting": "input",
+            }
             | {"expert_pattern": (0, 1), "shared_inner": 48},
             {"mlp": "clamped_swiglu", "expert_biases": True, "router_linear_bias": True},
         ]

@@ -61,7 +61,7 @@ class LatentAttention(SoftmaxAttention):
         return self.plain_size + self.turned_size
 
     def keeps_results(self, model: DecoderOptions) -> bool:
-        return model.reruns("mla_up_proj") and not model.reruns("core_attn")
+        return model.recomputes("mla_up_proj") and not model.recomputes("core_attn")
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return LatentAttentionMixer(self, model, strategy)
@@ -80,7 +80,7 @@ class LatentAttention(SoftmaxAttention):
         return {"split": up + self.width(model) * h + self.sinks * heads, "key_value": 0, "whole": down}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        up_again = again or model.reruns("mla_up_proj")
+        up_again = again or model.recomputes("mla_up_proj")
 
         def opens(features: int, to: int) -> Site:
             return Site("linear_in", 1, {"B": batch, "L": seq_len, "H": features, "F": to}, up_again)
@@ -122,7 +122,7 @@ class LatentAttentionMixer(AttentionMixer):
 
     def _attended(self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] that follows from what :meth:`_latents` returns."""
-        if not self.model.reruns("mla_up_proj"):
+        if not self.model.recomputes("mla_up_proj"):
             return self._attend_from(self.attend_to, of_queries, latent, shared, places)
         inner = partial(self._attend_from, self.attend_at_once)
         random, keeps = self.strategy.random, self.kind.keeps_results(self.model)

@@ -146,7 +146,7 @@ class SoftmaxAttention:
         """Where positions meet, with these dims of its heads."""
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         kept = {"kept": 1} if model.keeps_operators or self.keeps_results(model) else {}
-        again = again or model.reruns("core_attn") or self.keeps_results(model)
+        again = again or model.recomputes("core_attn") or self.keeps_results(model)
         heeded = self.heeded(model.attended(seq_len), seq_len)
         return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)
 
@@ -167,7 +167,7 @@ class AttentionMixer(nn.Module):
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
-        if self.model.reruns("core_attn"):
+        if self.model.recomputes("core_attn"):
             return recomputed(self.attend_at_once, self.strategy.random, q, k, v, places)
         return self.attend_at_once(q, k, v, places)
 
