@@ -72,6 +72,7 @@ class LatentOptions:
         return [
             {"q_lora_rank": None, "padded_values": True, "mtp_layers": 0},
             {"mtp_layers": 2, "documents": (7, 1, 11, 5), "library": "transformer-engine"},
+            {"recompute": "selective", "recompute_modules": ("mla_up_proj",)},
         ]
 
     def check_latent(self) -> None:
