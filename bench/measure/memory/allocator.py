@@ -98,14 +98,16 @@ class CachingAllocator:
     def take(self, nbytes: int, stream: int = 0) -> Block:
         """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
-        small = size <= SMALL_LIMIT
-        block = self._take(size, (stream, small))
+        pool = stream, size <= SMALL_LIMIT
+        block = self._take(size, pool)
         if block is None:
             self.new_segments += 1
-            block = self._new_segment(size, (stream, small))
+            block = self._new_segment(size, pool)
         remaining = block.size - size
-        if remaining >= (GRANULE if small else self.least_rest) and size < self.split_limit:
-            self._add_free(self._cut(block, size))
+        if remaining >= (GRANULE if pool[1] else self.least_rest) and size < self.split_limit:
+            rest = self._cut(block, size)
+            rest.free = True
+            insort(self._free[pool], (remaining, rest.address))
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
@@ -184,14 +186,16 @@ class CachingAllocator:
 
     def _join(self, block: Block) -> Block:
         """Make a block free, as one with free neighbours; returns that."""
-        before, after = block.previous, block.next
+        # most calls of a replay end here, so the pool is looked up once
+        pool, before, after = self._free[block.pool], block.previous, block.next
         if before is not None and before.free:
-            self._remove_free(before)
+            del pool[bisect_left(pool, (before.size, before.address))]
             block = self._merge(before, block)
         if after is not None and after.free:
-            self._remove_free(after)
+            del pool[bisect_left(pool, (after.size, after.address))]
             block = self._merge(block, after)
-        self._add_free(block)
+        block.free = True
+        insort(pool, (block.size, block.address))
         return block
 
     def _cut(self, block: Block, size: int) -> Block:
