@@ -39,8 +39,8 @@ from spbench.bench.measure.engines.plan import planned_step
 from spbench.bench.measure.engines.repeating_runs import DeepList
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
 

@@ -33,8 +33,8 @@ from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import Plan, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
 from spbench.bench.measure.simulator.program import Group, Program
-from spbench.bench.measure.trace.communication import CommunicationMeter, Operation
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
