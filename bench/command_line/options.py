@@ -160,7 +160,7 @@ changes = click.option(
     type=SETTINGS,
     multiple=True,
     callback=_joined,
-    help="Give the chosen cells another value of a setting, such as training.backend=zero1 or sizes.tp=2.",
+    help="Another value of a setting of all that is asked, such as strategy_options.placement=zigzag.",
 )
 quiet = click.option(
     "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."

@@ -53,9 +53,12 @@ verify --model bert-tny -> unknown model 'bert-tny'; did you mean 'bert-tiny'?
 verify --model lama3-8b -> unknown model 'lama3-8b'; did you mean 'llama3-8b'?
 verify --dtype fp8 -> unknown dtype 'fp8'
 verify --part x -> unknown part 'x'
-verify --strategy-option placement=zigzag -> add --strategy
-verify --strategy ring_attention --strategy-option placement=zigzg -> placement is one of contiguous, striped,
-verify --strategy ulysses --strategy-option pad_head=1 -> did you mean 'pad_heads'?
+verify --set strategy_options.placement=zigzag -> add --strategy
+verify --strategy ring_attention --set strategy_options.placement=zigzg -> is one of contiguous, striped,
+verify --strategy ulysses --set strategy_options.pad_head=1 -> did you mean 'pad_heads'?
+verify --model gpt3-tiny --set model_options.lairs=1 -> did you mean 'layers'?
+verify --set sizes.tp=2 -> verify takes model_options.OPTION, strategy_options.OPTION, training.OPTION
+verify --set training.micro_batches=2 -> verify takes model_options.OPTION
 fit llama3-8b -> llama3-8b is a model: give --cluster NAME and --seq-len N too
 fit lama3-8b -> did you mean 'llama3-8b'? (nearest of
 fit meta-llama/Llama-3-8B -> download its config.json and give the path of that
