@@ -172,7 +172,7 @@ def _check_known(dtypes: Sequence[str], backend: str) -> None:
     """Raise a KeyError before any rank starts."""
     for dtype in dtypes:
         if dtype not in PRECISIONS:
-            raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
+            raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(PRECISIONS)}")
     backend_class(backend)
 
 

@@ -29,9 +29,7 @@ from spbench.bench.command_line.options import (
 )
 @changes
 @device
-@path_option(
-    "--output", "Keep the verdicts in this folder, beside those of other cases; nowhere if left out."
-)
+@path_option("--output", "Keep the verdicts in this folder, beside other cases; nowhere if left out.")
 @printed
 @body("run.verify_output:verified")
 def command() -> None:

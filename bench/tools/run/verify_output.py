@@ -45,7 +45,7 @@ from spbench.impls.training.step import PRECISIONS
 #: what no case is wrong for
 _NO_FAULTS = {"green", "unsupported", "as published"}
 #: what is said of bytes where no case has anything to compare
-NOT_COMPARED = "not compared, as closed forms are of whole models"
+NOT_COMPARED = "not compared, as closed forms count whole models"
 #: sections of settings, and the option that names whose they are
 _OWNERS = {"model_options": "--model", "strategy_options": "--strategy", "training": "--backend"}
 

@@ -69,7 +69,7 @@ class NemotronHConfig(Config):
             why = (
                 "E is a layer of experts, which no model here has"
                 if "E" in others
-                else "known are M, * and -"
+                else "a letter is M, * or -"
             )
             raise not_covered("hybrid_override_pattern", pattern, why)
         if len(pattern) != self.num_hidden_layers:

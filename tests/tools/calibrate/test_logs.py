@@ -251,7 +251,7 @@ def trace_with(**changes: object) -> str:
     ("text", "complaint"),
     [
         ("", "is empty"),
-        ("a,b\n1,2\n", "(known: flash-attention, mamf-finder, nccl-tests, torch-profiler)"),
+        ("a,b\n1,2\n", "(choices: flash-attention, mamf-finder, nccl-tests, torch-profiler)"),
         ('{"rows": []}', "no kind of log"),
         (NCCL + flash_log(1e14, 1.0), "is a log of flash-attention and of nccl-tests"),
         (NCCL[: NCCL.index("           8 ")], "without rows; was the run cut off?"),
