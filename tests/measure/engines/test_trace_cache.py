@@ -139,7 +139,7 @@ def test_a_damaged_file_is_made_again_and_said_once(
         for _ in range(2):
             assert differences(tracing.trace(RSA, events=True), before) == []
         assert file.read_bytes() == whole
-        assert [text.split(":")[0] for text in caplog.messages] == ["a kept trace is damaged and made again"]
+        assert [text.split(":")[0] for text in caplog.messages] == ["a kept trace is damaged, so the step is traced again"]
     assert made == [RSA] * 4
 
 
