@@ -116,7 +116,7 @@ def test_the_commit_is_that_of_the_rows_and_not_of_today(
         ([row("a", commit="1234567-dirty")], "come from code that is in no commit"),
         ([row("a", commit="1234567"), row("b", commit="7654321")], "rows come from commit 7654321, rows of"),
         ([row("a")], "do not name their commit; name it by --commit"),
-        ([row("a", commit="1234567")], "has no commit 1234567, from which the results come; fetch it, or name"),
+        ([row("a", commit="1234567")], "has no commit 1234567, from which the results come; fetch"),
         (
             [row("a", "distributed"), row("b", "distributed", host="two")],
             "were timed on one and on two, or one of them",
