@@ -41,7 +41,7 @@ class RotaryConfig(Config):
                 raise not_covered(field, given, "it must be a mapping")
             kind = given.get("rope_type", given.get("type", "default"))
             if kind not in ANGLES_ALONE:
-                raise not_covered(f"{field}.rope_type", kind, f"known are {', '.join(ANGLES_ALONE)}")
+                raise not_covered(f"{field}.rope_type", kind, f"it may be {', '.join(ANGLES_ALONE)}")
             for name in ("rope_theta", "partial_rotary_factor"):
                 if name in given:
                     plain[name] = given[name]

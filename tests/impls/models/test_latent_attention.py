@@ -153,7 +153,7 @@ def test_closed_forms_count_the_parameters(options: dict[str, Any], stages: int)
     [
         ({"kv_heads": 4}, "latent attention has no kv_heads"),
         ({"qk_rope_head_dim": 3}, "RoPE turns pairs, but qk_rope_head_dim is 3"),
-        ({"kv_lora_rank": 0}, "of latent attention; set kv_lora_rank"),
+        ({"kv_lora_rank": 0}, "need latent attention; set kv_lora_rank"),
         ({"padded_values": True, "v_head_dim": 7}, "v_head_dim 7 is above the head size of keys"),
         ({"position": "learned"}, "multi-token prediction has no learned positions"),
     ],
