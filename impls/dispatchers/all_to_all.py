@@ -62,9 +62,8 @@ class AllToAll(Dispatcher):
         own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
         received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
         row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
-        etp = self.place.group("etp")
-        rows = all_gather_rows(received, lengths.gathered, etp)
-        row_weights = all_gather_rows(row_weights, lengths.gathered, etp)
+        rows = all_gather_rows(received, lengths.gathered, self.etp_group)
+        row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
         if self._sorts:
             sizes, order = self._to_experts(lengths)
             rows, row_weights = sort_chunks(rows, row_weights, sizes, order, self.permutation)
@@ -76,7 +75,7 @@ class AllToAll(Dispatcher):
         if self._sorts:
             sizes, order = self._from_experts(lengths)
             rows, _ = sort_chunks(rows, None, sizes, order, self.permutation)
-        return reduce_scatter_rows(rows, lengths.gathered, self.place.group("etp"))
+        return reduce_scatter_rows(rows, lengths.gathered, self.etp_group)
 
     def send_back(self, rows: Tensor, state: Any) -> Tensor:
         lengths: _Lengths = state.lengths

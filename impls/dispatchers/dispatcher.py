@@ -88,7 +88,8 @@ class Dispatcher(ABC):
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
         #: experts of a rank
         self.held = experts // self.ep
-        self.group = place.group("ep")
+        # before a step, which is metered by the names that groups have got
+        self.group, self.etp_group = place.group("ep"), place.group("etp")
 
     @property
     def mine(self) -> slice:

@@ -71,7 +71,7 @@ def beginning_server() -> Iterator[None]:
             _run_server(_forked if forked else util.spawnv_passfds)
 
 
-def _run_server(start: Callable[[bytes, list[str], Sequence[int]], int] = util.spawnv_passfds) -> None:
+def _run_server(start: Callable[..., int] = util.spawnv_passfds) -> None:
     """Have the server run; ``start`` is what multiprocessing calls for it."""
     _make_folder_of_sockets()
     with interrupts_blocked(), environment_with(environment_of_child()):

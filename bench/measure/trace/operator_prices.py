@@ -104,13 +104,16 @@ _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
-    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A] and
-    k [B, G, L, A], which a gradient stands before."""
-    q, k = arguments[1:3] if name.endswith("_backward") else arguments[:2]
+    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A], k and
+    v [B, G, L, A], which a gradient stands before. Where v has another head size, A is the size at which all
+    matmuls of the call would have its FLOPs, rounded down."""
+    backward = name.endswith("_backward")
+    q, k, v = arguments[1:4] if backward else arguments[:3]
+    a = (3 * q.shape[3] + 2 * v.shape[3]) // 5 if backward else (q.shape[3] + v.shape[3]) // 2
     if name.startswith("ranged"):
         ranges, _, length = Size.of(arguments[-1])
-        return q.shape[0] * q.shape[1] * ranges, length, length, q.shape[3]
-    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+        return q.shape[0] * q.shape[1] * ranges, length, length, a
+    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], a
 
 
 def _grouped_flops(args: Sequence[Any]) -> int:

@@ -170,6 +170,6 @@ def test_a_real_step_is_timed_by_its_operators(pool: RankPool) -> None:
     ((step, *operators),) = pool.run({"sp": 1}, of_a_step)
     assert (step.operation, step.extent > 50, len(step.samples_s)) == (STEP, True, 1)
     kinds = {point.operation for point in operators}
-    assert PRODUCT in kinds
+    assert MATMUL_IN_STEP in kinds
     assert any(kind.startswith(OPERATOR) for kind in kinds)
     assert sum(point.flops for point in operators) > 0
