@@ -127,7 +127,11 @@ class PlanningHooks(GridHooks):
     axes: tuple[str, ...]
     size: int
     within: Strategy | None
+    place: Place
     if TYPE_CHECKING:
+
+        @property
+        def position_axes(self) -> tuple[str, ...]: ...
 
         @property
         def sequence_parts(self) -> int: ...
