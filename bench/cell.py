@@ -37,6 +37,7 @@ from spbench.bench.setting_values import (
 )
 from spbench.bench.yaml_files import StrictModel
 from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
+from spbench.impls.folding import FOLDED_AXES, check_folds, given_folds
 from spbench.impls.registries import DEFAULT_BACKEND, backends
 from spbench.impls.strategies.nesting import nesting
 
@@ -50,7 +51,8 @@ class _UsualSizes(StrictModel):
 
 
 class Sizes(_UsualSizes):
-    """Ranks along each axis of the mesh, also along axes that strategies bring; at most MOST_RANKS in all."""
+    """Ranks along each axis of the mesh, also along axes that strategies bring; at most MOST_RANKS in all.
+    ``ep`` and ``etp`` arrange the ranks of each pipeline stage anew (:mod:`spbench.impls.folding`)."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Ranks] = Field(init=False)
@@ -59,19 +61,25 @@ class Sizes(_UsualSizes):
     @classmethod
     def _check_axes(cls, content: Any) -> Any:
         if isinstance(content, Mapping):
-            _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in MESH_AXES})
+            known = *FOLDED_AXES, *MESH_AXES
+            # the axes of strategies are looked up last, as that imports them all
+            _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in known})
+            return {axis: n for axis, n in content.items() if axis not in FOLDED_AXES or n != 1}
         return content
 
     @model_validator(mode="after")
     def _check_world(self) -> Sizes:
+        check_folds(self.by_axis)
         if self.world > MOST_RANKS:
             raise ValueError(f"{self} are {self.world} ranks; there can be {MOST_RANKS} at most")
         return self
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """The ranks along every axis, in the default order; see :attr:`Cell.mesh_sizes` for a cell's own."""
-        return {axis: getattr(self, axis, 1) for axis in MESH_AXES}
+        """The ranks along every axis, in the default order, then along folded axes of more than one rank; see
+        :attr:`Cell.mesh_sizes` for a cell's own."""
+        of_mesh = {axis: getattr(self, axis, 1) for axis in MESH_AXES}
+        return of_mesh | given_folds(self.__pydantic_extra__)
 
     @property
     def world(self) -> int:

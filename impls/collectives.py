@@ -64,6 +64,7 @@ __all__ = [
     "start_all_gather",
     "start_reduce_scatter",
     "sum_over_group",
+    "with_gradient",
 ]
 
 
@@ -127,7 +128,9 @@ class _Collective(torch.autograd.Function):
         return ctx.transposed(gradient, *ctx.args), None, None, *(None for _ in ctx.args)
 
 
-def _with_gradient(forward: Collective, backward: Collective, x: Tensor, *args: Any) -> Tensor:
+def with_gradient(forward: Collective, backward: Collective, x: Tensor, *args: Any) -> Tensor:
+    """``forward(x, *args)``, of which the last is the group, with the gradient ``backward``; x for a rank
+    alone."""
     group: Group = args[-1]
     return x if group is None or group.size() == 1 else _Collective.apply(x, forward, backward, *args)
 
@@ -137,54 +140,54 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     section 3).
 
     The gradient is summed in place, so what uses the result must make a gradient of its own, as a
-    matrix product does and an addition does not.
+    matmul does and an addition does not.
     """
-    return _with_gradient(_alias, _sum, x, group)
+    return with_gradient(_alias, _sum, x, group)
 
 
 def copy_rows_to_group(x: Tensor, rows: slice, group: Group) -> Tensor:
     """As :func:`copy_to_group`, where only these rows of x are the same on all ranks; the gradient of the
     other rows is each rank's own."""
-    return _with_gradient(_alias, _sum_of_rows, x, rows, group)
+    return with_gradient(_alias, _sum_of_rows, x, rows, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks, in place, used alike on all (g of arXiv 1909.08053, section 3)."""
-    return _with_gradient(_summed, _unchanged, x, group)
+    return with_gradient(_summed, _unchanged, x, group)
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks, in place, for another use on each; backward sums in place too, with the
     condition of :func:`copy_to_group` on that use."""
-    return _with_gradient(_summed, _sum, x, group)
+    return with_gradient(_summed, _sum, x, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
     """The x of all ranks one after another along ``dim``, used alike on all: backward sends nothing."""
-    return _with_gradient(_gathered, _own_chunk, x, dim, group)
+    return with_gradient(_gathered, _own_chunk, x, dim, group)
 
 
 def scatter_to_group(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk along ``dim`` of x, which is the same on all ranks: forward sends nothing."""
-    return _with_gradient(_own_chunk, _gathered, x, dim, group)
+    return with_gradient(_own_chunk, _gathered, x, dim, group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The x of all ranks one after another along ``dim``, for another use on each: backward sums the
     gradients of the ranks."""
-    return _with_gradient(_gathered, _summed_chunk, x, dim, group)
+    return with_gradient(_gathered, _summed_chunk, x, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk along ``dim`` of the sum of x over the ranks."""
-    return _with_gradient(_kept_summed_chunk, _gathered, x, dim, group)
+    return with_gradient(_kept_summed_chunk, _gathered, x, dim, group)
 
 
 def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
     """Exchange which dim of a tensor is spread over the ranks: x is whole along ``split_dim`` and this rank's
     chunk along ``gather_dim``; the result is this rank's chunk along ``split_dim`` and whole along
     ``gather_dim``. N must divide the dim that is split."""
-    return _with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
+    return with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
 
 
 def _unchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:

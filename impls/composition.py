@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.axes import ALONE, Place
 from spbench.impls.collectives import add_from_peer, all_reduce
+from spbench.impls.dispatchers.traffic import experts_traffic
+from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.traffic import Traffic
 
@@ -101,8 +103,9 @@ class Composition:
 
     def gradient_group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
         """The ranks that gradients are summed over in one go: the replicas, and those along ``axes`` of a
-        strategy. None where that is this rank alone. All ranks must ask, and in the same order."""
-        return self.place.group("dp", *axes)
+        strategy; with ("edp",) those alone. None where that is this rank alone. All ranks must ask, and in
+        the same order."""
+        return self.place.group(*summed_axes(axes))
 
     def gradient_mesh(self, axes: Sequence[str]) -> DeviceMesh:
         """The ranks of :meth:`gradient_group` as a mesh of one axis, which may be of one rank.
@@ -110,12 +113,14 @@ class Composition:
         Raises:
             ValueError: there is no device mesh.
         """
-        return self.place.submesh("dp", *axes)
+        return self.place.submesh(*summed_axes(axes))
 
     def reduce(self, gradients: Tensor, axes: Sequence[str]) -> None:
-        """Sum gradients in place over the ranks along ``axes`` of a strategy, then over the replicas."""
+        """Sum gradients in place over the ranks along ``axes`` of a strategy, then over the replicas, unless
+        the axes count these in."""
         all_reduce(gradients, self.place.group(*axes))
-        all_reduce(gradients, self.dp_group)
+        if not folds(axes):
+            all_reduce(gradients, self.dp_group)
 
     def tied(self, module: nn.Module) -> nn.Parameter | None:
         """This rank's copy of the tied embedding, of which the first and the last stage hold one each. None
@@ -139,6 +144,12 @@ class Composition:
             assert self.pp_group is not None
             assert held is not None
             add_from_peer(held, self.pp_group, self.stage.count - 1 - self.stage.index)
+
+
+def summed_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which gradients are summed in one go that have these :meth:`Strategy.partial_axes`: with
+    the replicas, which ("edp",) counts in."""
+    return tuple(axes) if folds(axes) else ("dp", *axes)
 
 
 def by_partial_axes(
@@ -181,7 +192,11 @@ def composed_traffic(
         elif site.kind == "tied_embedding" and stage.tied:
             payload = strategy.held_elements(site) * gradient_bytes
             yield Traffic("gradient_sync", "tied embedding", "send", 1, payload, ("pp",))
+        elif site.kind == "experts":
+            yield from (t.times(micro_batches) for t in experts_traffic(site, strategy, element_bytes))
         elif site.kind == "overflow_flag":
+            if site.dims.get("experts"):
+                yield Traffic("optimizer", "overflow over experts", "all_reduce", 1, 4, FOLDED_AXES)
             yield Traffic("optimizer", "overflow over stages", "all_reduce", 1, 4, ("pp",))
 
 

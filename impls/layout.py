@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from spbench.impls.dispatchers.dispatcher import ExpertCall
+
 #: which dim of a tensor holds the positions: one, or several where they lie on a grid, of which a strategy
 #: may choose; None: it has none, or every rank needs all
 SequenceDim = int | tuple[int, ...] | None
@@ -36,6 +38,7 @@ OtherKind = Literal[
     "feature_norm",
     "given_heads",
     "linear_out",
+    "experts",
     "vocabulary_logits",
     "cross_entropy",
     "cross_entropy_in_place",
@@ -44,6 +47,7 @@ OtherKind = Literal[
     "stage_boundary",
     "tied_embedding",
     "overflow_flag",
+    "experts",
 ]
 SiteKind = MeetingKind | OtherKind
 SITE_KINDS: frozenset[str] = frozenset(get_args(MeetingKind) + get_args(OtherKind))
@@ -64,6 +68,7 @@ HEEDED: Mapping[str, str] = {
     "documents": "packed documents",
     "window": "sliding windows",
     "sinks": "attention sinks",
+    "unlike_values": "values of another head size than keys",
 }
 #: what attention can heed, by the kind of site
 HEEDS_ALL: Mapping[str, frozenset[str]] = {
@@ -96,7 +101,8 @@ class Site:
 
     A model lists its sites so that a strategy can write its communication in closed form without
     knowing the model. ``dims`` holds the shape letters as integers. ``recomputed`` says that
-    activation checkpointing runs the forward of this site again during backward.
+    activation checkpointing runs the forward of this site again during backward. ``experts`` is what a block
+    of experts asks of its dispatcher.
 
     Raises:
         ValueError: the kind is not one of :data:`SITE_KINDS`.
@@ -106,12 +112,19 @@ class Site:
     count: int
     dims: Mapping[str, int] = field(default_factory=dict)
     recomputed: bool = False
+    experts: ExpertCall | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in SITE_KINDS:
             raise ValueError(
                 f"a site cannot be {self.kind!r}; its kind is one of {', '.join(sorted(SITE_KINDS))}"
             )
+
+
+def key_value_size(dims: Mapping[str, int]) -> int:
+    """Elements of a key and a value of one head at one position, from the dims of a site of attention: D of
+    the key, which is A where the site has no D, and A of the value."""
+    return dims.get("D", dims["A"]) + dims["A"]
 
 
 def runs_again(site: Site) -> bool:
@@ -148,3 +161,14 @@ def mark_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     """Record on a parameter which part of the full one it is."""
     parameter.spbench_shard = shard  # type: ignore[attr-defined]
     return parameter
+
+
+def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
+    """Record on a parameter that it is one of a routed expert's, which the ranks along ep share out."""
+    parameter.spbench_expert = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter is one of a routed expert's."""
+    return getattr(parameter, "spbench_expert", False)

@@ -20,6 +20,8 @@ _REPR.maxstring = _REPR.maxother = 120
 #: gone through one by one may be less
 LARGEST = 2**24
 LARGEST_OF = {"layers": 2**12}
+#: the least that a whole number may be, where its default does not say
+LEAST_OF = {"expert_pattern": 0}
 #: numbers that are the share of what is dropped
 PROBABILITIES = ("dropout", "attention_dropout")
 
@@ -73,7 +75,7 @@ def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str,
             problem = error.errors(include_url=False)[0]["msg"].replace("Input should", "must")
             yield name, f"{problem}, not {_REPR.repr(value)}"
             continue
-        least = 0 if getattr(defaults, name) == 0 else 1
+        least = LEAST_OF.get(name, 0 if getattr(defaults, name) == 0 else 1)
         most = LARGEST_OF.get(name, LARGEST)
         for number in value if isinstance(value, list | tuple) else [value]:
             if type(number) is int and not least <= number <= most:

@@ -11,6 +11,7 @@ from spbench.impls.discovery import installed_version, looked_up, named_classes
 if TYPE_CHECKING:
     from spbench.impls.as_published.as_published import AsPublished
     from spbench.impls.backends.backend import Backend
+    from spbench.impls.dispatchers.dispatcher import Dispatcher
     from spbench.impls.peers.peer import Peer
     from spbench.impls.strategies.base import Strategy
 
@@ -76,3 +77,11 @@ def backend_class(name: str) -> type[Backend]:
         KeyError: with the known names, if there is none.
     """
     return looked_up(backends(), name, "backend")
+
+
+def dispatchers() -> Mapping[str, type[Dispatcher]]:
+    """Every dispatcher of tokens to experts by name; plug-ins add theirs by entry points of the group
+    `spbench.dispatchers`."""
+    from spbench.impls.dispatchers.dispatcher import Dispatcher
+
+    return named_classes("spbench.impls.dispatchers", Dispatcher, "spbench.dispatchers")

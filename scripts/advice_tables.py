@@ -128,13 +128,13 @@ def write_page() -> None:
         best.setdefault(line["name"], line)
         if line["tie"] == "True":
             ties.setdefault(line["name"], []).append(f"{line['strategy']} {line['mesh']}")
-    heads = ["model", "GPUs", "length", "best", "step", "tokens/s per GPU", "MFU", "tie with", "search s"]
+    heads = ["model", "GPUs", "length", "best", "tokens/s per GPU", "MFU", "tie with"]
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
         found = best.get(line["name"])
         cells = [line["model"], f"{line['gpus']} {line['cluster']}", length_text(int(line["seq_len"]))]
         if found is None:
-            cells += ["nothing fits", *[""] * 4]
+            cells += ["nothing fits", *[""] * 3]
         else:
             rate = float(found["tokens_per_s"]) / int(line["gpus"])
             others = [
@@ -142,13 +142,10 @@ def write_page() -> None:
             ]
             cells += [
                 f"{found['strategy']} {found['mesh']}, {found['backend']}",
-                f"{float(found['step_time_s']):.3g} s",
                 f"{float(f'{rate:.3g}'):,.0f}",
                 f"{float(found['mfu']):.0%}" if found["mfu"] else "",
                 ", ".join([*others[:_TIES], *([f"{len(others) - _TIES} more"] if others[_TIES:] else [])]),
             ]
-        seconds = f"{float(line['seconds']):.0f}" if line["seconds"] else ""
-        cells += [seconds]
         rows.append(f"| {' | '.join(cells)} |")
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)

@@ -125,30 +125,27 @@ def rates() -> dict[str, tuple[float, float]]:
     return found
 
 
-def models() -> Iterator[tuple[str, list[Kernel]]]:
-    """(name, kernels) of the models of the tables, which have 16 heads of 128."""
+def models() -> Iterator[list[Kernel]]:
+    """The kernels of the models of the table, which have 16 heads of 128."""
     linear = LINEAR_MODELS["tnl-1b"]
-    yield "tnl-1b", [*linear_kernels(linear.heads, linear.hidden // linear.heads, LENGTH)]
+    yield [*linear_kernels(linear.heads, linear.hidden // linear.heads, LENGTH)]
     softmax = SOFTMAX_MODELS["causal-transformer-1b"]
     size = softmax.hidden // softmax.heads
-    yield "causal-transformer-1b", [*flash_kernels(softmax.heads, size, LENGTH, causal=True)]
+    yield [*flash_kernels(softmax.heads, size, LENGTH, causal=True)]
 
 
 def kernel_table() -> list[Line]:
-    """A line for each kernel of each model."""
+    """A line for each kernel."""
     cards = rates()
-    heads = [f"{card} {what}" for card in cards for what in ("ms", "bound by", "of bf16 peak", "without L2")]
-    columns, table = ["model", "kernel", "GFLOP", "MB", "FLOP/byte", "MB by programs", *heads], []
-    for model, kernels in models():
+    heads = [f"{card} {what}" for card in cards for what in ("ms", "of peak", "without L2")]
+    columns, table = ["kernel", "GFLOP", "MB", *heads], []
+    for kernels in models():
         for kernel in kernels:
             loaded = kernel.loaded_bytes
-            line = [model, kernel.name, f"{kernel.flops / 1e9:.1f}", f"{kernel.least_bytes / 1e6:.0f}"]
-            line += [f"{kernel.flops / kernel.least_bytes:.0f}", f"{loaded / 1e6:.0f}" if loaded else ""]
+            line = [kernel.name, f"{kernel.flops / 1e9:.1f}", f"{kernel.least_bytes / 1e6:.0f}"]
             for flop_rate, byte_rate in cards.values():
                 best = kernel.roofline_s(flop_rate, byte_rate)
-                by_memory = kernel.least_bytes / byte_rate == best
-                line += [f"{best * 1e3:.3f}", "memory" if by_memory else "matmul"]
-                line += [f"{kernel.flops / best / flop_rate:.0%}"]
+                line += [f"{best * 1e3:.3f}", f"{kernel.flops / best / flop_rate:.0%}"]
                 line += [f"{best / kernel.roofline_s(flop_rate, byte_rate, loaded):.0%}" if loaded else ""]
             table.append(dict(zip(columns, line, strict=True)))
     return table

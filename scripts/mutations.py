@@ -13,8 +13,9 @@ gap in the tests, or a change that means the same.
 
 Verdicts are appended to a file of JSON lines, and what is in it is not run again. Such a file may be
 committed and judged again on later code with ``--frozen``, without coverage data: each mistake is found by
-its statement, wherever that stands now, and run against the test that killed it then. Exit code 1 where one
-that was killed is alive.
+its statement, wherever that stands now, and run against the test that killed it then. Others keep their
+verdict: of one that means the same it may be set to "equivalent", with a reason ("why"), and it does not
+count. Exit code 1 where one that was killed is alive.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ PYTEST = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no
 
 
 Row = dict[str, Any]
+
+#: verdicts without a share in what was killed
+NOT_COUNTED = ("not judged", "equivalent")
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -176,14 +180,15 @@ def is_of(row: Row, mutation: Mutation, source: str) -> bool:
 
 
 def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s: float) -> Iterable[Row]:
-    """Those that were killed, with the verdict of the same test today: ``gone`` where the statement or the
-    test is no longer there."""
+    """All rows; those that were killed have the verdict of the same test today: ``gone`` where the statement
+    or the test is no longer there."""
     sources = {
         f: f.read_text(encoding="utf-8") for path in paths for f in sorted((tree / path).rglob("*.py"))
     }
     collected = collected_tests(tree)
     for row in rows:
         if row["verdict"] != "killed":
+            yield row
             continue
         place, name = placed_again(row, tree, sources), row["by"].split("::", 1)[-1]
         tests = [test for test in collected if test.split("::", 1)[-1] == name]
@@ -229,7 +234,7 @@ def told(rows: Sequence[Row]) -> str:
         lines.append(
             f"{room:32} {killed(of):4} of {counted(of):4} killed" + (f" ({others})" if others else "")
         )
-    shown = [row for row in rows if row["verdict"] not in ("killed", "not judged")]
+    shown = [row for row in rows if row["verdict"] not in ("killed", *NOT_COUNTED)]
     return "\n".join([*lines, *(f"\n{row['verdict']}, {row['tests']} tests\n{row['diff']}" for row in shown)])
 
 
@@ -238,7 +243,7 @@ def killed(verdicts: Counter[str]) -> int:
 
 
 def counted(verdicts: Counter[str]) -> int:
-    return verdicts.total() - verdicts["not judged"]
+    return verdicts.total() - sum(verdicts[verdict] for verdict in NOT_COUNTED)
 
 
 def again(chosen: argparse.Namespace) -> int:
@@ -253,7 +258,8 @@ def again(chosen: argparse.Namespace) -> int:
     print(told([row for row in verdicts if row["verdict"] != "gone"]))
     gone = sum(row["verdict"] == "gone" for row in verdicts)
     print(f"{gone} of {len(verdicts)} gone with their statement or their test")
-    return int(any(row["verdict"] == "survived" for row in verdicts))
+    pairs = zip(rows, verdicts, strict=True)
+    return int(any((was["verdict"], now["verdict"]) == ("killed", "survived") for was, now in pairs))
 
 
 def main() -> int:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
-from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.composition import Composition, by_partial_axes, summed_axes
+from spbench.impls.folding import FOLDED_AXES, folds
+from spbench.impls.layout import is_expert
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.traffic import Traffic
@@ -46,7 +48,8 @@ class HeldPart:
 @dataclass(frozen=True)
 class Summed:
     """Parameters that a rank holds (``elements`` of them) whose gradients are summed over one group: over
-    ``ranks`` along these ``axes`` of the strategy (1 without axes) and all ``replicas``."""
+    ``ranks`` along these ``axes`` of the strategy (1 without axes) and all ``replicas``. Those along ("edp",)
+    are replicas of experts already, so ``replicas`` is 1 there."""
 
     axes: tuple[str, ...]
     elements: int
@@ -61,7 +64,7 @@ class Summed:
     @property
     def group_axes(self) -> tuple[str, ...]:
         """The axes of the group."""
-        return ("dp", *self.axes)
+        return summed_axes(self.axes)
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,12 @@ class Backend(ABC):
         self.settings = settings
         self.options = settings.options or self.options_type()
         self.names = {p: name for name, p in module.named_parameters()}
-        # a parameter that is split over ranks may overflow on one of them alone
-        spread = {shard.axis for p in self.names if (shard := shard_of(p))}
-        self.overflow_groups = [*(strategy.place.group(axis) for axis in sorted(spread)), around.pp_group]
+        # a parameter that is split over ranks may overflow on one of them alone, as may an expert
+        spread = {shard.axis for p in self.names if (shard := shard_of(p)) and not folds([shard.axis])}
+        groups = [strategy.place.group(axis) for axis in sorted(spread)]
+        if any(map(is_expert, self.names)):
+            groups.append(strategy.place.group(*FOLDED_AXES))
+        self.overflow_groups = [*groups, around.pp_group]
         self.optimizer = self.prepare()
 
     @classmethod
@@ -304,6 +310,9 @@ def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> li
     partial: Counter[tuple[str, ...]] = Counter()
     for site in (s for s in sites if s.kind == "parameters"):
         partial.update({axes: n * site.count for axes, n in strategy.partial_elements(site).items()})
-    sets = [Summed(axes, n, strategy.place.size(*axes), replicas) for axes, n in partial.items()]
+    sets = [
+        Summed(axes, n, strategy.place.size(*axes), 1 if folds(axes) else replicas)
+        for axes, n in partial.items()
+    ]
     sets.append(Summed((), held - partial.total(), 1, replicas))
     return [summed for summed in sets if summed.elements]

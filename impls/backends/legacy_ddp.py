@@ -13,6 +13,7 @@ from spbench.impls.backends.backend import Backend, PlannedStep
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.folding import folds
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.traffic import Traffic
 
@@ -136,6 +137,7 @@ class LegacyDistributedDataParallel(Backend):
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
             yield Traffic("gradient_sync", "gradients", "all_reduce", 1, payload, summed.axes)
-        elements = sum(summed.elements for summed in step.summed)
+        # the sum over edp counts the replicas in
+        elements = sum(summed.elements for summed in step.summed if not folds(summed.axes))
         payload = elements * step.element_bytes
         yield Traffic("gradient_sync", "data parallel gradients", "all_reduce", 1, payload, ("dp",))

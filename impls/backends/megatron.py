@@ -45,7 +45,7 @@ from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.weight_gathering import GatheredInForward
-from spbench.impls.composition import by_partial_axes, chunks_of
+from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -132,9 +132,10 @@ class Megatron(Backend):
         whole, place = self.around.gradient_group(axes), self.around.place
         if self.options.num_distributed_optimizer_instances == 1:
             return whole, None
-        each = self.options.sharing(place.size("dp", *axes))
-        group = place.subgroup("dp", *axes, size=each)
-        return group, place.subgroup("dp", *axes, size=each, across=True)
+        axes = summed_axes(axes)
+        each = self.options.sharing(place.size(*axes))
+        group = place.subgroup(*axes, size=each)
+        return group, place.subgroup(*axes, size=each, across=True)
 
     def _buffer(
         self,
@@ -222,12 +223,12 @@ class Megatron(Backend):
         options, found = step.options, set[Hashable]()
         assert isinstance(options, MegatronOptions)
         for chunk, axes, elements, layouts in _layouts(step, options):
-            place, full_at = step.around.place, options.full_at(step.around, chunk)
-            each = options.sharing(place.size("dp", *axes)) if options.distributed_optimizer else 1
+            place, full_at, summed = step.around.place, options.full_at(step.around, chunk), summed_axes(axes)
+            each = options.sharing(place.size(*summed)) if options.distributed_optimizer else 1
             for layout in layouts:
                 sizes = [elements[i] for i in layout.members]
                 ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
-                part = covered(layout.starts, ends, *layout.shard(place.rank("dp", *axes) % each, each))
+                part = covered(layout.starts, ends, *layout.shard(place.rank(*summed) % each, each))
                 padding = layout.end - layout.start - sum(sizes)
                 # the only bucket is of all layers, and others of some
                 within = None if full_at is None else tuple(sizes)
@@ -277,7 +278,7 @@ def _layouts(
         for axes, parameters in by_partial_axes(chunk.parameters(), step.strategy).items():
             elements, alone = [p.numel() for p in parameters], [p is tied for p in parameters]
             full_at = options.full_at(step.around, number)
-            sharding = options.sharding(place.size("dp", *axes))
+            sharding = options.sharding(place.size(*summed_axes(axes)))
             yield number, axes, elements, laid_out(elements, alone, full_at, sharding)
 
 

@@ -30,7 +30,7 @@ from spbench.impls.backends.late_gradients import LateGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_1, OptimizerOptions
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
-from spbench.impls.composition import by_partial_axes
+from spbench.impls.composition import by_partial_axes, summed_axes
 from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.options import check_choices
 from spbench.impls.traffic import Traffic
@@ -199,7 +199,8 @@ class ShardedOptimizer(DistributedDataParallel):
         module = step.build().to(step.precision.parameters)
         for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items():
             place, sizes = step.around.place, [p.numel() for p in parameters]
-            ranks, rank = place.size("dp", *axes), place.rank("dp", *axes)
+            summed = summed_axes(axes)
+            ranks, rank = place.size(*summed), place.rank(*summed)
             whole, ends = padded(sum(sizes), ranks), [*accumulate(sizes)]
             each = whole // ranks
             part = covered([0, *ends[:-1]], ends, rank * each, (rank + 1) * each)

@@ -6,6 +6,7 @@
   can run once only.
 - :func:`squared_relu` (arXiv 2109.08668), which Megatron-LM compiles.
 - :func:`bias_gelu`, gelu(x + bias), as Megatron-LM's.
+- :func:`weighted_swiglu`, times a number a row, as Megatron-LM's weighted_bias_swiglu of experts.
 """
 
 from __future__ import annotations
@@ -181,3 +182,46 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(y: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up, of gate and up side by side as y [..., 2, F] plus the bias [2, F] -> [..., F]."""
     return _SwiGLU.apply(y, bias)
+
+
+@torch.library.custom_op("spbench::weighted_swiglu", mutates_args=())
+def _weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    gate, up = y.unbind(-2)
+    return (F.silu(gate) * up * weights[:, None]).to(y.dtype).contiguous()
+
+
+@_weighted_swiglu.register_fake
+def _(y: Tensor, weights: Tensor) -> Tensor:
+    return y.new_empty(y.shape[0], y.shape[2])
+
+
+@torch.library.custom_op("spbench::weighted_swiglu_backward", mutates_args=())
+def _weighted_swiglu_backward(gradient: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = y.unbind(-2)
+    d_weights = (gradient * (F.silu(gate) * up)).sum(-1).to(weights.dtype)
+    weighted = gradient * weights[:, None]
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = weighted * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.stack((d_gate, weighted * silu), -2).to(y.dtype).contiguous(), d_weights
+
+
+@_weighted_swiglu_backward.register_fake
+def _(gradient: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights)
+        return _weighted_swiglu(y, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return _weighted_swiglu_backward(gradient, *ctx.saved_tensors)
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight, of gate and up side by side as y [R, 2, F] and weights [R] -> [R, F]."""
+    return _WeightedSwiGLU.apply(y, weights)

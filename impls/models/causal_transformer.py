@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self
 
 from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.latent_mixer import LatentAttention
+from spbench.impls.models.blocks.latent_options import TINY_LATENT, LatentOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
@@ -30,11 +32,12 @@ MLPS = {
     "erf_gelu": ("gelu", False),
     "relu": ("relu", False),
     "squared_relu": ("squared_relu", False),
+    "clamped_swiglu": ("clamped_silu", True),
 }
 
 
 @dataclass(frozen=True)
-class CausalTransformerModel(DecoderModel):
+class CausalTransformerModel(LatentOptions, DecoderModel):
     """The options of a causal transformer with softmax attention in every layer.
 
     Attributes:
@@ -93,6 +96,9 @@ class CausalTransformerModel(DecoderModel):
             },
         )
         check_window(self.window)
+        self.check_latent()
+        if self.mtp_layers and self.position == "learned":
+            raise ValueError("multi-token prediction has no learned positions; leave mtp_layers out")
         super().__post_init__()
         if (turned := int(self.head_size * self.rotary_share)) % 2 and self.position == "rotary":
             of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"
@@ -104,7 +110,8 @@ class CausalTransformerModel(DecoderModel):
 
     def shrunk(self) -> Self:
         # a quarter of a small head's features would be no pair
-        smaller = super().shrunk()
+        few = replace(self, **self.small_latent) if self.kv_lora_rank else self
+        smaller = super(CausalTransformerModel, few).shrunk()
         if self.window is not None:  # several of a rank's chunks in a sequence for verification
             smaller = replace(smaller, window=TINY_WINDOW)
         return smaller if self.rotary_share == 1 else replace(smaller, rotary_share=0.5)
@@ -128,17 +135,16 @@ class CausalTransformerModel(DecoderModel):
         return self.max_positions if self.position == "learned" else None
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
-        base = self.rotary_base if self.position == "rotary" else None
-        bias = self.biases or self.qkv_bias
-        return SoftmaxAttention(
-            base,
-            bias,
-            self.attention_dropout,
-            self.attention,
-            self.rotary_share,
-            window=self.window,
-            sinks=self.sinks,
-        )
+        further: dict[str, Any] = {
+            "rotary_base": self.rotary_base if self.position == "rotary" else None,
+            "bias": self.biases or self.qkv_bias,
+            "dropout": self.attention_dropout,
+            "kernel": self.attention,
+            "rotary_share": self.rotary_share,
+            "window": self.window,
+            "sinks": self.sinks,
+        }
+        return LatentAttention(**further, **self.latent) if self.kv_lora_rank else SoftmaxAttention(**further)
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [
@@ -148,6 +154,7 @@ class CausalTransformerModel(DecoderModel):
             # keys whose bias is alone have a gradient of it that is zero but for rounding, without RoPE
             {"separate_projections": not self.biases, "recompute": "operators"},
             {"window": TINY_WINDOW, "sinks": True},
+            *self.latent_variants(),
         ]
 
 
@@ -157,6 +164,30 @@ _LLAMA_3: Mapping[str, Any] = {
     "vocabulary": 128256,
     "rotary_base": 500_000.0,
     "norm_epsilon": 1e-5,
+}
+
+#: what the sizes of Mixtral share
+_MIXTRAL: Mapping[str, Any] = {
+    "kv_heads": 8,
+    "rotary_base": 1e6,
+    "norm_epsilon": 1e-5,
+    "experts": 8,
+    "experts_per_token": 2,
+    "router_scores": "chosen",
+    "aux_loss": "batch",
+    "aux_weight": 0.02,
+}
+#: what those of Qwen3 with experts share
+_QWEN3_MOE: Mapping[str, Any] = {
+    "head_dim": 128,
+    "qk_norm": True,
+    "rotary_base": 1e6,
+    "vocabulary": 151936,
+    "experts": 128,
+    "experts_per_token": 8,
+    "router_normalized": True,
+    "aux_loss": "batch",
+    "aux_weight": 0.001,
 }
 
 PRESETS = {
@@ -177,7 +208,27 @@ PRESETS = {
         inner=14336,
         window=4096,
     ),
+    # mistralai/Mixtral-8x7B-v0.1's and 8x22B-v0.1's config.json (arXiv 2401.04088)
+    "mixtral-8x7b": CausalTransformerModel(
+        **_MIXTRAL, layers=32, hidden=4096, heads=32, inner=14336, vocabulary=32000
+    ),
+    "mixtral-8x22b": CausalTransformerModel(
+        **_MIXTRAL, layers=56, hidden=6144, heads=48, inner=16384, vocabulary=32768
+    ),
+    # Qwen/Qwen3-30B-A3B's and 235B-A22B's config.json (arXiv 2505.09388)
+    "qwen3-30b-a3b": CausalTransformerModel(
+        **_QWEN3_MOE, layers=48, hidden=2048, heads=32, kv_heads=4, inner=6144, expert_inner=768
+    ),
+    "qwen3-235b-a22b": CausalTransformerModel(
+        **_QWEN3_MOE, layers=94, hidden=4096, heads=64, kv_heads=4, inner=12288, expert_inner=1536
+    ),
+    # four experts a rank of 3, and groups of 3 experts
+    "moe-tiny": CausalTransformerModel(
+        **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
+    ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
+    # latent attention, and a module of multi-token prediction
+    "mla-tiny": CausalTransformerModel(**TINY_SIZES, **TINY_LATENT, mtp_layers=1),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),
 }

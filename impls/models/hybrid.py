@@ -8,6 +8,7 @@ Nemotron-H (arXiv 2504.03624).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -90,7 +91,7 @@ class HybridModel(CausalTransformerModel):
 
     @property
     def period(self) -> int:
-        return len(self._layers)
+        return math.lcm(len(self._layers), super().period)
 
     def feeding(self, layer: int) -> FeedForward | None:
         has_mlp = MLP not in self.pattern or self._layer(layer).endswith(MLP)

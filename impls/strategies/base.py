@@ -40,6 +40,7 @@ from spbench.impls.layout import (
 )
 from spbench.impls.options import Options, set_options
 from spbench.impls.strategies.attention import AttentionHooks
+from spbench.impls.strategies.auxiliary_losses import AuxiliaryLosses
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.layers import LayerHooks
 from spbench.impls.strategies.planning import ParameterHooks, PlanningHooks
@@ -131,6 +132,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
         self.group: dist.ProcessGroup | None = place.group(*self.axes)
         self.random = DropoutRandom(seed, place) if within is None else within.random
+        #: of layers, beside the model's
+        self.losses: AuxiliaryLosses = AuxiliaryLosses(place.size("dp")) if within is None else within.losses
         #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
         self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
         #: what positions of a sequence attend to, where placements must know it; see :meth:`pack`

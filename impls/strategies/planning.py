@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.layout import HEEDED, HEEDING, MEETINGS, MeetingKind, Site, SiteKind, Unsupported, shard_of
+from spbench.impls.folding import FOLDED_AXES
+from spbench.impls.layout import (
+    HEEDED,
+    HEEDING,
+    MEETINGS,
+    MeetingKind,
+    Site,
+    SiteKind,
+    Unsupported,
+    is_expert,
+    shard_of,
+)
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -24,8 +35,9 @@ if TYPE_CHECKING:
 #: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split, of which
 #: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes;
 #: ``key_value``: projections to keys and values of grouped-query attention, which it can split into
-#: ``kv_heads`` parts; ``sequence``: one column a position
-ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "others"]
+#: ``kv_heads`` parts; ``sequence``: one column a position; ``experts``: routed experts, which the folded axes
+#: share out whatever the strategy
+ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "experts", "others"]
 
 
 class ParameterHooks:
@@ -52,9 +64,18 @@ class ParameterHooks:
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The axes over which this parameter's gradient is summed: the axes that positions are spread over,
         except the axis over which the parameter itself is split. (The one rank that holds a part of a
-        parameter applies it to all positions, so it has that part's whole gradient.)"""
+        parameter applies it to all positions, so it has that part's whole gradient.)
+
+        Those of an expert's parameters are ("edp",), which counts the replicas in; without ep and etp they
+        are as those of others, since every rank has all experts and positions of its own."""
+        if is_expert(parameter) and self._folds_experts:
+            return ("edp",)
         shard = shard_of(parameter)
         return self._summed_over(() if shard is None else (shard.axis,))
+
+    @property
+    def _folds_experts(self) -> bool:
+        return self.place.size(*FOLDED_AXES) > 1
 
     def _summed_over(self, split: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.position_axes if axis not in split)
@@ -69,14 +90,15 @@ class ParameterHooks:
         """Those :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
-            if axes := self._summed_over(self.split_over(kind)):
+            folded = kind == "experts" and self._folds_experts
+            if axes := ("edp",) if folded else self._summed_over(self.split_over(kind)):
                 partial[axes] += held
         return partial
 
     def _held_by_kind(self, site: Site) -> dict[ParameterKind, int]:
         held = {}
         for kind, n in elements_by_kind(site).items():
-            parts = self.place.size(*self.split_over(kind))
+            parts = self.place.size(*(FOLDED_AXES if kind == "experts" else self.split_over(kind)))
             # more ranks than that hold replicas
             held[kind] = n // (min(parts, site.dims["kv_heads"]) if kind == "key_value" else parts)
         return held
@@ -86,15 +108,16 @@ def elements_by_kind(site: Site) -> dict[ParameterKind, int]:
     """Elements of a site's parameters of each kind."""
     d = site.dims
     split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
-    mlp = d.get("mlp", 0)
+    mlp, experts = d.get("mlp", 0), d.get("experts", 0)
     elements: dict[ParameterKind, int] = {
         "vocabulary": vocabulary,
         "features": split - vocabulary - key_value - mlp,
         "mlp": mlp,
         "sequence": d.get("sequence", 0),
-        "others": d["elements"] - split,
+        "others": d["elements"] - split - experts,
     }
-    return elements | ({"key_value": key_value} if key_value else {})
+    few: dict[ParameterKind, int] = {"key_value": key_value, "experts": experts}
+    return elements | {kind: n for kind, n in few.items() if n}
 
 
 class PlanningHooks(GridHooks):
@@ -104,7 +127,11 @@ class PlanningHooks(GridHooks):
     axes: tuple[str, ...]
     size: int
     within: Strategy | None
+    place: Place
     if TYPE_CHECKING:
+
+        @property
+        def position_axes(self) -> tuple[str, ...]: ...
 
         @property
         def sequence_parts(self) -> int: ...
@@ -120,10 +147,32 @@ class PlanningHooks(GridHooks):
         and of those within it."""
         sites = list(sites)
         self._check_lengths(sites)
+        self._check_experts([site for site in sites if site.kind == "experts"])
         for strategy, seen in self.as_seen(sites):
             strategy._check_heeded(seen)
             if strategy.size > 1:
                 strategy._check_own(seen)
+
+    def _check_experts(self, sites: Sequence[Site]) -> None:
+        ep, etp = (self.place.size(axis) for axis in FOLDED_AXES)
+        if not sites and ep * etp > 1:
+            raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
+        strategy = cast("Strategy", self)
+        alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
+        if sites and self.place.size(*alike) > 1:
+            raise Unsupported(
+                f"ranks along {' and '.join(alike)} of {self.name} hold the same tokens, which experts would "
+                "be given several times",
+                "use megatron_sp",
+            )
+        for site, (dim, what, axis, size) in itertools.product(
+            sites, (("E", "experts", "ep", ep), ("F", "features of an expert", "etp", etp))
+        ):
+            if (n := site.dims[dim]) % size:
+                fitting = [d for d in range(1, n + 1) if n % d == 0]
+                nearest = [max(d for d in fitting if d < size), *[d for d in fitting if d > size][:1]]
+                mend = f"use {axis} {' or '.join(map(str, nearest))}"
+                raise Unsupported(f"{n} {what} are not divisible by {axis} {size}", mend)
 
     def _check_heeded(self, sites: Iterable[Site]) -> None:
         for site, (word, what) in itertools.product(sites, HEEDED.items()):

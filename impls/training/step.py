@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -35,9 +35,10 @@ PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
-def training_sites(precision: Precision) -> list[Site]:
-    """What the step itself asks of a strategy, beside the model's sites."""
-    return [Site("overflow_flag", 1)] if precision.loss_scale else []
+def training_sites(precision: Precision, sites: Iterable[Site] = ()) -> list[Site]:
+    """What the step itself asks of a strategy, beside the sites of a rank's layers."""
+    experts = any(site.dims.get("experts") for site in sites if site.kind == "parameters")
+    return [Site("overflow_flag", 1, {"experts": 1} if experts else {})] if precision.loss_scale else []
 
 
 def initialize(module: nn.Module, seed: int, *, deviation: float = 0.02, everything: bool = False) -> None:
@@ -146,6 +147,7 @@ class Training:
     ) -> Tensor:
         """A step without the optimizer; returns as :meth:`step` does."""
         self.strategy.random.begin_step(self.steps)
+        self.strategy.losses.begin_step(self.micro_batches, self.optimizer.scaled)
         self.steps += 1
         self.backend.zero()
         self.optimizer.begin()

@@ -1,7 +1,9 @@
 """The code blocks of the Markdown pages, and the marks before them that say when they are run.
 
 ``<!-- slow: HOW LONG -->`` before a block: it is run by ``pytest -m slow``. ``<!-- not run: WHY -->``: it is
-checked and not run. Further comments may stand between. A page's blocks are listed by
+checked and not run. Further comments may stand between. Each row of a table whose head has the code
+``$ COMMAND`` is a block too: the code below it ends the command, and the code to its right stands in the
+output, in this order. A page's blocks are listed by
 
     python -m tests.docs.blocks
 """
@@ -11,12 +13,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -76,20 +79,46 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page in order, those in lists too."""
+    """The fenced blocks of a page in order, those in lists too, and the rows of tables that are commands."""
     marks: list[tuple[When, str]] = []
-    for token in MarkdownIt("commonmark").parse(page.read_text()):
+    table: list[Token] | None = None
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
+        when, why = marks[-1] if marks else ("default", "")
         if token.type == "html_block":
             marks += _MARK.findall(token.content)
+        elif token.type == "table_open":
+            table = []
         elif token.type == "fence":
             language, _, rest = token.info.partition(" ")
             title = _TITLE.search(rest)
-            when, why = marks[-1] if marks else ("default", "")
             line = (token.map or [0])[0] + 1
             yield Block(page, line, language, title[1] if title else "", token.content, when, why)
             marks = []
+        elif table is not None:
+            table.append(token)
+            if token.type == "table_close":
+                rows = [Block(page, *row, when=when, why=why) for row in _rows(table)]
+                assert rows or not marks, f"{page}: a mark stands before a table without commands: {marks}"
+                yield from rows
+                marks, table = [], None
         elif token.type != "html_inline":
             assert not marks, f"{page}: a mark stands before no block: {marks}"
+
+
+def _rows(table: Sequence[Token]) -> Iterator[tuple[int, str, str, str]]:
+    """The line, language, title and text of the block of each row of a table with commands."""
+    line, cells, column, command = 0, list[list[str]](), 0, ""
+    for token in table:
+        if token.type == "tr_open":
+            line, cells = (token.map or [0])[0] + 1, []
+        elif token.type == "inline":
+            cells.append([each.content for each in token.children or () if each.type == "code_inline"])
+        elif token.type == "thead_close":
+            heads = [(place, code) for place, codes in enumerate(cells) for code in codes]
+            column, command = next((head for head in heads if head[1].startswith(PROMPT)), (0, ""))
+        elif token.type == "tr_close" and command and cells[column]:
+            output = [code for codes in cells[column + 1 :] for code in codes]
+            yield line, "console", "", f"{command} {cells[column][0]}\n...{'...'.join(output)}...\n"
 
 
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -62,5 +62,28 @@ def test_marks_are_of_the_next_block_and_of_nothing_else(page: Path) -> None:
         list(blocks(page))
 
 
+def table(*rows: str) -> str:
+    return "\n".join(["| what | `$ spbench list` | shows |", "| --- | --- | --- |", *rows])
+
+
+def test_rows_of_a_table_are_commands(page: Path) -> None:
+    rows = ["| all | `backends` | `backends:` and `zero1` |", "| none | | so |", "| any | `clusters` | |"]
+    assert follow(page, table(*rows)) == 2
+    page.write_text("<!-- slow: a minute -->\n" + table(*rows))
+    assert [(block.line, block.when) for block in blocks(page)] == [(4, "slow"), (6, "slow")]
+
+
+@pytest.mark.parametrize("shown", ["`zero9`", "`zero2` and `zero1`"], ids=["wrong", "in another order"])
+def test_a_row_that_shows_another_output_fails(page: Path, shown: str) -> None:
+    with pytest.raises(AssertionError, match="Expected:"):
+        follow(page, table(f"| all | `backends` | {shown} |"))
+
+
+def test_a_mark_before_a_table_without_commands_fails(page: Path) -> None:
+    page.write_text("<!-- slow: a minute -->\n| a |\n| --- |\n| b |\n")
+    with pytest.raises(AssertionError, match="without commands"):
+        list(blocks(page))
+
+
 def test_commands_of_a_line() -> None:
     assert simple_commands("a 'b c' && d | e --f=g  # h") == [["a", "b c"], ["d"], ["e", "--f=g"]]

@@ -50,7 +50,7 @@ def test_what_is_left_out_has_one_rank() -> None:
     assert [*whole_mesh({"sp": 4}).items()] == [("sp", 4), ("dp", 1), ("pp", 1), ("cp", 1), ("tp", 1)]
     assert ranks_along(["tp", "sp"], {"sp": 4}) == 4
     assert (ALONE.size(*MESH_AXES), ALONE.global_rank) == (1, 0)
-    for wrong in ({"ep": 2}, {"sp": 0}):
+    for wrong in ({"xp": 2}, {"sp": 0}):
         with pytest.raises(ValueError, match="the axes are dp, pp, cp, tp, sp, each 1 or more"):
             whole_mesh(wrong)
     with pytest.raises(ValueError, match="device mesh"):

@@ -202,7 +202,8 @@ def plan(cell: Cell) -> Plan:
     for each in classes:
         around = composition(cell, Place.of_rank(cell.mesh_sizes, each.first))
         asked = [sites(stage) for stage in around.stages]
-        asked[0] += training_sites(precision)  # asked for once a step, whatever the stages
+        # asked for once a step, whatever the stages
+        asked[0] += training_sites(precision, [*itertools.chain(*asked)])
         step = planned_step(cell, each.first, [*itertools.chain(*asked)])
         gradient_bytes = backend.gradient_dtype(precision, step.options).itemsize
         of_stages = (
@@ -331,7 +332,6 @@ def exchange_memory_bytes(cell: Cell) -> int | None:
     planned, most = plan(cell), 0
     for entry in planned.traffic_of(0):
         if entry.collective == "all_to_all":
-            alone = {axis: [0] for axis in planned.sizes if axis not in entry.axes}
-            group = list(global_ranks(planned.sizes, alone))[: entry.group_size(planned.sizes)]
+            group = Place.of_rank(planned.sizes, 0).members(*entry.axes)[: entry.group_size(planned.sizes)]
             most = max(most, sum(node_of(rank, cluster) == 0 for rank in group) - 1)
     return most * of_peer

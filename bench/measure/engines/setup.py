@@ -124,7 +124,7 @@ def build_module(
 ) -> tuple[nn.Module, Strategy, Composition]:
     """The module alone, with the arguments of :func:`build_training`; on the mesh's device, unless another
     is given."""
-    place = Place.on(mesh)
+    place = Place.on(mesh, cell.mesh_sizes)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = composition(cell, place)
     module = _built(cell, strategy, around, device or mesh.device_type)

@@ -294,7 +294,10 @@ def _memory_log(memory: str, rest: Mapping[str, Any], arrays: Mapping[str, np.nd
 
 def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:
     groups = [
-        Group(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"]), tuple(g["steps"]))
+        Group(
+            *(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"]), tuple(g["steps"])),
+            stage=tuple(g["stage"]),
+        )
         for g in rest["groups"]
     ]
     return Program(

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from spbench.bench.measure.trace.torch_internals import (
     disable_fake_tensor_cache,
     too_large_unsupported,
 )
-from spbench.impls.axes import device_mesh, ranks_along
+from spbench.impls.axes import device_mesh, whole_mesh
 from spbench.impls.layout import Unsupported
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
@@ -80,7 +81,8 @@ def fake_mesh(
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
-    dist.init_process_group(backend, rank=rank, world_size=ranks_along([*sizes], sizes), store=FakeStore())
+    ranks = prod(whole_mesh(sizes).values())
+    dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield device_mesh(sizes, device)
     finally:

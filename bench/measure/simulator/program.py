@@ -16,8 +16,8 @@ import numpy as np
 KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 #: the stream on which a step computes; others have the copies and collectives of a library's own streams
 COMPUTE_STREAM = 0
-MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
-CATEGORIES = ("memory-bound", "matrix product", "attention", "host copy", "host update")
+MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
+CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update")
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
@@ -43,16 +43,24 @@ class Group:
         runs: for each of these axes, the length of the runs of coordinates into which it is cut, each a group
             of this kind; empty where no axis is cut.
         steps: for each of these axes, the distance of its members; empty where all have neighbours.
+        stage: of a group along folded axes (:mod:`spbench.impls.folding`) that is no block of the mesh: the
+            index of the axis of pipeline stages, and the distance of members in the numbers of a stage's
+            ranks; ``places`` are then 0, 1, ... along no axis. Else empty.
     """
 
     axes: tuple[int, ...]
     places: tuple[tuple[int, ...], ...]
     runs: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    stage: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Sequence[int], mesh: Mesh) -> Group:
-        """The group of these global ranks."""
+    def of(cls, ranks: Sequence[int], mesh: Mesh, pipeline: int | None = None) -> Group:
+        """The group of these global ranks.
+
+        Args:
+            pipeline: the index of the axis of pipeline stages; None: no axes are folded.
+        """
         coords = [coordinates(rank, mesh) for rank in ranks]
         axes = tuple(i for i in range(len(mesh)) if len({c[i] for c in coords}) > 1)
         runs = tuple(_run([c[i] for c in coords], mesh[i]) for i in axes)
@@ -60,6 +68,14 @@ class Group:
         along = list(zip(axes, runs, steps, strict=True))
         places = tuple(tuple(c[i] % run // step * step for i, run, step in along) for c in coords)
         cut = any(mesh[i] > run for i, run, _ in along)
+        different = [len({c[i] for c in coords}) for i in axes]
+        uneven = any(
+            n < mesh[i] == run and step == 1 for n, (i, run, step) in zip(different, along, strict=True)
+        )
+        if pipeline is not None and (uneven or len(ranks) < prod(different)):
+            distance = _distance(ranks, mesh, pipeline)
+            if distance:
+                return cls((), tuple((n,) for n in range(len(ranks))), stage=(pipeline, distance))
         return cls(axes, places, runs if cut else (), steps if max(steps, default=1) > 1 else ())
 
     def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
@@ -68,6 +84,8 @@ class Group:
 
     def members_by_rank(self, ranks: np.ndarray, mesh: Mesh) -> np.ndarray:
         """[ranks, size]: global ranks of the group of this kind that each of the ranks belongs to."""
+        if self.stage:
+            return self._members_in_stage(ranks, mesh)
         coords = list(np.unravel_index(ranks[:, None], mesh))
         places = np.array(self.places, dtype=np.int64).reshape(len(self.places), len(self.axes))
         runs = self.runs or [mesh[axis] for axis in self.axes]
@@ -76,6 +94,35 @@ class Group:
             coords[axis] = coords[axis] // run * run + coords[axis] % step + along[None]
         members = np.ravel_multi_index(tuple(coords), mesh)
         return np.broadcast_to(members, (len(ranks), len(self.places)))
+
+    def _members_in_stage(self, ranks: np.ndarray, mesh: Mesh) -> np.ndarray:
+        (pipeline, distance), count = self.stage, len(self.places)
+        numbers, stages = _in_stage(ranks, mesh, pipeline)
+        first = numbers // (count * distance) * (count * distance) + numbers % distance
+        of_stage = tuple(n for axis, n in enumerate(mesh) if axis != pipeline)
+        other = first[:, None] + distance * np.arange(count)
+        coords = list(np.unravel_index(other, of_stage))
+        coords.insert(pipeline, np.broadcast_to(stages[:, None], other.shape))
+        return np.asarray(np.ravel_multi_index(tuple(coords), mesh))
+
+
+def _in_stage(ranks: np.ndarray, mesh: Mesh, pipeline: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of ranks among those of their pipeline stage, and their stages."""
+    coords = list(np.unravel_index(ranks, mesh))
+    stages = coords.pop(pipeline)
+    of_stage = tuple(n for axis, n in enumerate(mesh) if axis != pipeline)
+    return np.asarray(np.ravel_multi_index(tuple(coords), of_stage)), stages
+
+
+def _distance(ranks: Sequence[int], mesh: Mesh, pipeline: int) -> int:
+    """The distance of ranks in the numbers of their pipeline stage, if groups of that distance make up the
+    stage; else 0."""
+    numbers, stages = _in_stage(np.array(ranks), mesh, pipeline)
+    distance = int(numbers[1] - numbers[0])
+    block = len(ranks) * distance
+    even = distance > 0 and prod(mesh) // mesh[pipeline] % block == 0 and len({*stages.tolist()}) == 1
+    first = numbers[0] // block * block + numbers[0] % distance if even else 0
+    return distance if even and (numbers == first + distance * np.arange(len(ranks))).all() else 0
 
 
 def _run(along: Sequence[int], size: int) -> int:
@@ -126,15 +173,15 @@ class Program:
             a kernel for the blocks of all lower ranks at once; or, of one for the block of one of them, how
             many lower ranks there are.
         name: index into ``names``: the operator, or the collective.
-        category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
+        category: of a kernel: MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
             cores do it, while the host and the compute stream stand still.
         nbytes: of a kernel, bytes read and written, of a HOST_COPY those copied; of communication, bytes of
             the payload as :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
         precision: index into PRECISION_NAMES, of a kernel's operands.
-        shape: [events, 4]: batch, m, n, k of a matrix product; sequences x heads, queries, keys and head
+        shape: [events, 4]: batch, m, n, k of a matmul; sequences x heads, queries, keys and head
             size of an attention without scores.
-        strided: elements of a matrix product's operands and result that are blocks of wider matrices.
+        strided: elements of a matmul's operands and result that are blocks of wider matrices.
         host: [events, kinds of HOST_WORK]: what the host did since the event before; the event's own dispatch
             is not in it.
         partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait

@@ -199,6 +199,7 @@ class EventLog(Meter):
         super().__init__(mesh)
         self.rank = mesh.get_rank()
         self.builder = ProgramBuilder(mesh.shape)
+        self._pipeline = (mesh.mesh_dim_names or ()).index("pp")
         #: on which operators are issued, see :mod:`measure.trace.event_log`
         self.streams = Streams(self.builder)
         self._groups: dict[str, tuple[list[int], Group]] = {}
@@ -306,5 +307,6 @@ class EventLog(Meter):
         known = self._groups.get(group.group_name)
         if known is None:
             ranks = dist.get_process_group_ranks(group)
-            known = self._groups[group.group_name] = ranks, Group.of(ranks, self.builder.mesh)
+            known = ranks, Group.of(ranks, self.builder.mesh, self._pipeline)
+            self._groups[group.group_name] = known
         return known

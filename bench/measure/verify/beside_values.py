@@ -52,15 +52,18 @@ def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
     return strategy.place.group(*strategy.nested_axes)
 
 
-def check_elements(checked: VerifiedRun) -> tuple[str, Discrepancy]:
+def check_elements(truth: VerifiedRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
     """Every element of a parameter must lie on equally many ranks, for the same reason."""
     kept = checked.backend.gradient_places()
     counts = []
-    for name, shape in checked.shapes.items():
-        count = torch.zeros(shape, dtype=torch.int64, device=checked.device)
+    for name, shape in truth.shapes.items():
+        whole = torch.zeros(shape, dtype=torch.int64, device=checked.device)
         if name in kept:
-            kept[name].of(count).add_(1)
-        counts.append(count.flatten())
+            held = torch.zeros(checked.shapes[name], dtype=torch.int64, device=checked.device)
+            kept[name].of(held).add_(1)
+            shard = checked.shards[name]
+            (shard.of(whole) if shard else whole).add_(held)
+        counts.append(whole.flatten())
     if not counts:
         return "elements of the weights", Discrepancy.none()
     held = all_reduce(torch.cat(counts), _all_ranks(checked.strategy)).split([len(count) for count in counts])

@@ -44,7 +44,8 @@ from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
-from spbench.impls.axes import Place
+from spbench.impls.axes import Place, spelled
+from spbench.impls.folding import given_folds
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.models.model import models as all_models
 from spbench.impls.options import set_options
@@ -218,7 +219,7 @@ def verify_case(
         variant=variant,
         part=case.part,
         size=mesh if isinstance(mesh, int) else math.prod(mesh.values()),
-        mesh="x".join(f"{axis}{n}" for axis, n in sizes.items()),
+        mesh=_mesh(sizes, case.folds),
         dtype=case.dtype,
         batch=case.batch,
         seq_len=case.seq_len,
@@ -227,7 +228,7 @@ def verify_case(
     if reason:
         return replace(row, status="unsupported", reason=reason)
     try:
-        plan = case.strategy.configured(Place(sizes), case.options)
+        plan = case.strategy.configured(Place({**sizes, **case.folds}), case.options)
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
     except Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
@@ -267,6 +268,23 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
         said = how_departs(case.strategy, departing) if departing else ""
         return replace(row, status="as published", verdict=said) if said else row
     return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
+
+
+def _mesh(sizes: Mapping[str, int], folds: Mapping[str, int]) -> str:
+    """A mesh with every axis of the strategy, then the folded axes of several ranks."""
+    folded = spelled(given_folds(folds)).removeprefix("1")
+    return "x".join(f"{axis}{n}" for axis, n in sizes.items()) + folded
+
+
+def _foldings(model: Model, case: Case, ranks: int) -> list[Mapping[str, int]]:
+    """How the experts of a model may lie on the ranks of a strategy: on all of them alike and, of several, in
+    turns along ep, along etp and both; none of these for a model without experts."""
+    experts = {site.dims["E"] for site in model.sites(case.batch, case.seq_len) if site.kind == "experts"}
+    pairs = [(ep, n) for ep in range(1, ranks + 1) if ranks % ep == 0 for n in (1, 2) if ranks // ep % n == 0]
+    ways: list[Mapping[str, int]] = [
+        {"ep": ep, "etp": etp} for ep, etp in pairs if experts and all(n % ep == 0 for n in experts)
+    ]
+    return ways or [{}]
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

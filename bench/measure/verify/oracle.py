@@ -132,7 +132,7 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         watch: keep what goes through the sites of attention too.
     """
     model = with_options(case.model, {"dropout": 0.0})
-    place = Place.on(mesh)
+    place = Place.on(mesh, case.folds)
     strategy = case.strategy.configured(place, case.options)
     plain = Case(
         Strategy,
@@ -193,7 +193,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         *(Finding(name, each, noise) for name, (each, noise) in runs.tensors().discrepancies().items()),
         *(Finding(name, each, 0.0) for name, each in check_positions(truth, checked)),
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
-        Finding(*check_elements(checked), 0.0),
+        Finding(*check_elements(truth, checked), 0.0),
         *(Finding(name, each, 0.0, tells=0) for name, each in check_bytes(recorder, case, model, checked)),
     ]
 

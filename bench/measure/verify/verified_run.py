@@ -23,6 +23,7 @@ from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
+from spbench.impls.layout import is_expert
 from spbench.impls.models.model import Model
 from spbench.impls.options import set_options
 from spbench.impls.registries import DEFAULT_BACKEND, backend_class
@@ -52,6 +53,7 @@ class Case:
         batch, seq_len: whole sizes, in samples and positions.
         seed: of weights, inputs and the gradient of the outputs.
         backend, backend_options: what holds and synchronises gradients; see :class:`Training`.
+        folds: ranks along folded axes (:mod:`spbench.impls.folding`), beside those of the mesh.
     """
 
     strategy: type[Strategy] | Nesting
@@ -64,6 +66,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     backend: str = DEFAULT_BACKEND
     backend_options: Mapping[str, Any] = field(default_factory=dict)
+    folds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -105,6 +108,7 @@ class VerifiedRun:
         # noted before a backend takes the parameters over
         self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        self.experts = {name for name, p in self.module.named_parameters() if is_expert(p)}
         attributes = attributes_of(self.module)
         settings = BackendSettings(moments="later", options=options)
         self.backend = cls(self.module, strategy, around or Composition(), Precision(dtype), settings)
@@ -196,6 +200,8 @@ def share_of(truth: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
             share[name] = strategy.shard(x, part.output_dims[key])
         elif kind == "gradient of input":
             share[name] = strategy.shard(x, part.sequence_dims[key])
+        elif key in truth.experts and key not in checked.shards:
+            continue  # of an expert of other ranks, which :func:`check_elements` sees there
         elif key in kept or key not in checked.shards:
             shard = checked.shards.get(key)
             x = x.view(truth.shapes[key])

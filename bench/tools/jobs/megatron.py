@@ -13,6 +13,7 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgum
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
+from spbench.bench.tools.jobs.megatron_experts import expert_sizes, has_experts
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
 from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
@@ -208,6 +209,8 @@ def _set_parallelism(a: Account, gpus: int | None) -> int | None:
     sequence, mapping = "--sequence-parallel", "--use-tp-pp-dp-mapping"
     split = [sequence] if a.has(sequence) and sizes["tp"] > 1 else []
     a.ignore("Megatron-LM leaves it off at --tensor-model-parallel-size 1", sequence)
+    if has_experts(a) and sizes["tp"] > 1 and not split:
+        a.problems.append(f"a model with experts and {a.spelled(names['tp'])} needs {sequence}")
     axes = ["pp", "dp", "sp", "tp"]
     strategy, from_context = "megatron_sp" if split else "tensor_parallel", list[str]()
     levels = _hierarchy(a)
@@ -237,6 +240,7 @@ def _set_parallelism(a: Account, gpus: int | None) -> int | None:
             )
         else:
             a.ignore("one part: not split", name)
+    expert_sizes(a, sizes["tp"], gpus, sizes["pp"])
     if replicas is not None:
         a.set("sizes.dp", replicas, note=f"{gpus} GPUs / {parts} (tensor x pipeline x context)")
     if a.has(mapping):

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.megatron_experts import (
+    set_experts,
+    set_latent_attention,
+    set_predicted_tokens,
+)
 from spbench.bench.tools.jobs.megatron_kernels import (
     CONTAINER,
     MASK_OF_KEYS,
@@ -27,6 +32,9 @@ def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
     a.set("model", preset, note=f"{model_name(bert)}, all of whose sizes are below")
     needed = ("--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--micro-batch-size")
     a.problems += [f"{name} is missing" for name in needed if not a.has(name)]
+    if not bert:
+        set_experts(a, layers_of(a))
+        set_predicted_tokens(a)
     _set_sizes(a, bert)
     _set_vocabulary(a, bert)
     local = _set_library(a)
@@ -83,6 +91,8 @@ def _set_sizes(a: Account, bert: bool) -> None:
         a.set("model_options.inner", inner, "--ffn-hidden-size", note=note)
     elif inner == 4 * hidden:
         a.ignore("is so by default", "--ffn-hidden-size")
+    if set_latent_attention(a):
+        return
     size = a.value("--kv-channels")
     if heads < 1 or (size is None and hidden % heads):
         a.problems.append(f"--num-attention-heads {heads} does not divide --hidden-size {hidden}")
@@ -222,19 +232,22 @@ def _set_loss(a: Account, cluster: str | None) -> None:
 
 def _set_recomputation(a: Account) -> None:
     how, method, number = "--recompute-granularity", "--recompute-method", "--recompute-num-layers"
+    names = "--recompute-modules", "--moe-layer-recompute"
     granularity = "selective" if a.has("--recompute-activations") else a.value(how)
-    modules = (a.value("--recompute-modules") or "core_attn").split()
-    if granularity is None:
-        a.ignore("nothing is recomputed", method, number, "--recompute-modules")
+    modules = (a.value(names[0]) or "core_attn").split()
+    if granularity is None and a.has(names[1]):
+        granularity, modules = "selective", ["moe"]
+    if granularity is None or (granularity == "full" and a.value(number) == 0):
+        a.ignore("nothing is recomputed", how, method, number, *names)
         return
     a.set("model_options.recompute", granularity, how, "--recompute-activations")
     if granularity == "selective":
         a.ignore("selective recomputation is of modules", method, number)
-        a.ignore("is so by default", "--recompute-modules")
         if modules != ["core_attn"]:
-            a.refuse_given("recomputation of other modules than core_attn", "--recompute-modules")
+            a.set("model_options.recompute_modules", modules, *names)
+        a.ignore("is so by default", *names)
         return
-    a.ignore("full recomputation is of layers", "--recompute-modules")
+    a.ignore("full recomputation is of layers", *names)
     if a.value(method) is None or a.value(number) is None:
         a.problems.append(f"{how} full needs {method} and {number}")
         return

@@ -121,8 +121,10 @@ def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list
     parts = text.split("|")
     if not re.fullmatch(r"E[t|]*L", text.replace("m", "")):
         a.problems.append(f"{_LAYOUT} {layout!r} is no E, then t and | for layers and stages, then L")
-    elif "m" in text:
-        a.refuse_given("layers that predict several tokens (m)", _LAYOUT)
+    elif "m" in text and not re.fullmatch(r"[^m]*m+L", parts[-1]):
+        a.refuse_given("layers that predict further tokens (m) before the end of the last stage", _LAYOUT)
+    elif text.count("m") != (a.value("--mtp-num-layers") or 0):
+        a.problems.append(f"{_LAYOUT} has {text.count('m')} m, not as many as --mtp-num-layers")
     elif len(parts) % stages or (stages == 1 and len(parts) > 1) or len(parts) > LARGEST_OF["layers"]:
         a.problems.append(
             f"{_LAYOUT} has {len(parts)} stages, which --pipeline-model-parallel-size {stages} cannot have"

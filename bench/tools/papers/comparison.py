@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
+from spbench.bench.old_names import measured_today
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
 
@@ -91,8 +92,13 @@ class Comparison:
 
     @property
     def is_time(self) -> bool:
-        """Whether the quantity is a time, or a rate of so many a second."""
-        return self.quantity.endswith(("_s", "_ms"))
+        """Whether the quantity is a time, or says one as its inverse."""
+        return self.is_rate or self.quantity.endswith(("_s", "_ms"))
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether the quantity is larger for a shorter time: so many a second, or an MFU."""
+        return self.quantity.endswith(("per_s", "mfu_percent"))
 
     @property
     def published_run(self) -> str:
@@ -220,7 +226,7 @@ def read_records(
                     numbers[name] = read(row[name]) if row[name] else None
                 except ValueError as error:
                     raise UserError(f"{path}: row {at}: {name}: {row[name]!r} is no finite number") from error
-        lines.append({**row, **numbers})
+        lines.append(measured_today({**row, **numbers}))
     return lines
 
 

@@ -34,10 +34,11 @@ from spbench.bench.units import percent, shown_share
 
 #: the argument of `spbench reproduce`, and the file of what is predicted
 CASES = "megatron_cases"
-_CASES_FILE = "megatron_cases.csv"
-#: when each golden value was recorded, and in which container
+_CASES_FILES = ("megatron_cases.csv", "megatron_moe_cases.csv")
+#: when each golden value was recorded, and in which container; those of cases with experts are taken to be as
+#: old as the latest of dev or lts
 _RECORDED_FILE = "megatron_cases_recorded.csv"
-GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv")
+GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv", "megatron_moe_goldens.csv")
 
 #: quantities of memory that golden values have
 MEMORY = ("peak_first", "peak_last", "allocated_last")
@@ -59,10 +60,25 @@ _GPUS = ("a100", "h100", "gb200")
 _NODE, _SMALL_NODE = 8, 4
 #: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
 #: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
-_MACHINES = {"gpt3_15b_8t_release": 256, "bert_release": 64, "gpt3_mcore_reruns_resume_check_grads": 1}
-#: arguments that the files which a case names stand for, by the start of its name: the words of a vocabulary,
-#: 256,000 of Nemotron-4's (arXiv 2402.16819)
-_ADDED: Mapping[str, Mapping[str, Any]] = {"gpt3_15b_8t_release": {"vocab-size": 256000}}
+_MACHINES = {
+    "gpt3_15b_8t_release": 256,
+    "bert_release": 64,
+    "gpt3_mcore_reruns_resume_check_grads": 1,
+    # the fewest nodes that their parallel sizes make
+    "deepseekv3_proxy_flex_tp1pp4emp16": 64,
+    "deepseekv3_proxy_flex_tp2pp2emp16": 32,
+    "mixtral_8x22b_tp2pp8ep8vpp1": 128,
+    "mixtral_8x7b": 32,
+}
+#: words of the vocabularies whose files a case names, by the start of its name: 256,000 of Nemotron-4 (arXiv
+#: 2402.16819), and Mixtral's own (arXiv 2401.04088, table 1)
+_WORDS_OF = {
+    "gpt3_15b_8t_release": 256000,
+    "deepseekv3_proxy": 256000,
+    "mixtral_8x7b_alltoall": 256000,
+    "mixtral_8x7b_tp1": 32000,
+    "mixtral_8x22b": 32000,
+}
 #: ... and words by the file of these: of the first data set that BERT's tests had, inferred
 #: (scenarios/megatron_goldens.yaml); later ones have BERT's uncased 30522, the tokenizer's default
 #: (tools/common_pile_dataset of Megatron-LM)
@@ -117,17 +133,23 @@ def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
     return next((value for start, value in values.items() if case.startswith(start)), otherwise)
 
 
+def _words_of(case: str) -> dict[str, int]:
+    words = _by_name(_WORDS_OF, case, None)
+    return {} if words is None else {"vocab-size": words}
+
+
 def cases() -> list[GoldenCase]:
     """All cases, each for every golden value that it has."""
     recorded = published_file(_RECORDED_FILE).rows
     of_golden = {(row["case"], row["golden"]): row for row in recorded}
-    rows = published_file(_CASES_FILE).rows
+    latest = {row["golden"][:3]: row for row in sorted(recorded, key=lambda row: row["date"])}
+    rows = [row for file in _CASES_FILES for row in published_file(file).rows]
     listed = []
     for row in rows:
         for golden in row["goldens"].split():
-            then = of_golden[row["case"], golden]
+            then = of_golden.get((row["case"], golden), {**latest[golden[:3]], "args": ""})
             changed = json.loads(then["args"] or "{}")
-            arguments = {**json.loads(row["args"]), **changed, **_by_name(_ADDED, row["case"], {})}
+            arguments = {**json.loads(row["args"]), **changed, **_words_of(row["case"])}
             if (words := WORDS.get(arguments.get("vocab-file", ""))) is not None:
                 arguments["vocab-size"] = words
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}

@@ -1,5 +1,6 @@
-"""Published numbers: the CSV files that have them, and who published them: papers, people who measured real
-machines, which count as one paper, and the field, which counts as another."""
+"""Published numbers: the CSV files that have them, and who published them: papers, and collections of what
+many people published (measurements of real machines, step times, runs of mixtures of experts), each of which
+is reproduced as one paper is."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
 from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packaged
 
-#: where published files of the package are: those of papers, of measurements on real machines, and of step
-#: times that others published
-PACKAGES = ("spbench.results.papers", "spbench.results.measured", "spbench.results.field")
+#: where published files of the package are
+PACKAGES = tuple(f"spbench.results.{folder}" for folder in ("papers", "measured", "field", "experts"))
 
 PAPERS_FILE = "papers.csv"
 SOURCES_FILE = "sources.csv"
-FIELD_SOURCES_FILE = "field_sources.csv"
 ALL = "all"
-#: the names under which measurements of real machines, and the step times that others published, are
-#: reproduced, as one does a paper
-MEASURED, FIELD = "measured", "field"
+MEASURED, FIELD, EXPERTS = "measured", "field", "experts"
+#: collections that are reproduced under these names, as one does a paper: the file of who measured, a title
+COLLECTIONS = {
+    MEASURED: (SOURCES_FILE, "What real machines measured"),
+    FIELD: ("field_sources.csv", "Step times that others published"),
+    EXPERTS: ("experts_sources.csv", "Mixtures of experts that others measured"),
+}
 
 
 class PublishedFile(NamedTuple):
@@ -111,8 +114,8 @@ class Paper:
 
     @property
     def label(self) -> str:
-        """A word for headings: an acronym, or "Measured" or "Field"."""
-        return self.name.capitalize() if self.name in (MEASURED, FIELD) else self.name.upper()
+        """A word for headings: an acronym, or a collection's name."""
+        return self.name.capitalize() if self.name in COLLECTIONS else self.name.upper()
 
 
 @dataclass(frozen=True)
@@ -132,16 +135,15 @@ def measured_sources() -> list[MeasuredSource]:
 
 
 def papers() -> dict[str, Paper]:
-    """The papers of results/papers/papers.csv by name, then the measurements of results/measured, and the
-    step times of results/field."""
+    """The papers of results/papers/papers.csv by name, then the collections."""
     listed = [
         Paper(row["paper"], row["source"], row["title"], row["finding"])
         for row in published_file(PAPERS_FILE).rows
     ]
-    measured = ", ".join(f"{source.measured_by} ({source.commit})" for source in measured_sources())
-    field = ", ".join(dict.fromkeys(row["measured by"] for row in published_file(FIELD_SOURCES_FILE).rows))
-    listed.append(Paper(MEASURED, measured, "What real machines measured"))
-    listed.append(Paper(FIELD, field, "Step times that others published"))
+    for name, (file, title) in COLLECTIONS.items():
+        rows = published_file(file).rows
+        who = [row["measured by"] + (f" ({row['commit']})" if "commit" in row else "") for row in rows]
+        listed.append(Paper(name, ", ".join(dict.fromkeys(who)), title))
     return {paper.name: paper for paper in listed}
 
 

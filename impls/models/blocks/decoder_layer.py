@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.dropout import bias_dropout_add
-from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.projection import mark_library
-from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
+from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy
@@ -26,15 +25,16 @@ if TYPE_CHECKING:
 
 
 class AddToHidden(nn.Module):
-    """hidden + dropout(x + bias), both [B, L, H], with the bias and the dropout that the model has."""
+    """hidden + dropout(x + bias), both [B, L, H], with the dropout that the model has, and its bias if
+    ``biased``."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, model: DecoderModel, strategy: Strategy):
+    def __init__(self, model: DecoderModel, strategy: Strategy, *, biased: bool = True):
         super().__init__()
         self.p, self.fused, self.random = model.dropout, model.fuses("bias_dropout"), strategy.random
         self.axes = strategy.position_axes
-        self.bias = nn.Parameter(torch.zeros(model.hidden)) if model.biases else None
+        self.bias = nn.Parameter(torch.zeros(model.hidden)) if model.biases and biased else None
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
         if self.fused and self.p and self.bias is not None:
@@ -57,7 +57,7 @@ class DecoderBlock(nn.Module):
         if (feeding := model.feeding(layer)) is not None:
             self.mlp_norm = make_norm(model)
             self.mlp = feeding.build(model, strategy)
-            self.mlp_end = AddToHidden(model, strategy)
+            self.mlp_end = AddToHidden(model, strategy, biased=feeding.closing_bias)
         self.parallel = model.parallel_residual
         mark_library(self, model.library)
 
@@ -70,10 +70,7 @@ class DecoderBlock(nn.Module):
 
 def make_norm(model: DecoderModel) -> nn.Module:
     """The norm of the model, of hidden states [..., H]."""
-    weighted, epsilon = model.weighted_norms, model.norm_epsilon
-    if model.norm == "layer":
-        return LayerNorm(model.hidden, epsilon, weighted=weighted)
-    return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=model.rms_norm)
+    return norm_of(model, model.hidden, weighted=model.weighted_norms)
 
 
 class LoneDecoderLayer(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 class FeedForward(ABC):
     """A kind of feed-forward block."""
+
+    #: whether what adds its result to the hidden states adds the model's bias too
+    closing_bias: ClassVar[bool] = True
 
     @abstractmethod
     def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
@@ -58,15 +61,7 @@ class Mlp(FeedForward):
         return MlpModule(model, strategy)
 
     def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
-        hidden = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.inner} | model.mlp_tiling.dims
-        weights, bias = model.hidden * model.inner, {"bias": 1} if model.biases else {}
-        once = {"gathered_once": 1} if model.separate_projections else {}
-        kept = {"kept": 1} if model.keeps_operators else {}
-        opens, closes = ({"mlp": n * weights, **bias} for n in (model.mlp_projections, 1))
-        return [
-            Site("linear_in", 1, hidden | once | opens, again),
-            Site("linear_out", 1, hidden | kept | closes, again and not spared),
-        ]
+        return mlp_sites(model, model.inner, batch, seq_len, again, spared=spared)
 
     def parameters(self, model: DecoderModel) -> dict[str, int]:
         split = (model.mlp_projections + 1) * model.hidden * model.inner
@@ -75,37 +70,74 @@ class Mlp(FeedForward):
         return {"split": split, "mlp": split, "whole": model.hidden * model.biases}
 
 
+def mlp_sites(
+    model: DecoderModel, inner: int, batch: int, seq_len: int, again: bool, *, spared: bool
+) -> list[Site]:
+    """What an MLP with ``inner`` features asks; see :meth:`FeedForward.sites`."""
+    hidden = {"B": batch, "L": seq_len, "H": model.hidden, "F": inner} | model.mlp_tiling.dims
+    weights, bias = model.hidden * inner, {"bias": 1} if model.biases else {}
+    once = {"gathered_once": 1} if model.separate_projections else {}
+    kept = {"kept": 1} if model.keeps_operators else {}
+    opens, closes = ({"mlp": n * weights, **bias} for n in (model.mlp_projections, 1))
+    return [
+        Site("linear_in", 1, hidden | once | opens, again),
+        Site("linear_out", 1, hidden | kept | closes, again and not spared),
+    ]
+
+
 def _tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _clamped_silu(x: Tensor) -> Tensor:
+    """Of gpt-oss (modeling_gpt_oss.py of transformers): x sigmoid(1.702 x) of x up to 7."""
+    x = x.clamp(max=7.0)
+    return x * (1.702 * x).sigmoid()
+
+
+def _clamped_plus_one(x: Tensor) -> Tensor:
+    return x.clamp(-7.0, 7.0) + 1
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
+    "none": _unchanged,
     "silu": F.silu,
     "gelu": F.gelu,
     "tanh_gelu": _tanh_gelu,
     "relu": F.relu,
     "squared_relu": squared_relu,
+    "clamped_silu": _clamped_silu,
 }
+#: what the second projection of a gated MLP goes through, by the activation of the first
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"clamped_silu": _clamped_plus_one}
 
 
 class MlpModule(nn.Module):
     """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x + b_1) without a gate; the bias of
-    W_out is left to what adds the result to the hidden states."""
+    W_out is left to what adds the result to the hidden states.
 
-    def __init__(self, model: DecoderModel, strategy: Strategy):
+    Args:
+        inner: features; None: the model's.
+    """
+
+    def __init__(self, model: DecoderModel, strategy: Strategy, inner: int | None = None):
         super().__init__()
+        inner = model.inner if inner is None else inner
         self.activation, self.model, layers = model.activation, model, strategy.of_mlp
         self.project: Linear | GroupedLinear | SeparateLinear
         if model.biases and not model.gated_mlp:
-            self.project = layers.linear_in(model.hidden, model.inner)
+            self.project = layers.linear_in(model.hidden, inner)
         elif model.separate_projections:
-            widths = (model.inner,) * model.mlp_projections
+            widths = (inner,) * model.mlp_projections
             self.project = layers.separate_linear_in(model.hidden, widths, bias=model.biases)
         else:
             groups, bias = model.mlp_projections, model.biases
-            self.project = layers.grouped_linear_in(model.hidden, model.inner, groups, bias=bias)
-        self.out = layers.linear_out(model.inner, model.hidden)
+            self.project = layers.grouped_linear_in(model.hidden, inner, groups, bias=bias)
+        self.out = layers.linear_out(inner, model.hidden)
         self.tiling, self.weights = model.mlp_tiling, WeightsOf(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +162,7 @@ class MlpModule(nn.Module):
         if self.model.swiglu == "in_place":
             return swiglu_in_place(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
-        return x * factors[0] if factors else x
+        return x * FACTORS.get(self.activation, _unchanged)(factors[0]) if factors else x
 
     def _opened(self, x: Tensor) -> tuple[Tensor, ...]:
         """The projections that open the MLP, each [B, L, F]."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
+from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.layout import Unsupported
 from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
 from tests.measure.trace.same_traces import differences
@@ -50,6 +52,15 @@ def test_what_each_option_changes() -> None:
 def test_a_tied_embedding_is_no_unit() -> None:
     with pytest.raises(Unsupported, match="no word embedding apart from its head; use wrap: blocks"):
         tracing.trace(asked({"wrap": "embedding"}, model_options={"tied": True}))
+
+
+def test_a_model_that_says_nothing_of_tying_has_its_embedding_as_a_unit() -> None:
+    module = nn.Module()
+    module.embedding, options = nn.Embedding(4, 2), ShardingOptions(wrap="embedding")
+    assert units_of(module, options) == [module.embedding]
+    module.tied = module.embedding
+    with pytest.raises(Unsupported, match="no word embedding apart from its head"):
+        units_of(module, options)
 
 
 def test_pieces_that_nobody_looks_at_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.impls.kernels import gated_delta_operators, state_space_operators
 from spbench.impls.kernels.gated_delta import GatedDelta
@@ -157,3 +158,13 @@ def test_a_short_convolution(more: bool, starts: tuple[int, ...]) -> None:
     x, weight = made(1, 2, 1), torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.float64)
     y = torch.nn.functional.silu(torch.stack((8 * x[:, 0], 4 * x[:, 0] + 8 * x[:, 1]), 1))
     torch.testing.assert_close(short_convolution(x, weight), y)
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_flops_of_merged_states(scalar: bool) -> None:
+    """Of 2 samples and 3 heads: each of four states is multiplied by a number, or by a matrix [4, 4]."""
+    size, order = [4, 5], [0, 2, 1, 0]
+    carries = torch.zeros(3, 2, 3, 4 * 5 + 1 if scalar else 4 * (5 + 4))
+    with FlopCounterMode(display=False) as counted:
+        torch.ops.spbench.recurrence_merged(carries, size, order, scalar, None)
+    assert counted.get_total_flops() == 2 * 3 * len(order) * (1 if scalar else 4) * 2 * 4 * 5

@@ -47,6 +47,11 @@ def test_options_are_green(pool: RankPool, strategy: str, options: dict[str, Any
     assert_green(pool, Case(nesting(strategy), model, "model", options=options), sizes)
 
 
+def test_heads_that_are_given_are_sent_in_rounds_by_two_ranks_too(pool: RankPool) -> None:
+    model = model_preset("causal-transformer-tiny", {"layers": 1})
+    assert_green(pool, Case(UPipe, model, "attention"), 2)
+
+
 def test_heads_are_padded(pool: RankPool) -> None:
     model = model_preset("causal-transformer-tiny", {"layers": 1, "heads": 6})
     assert_green(pool, Case(FPDT, model, "model", options={"pad_heads": True}), 4)

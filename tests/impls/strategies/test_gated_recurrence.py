@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
@@ -112,3 +113,9 @@ def test_sizes_that_are_refused(
     options = {"placement": "zigzag"} if strategy is Lasp2H else {}
     with pytest.raises(Unsupported, match=message):
         strategy.planned(n, options=options).check(model_preset(name).sites(1, seq_len))
+
+
+def test_heads_that_ranks_can_share_out_are_sent_as_they_are() -> None:
+    strategy, heads = Ulysses.planned(4), torch.zeros(1, 3, 4, 5)
+    assert strategy._for_ranks(heads, 2, 4) is heads
+    assert strategy._for_ranks(heads[:, :, :2], 2, 4).shape == (1, 3, 4, 5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
+from spbench.impls.training.pipeline import summed
 from spbench.impls.training.turns import Turns
 from tests.slow import slow
 
@@ -96,3 +98,9 @@ def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: 
 def test_an_interleaved_rank_runs_ahead_by_all_its_forwards_at_most() -> None:
     assert [Turns(rank, ranks=4, chunks=2, micro_batches=4).ahead for rank in range(4)] == [8, 8, 6, 4]
     assert Turns(0, ranks=4, chunks=2, micro_batches=8).ahead == 10
+
+
+def test_a_stage_without_losses_has_zero_where_its_inputs_are() -> None:
+    inputs = [{"tokens": torch.empty(2, device="meta")}]
+    assert summed([], inputs).device.type == "meta"
+    assert summed([torch.tensor(1.0), torch.tensor(2.0)], inputs) == 3

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.axes import Place
+from spbench.impls.composition import Composition
 from spbench.impls.kernels.dropout import DropoutRandom, masked_dropout
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.registries import strategy_class
@@ -96,11 +97,10 @@ def test_contiguous_and_stale_gradients_give_the_same_update(pool: RankPool, str
 
 
 def same_update_whatever_the_buffers(mesh: DeviceMesh, name: str) -> bool:
-    after = []
+    after, place = [], Place.on(mesh)
     for gradients in ("contiguous", "stale"):
-        training, inputs = made(
-            strategy_class(name)(Place.on(mesh)), PRECISIONS["fp32"], backend_options={"gradients": gradients}
-        )
+        options: dict[str, Any] = {"around": Composition(place), "backend_options": {"gradients": gradients}}
+        training, inputs = made(strategy_class(name)(place), PRECISIONS["fp32"], **options)
         for _ in range(3):
             training.step(inputs)
         after.append(weights(training))

@@ -78,7 +78,7 @@ def deep(strategy: str = "ulysses", model: str = _CAUSAL, **changes: Any) -> Cel
 
 
 def piped(
-    backend: str = "legacy_ddp", stages: int = 3, replicas: int = 1, micro_batches: int = 10, **options: Any
+    backend: str = "legacy_ddp", stages: int = 3, replicas: int = 1, micro_batches: int = 8, **options: Any
 ) -> Cell:
     """A pipeline of two ranks a stage, with so many micro-batches that some are not run."""
     return Cell.model_validate(

@@ -15,12 +15,16 @@ from spbench.bench.measure.engines.step_times import checked_flops, forward_flop
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis, work_error
 from spbench.bench.measure.engines.virtual import ClassTraces, VirtualEngine, trace_classes
+from spbench.bench.measure.simulator.lighter_ranks import UnlikeWork
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.step_parts import Flops
+from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import BALANCED
+from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
 from tests.measure.engines.cells import supported
 from tests.slow import slow
 
@@ -218,3 +222,15 @@ def test_a_rank_that_stands_for_unlike_ones_is_a_mismatch(monkeypatch: pytest.Mo
     found = traces.measurement()
     assert found.status == "mismatch"
     assert "a rank stands for others that have other work" in found.reason
+
+
+def test_blocks_of_lower_ranks_between_what_everyone_does() -> None:
+    """The last of three ranks works on the nearest rank's block, then on the first's; the middle one has the
+    first of these kernels alone, and half of what is done at once for all lower ranks."""
+    b = ProgramBuilder((1, 1, 1, 3))
+    for whose in (EVERYONE, 2, EVERYONE, 2, EVERYONE, ALL_LOWER):
+        b.work_of(whose)
+        b.kernel("mm", flops=1)
+    work = UnlikeWork(Steps(b.program(), np.arange(3), np.arange(3)), 3, 2)
+    shares = [work.weights(coordinate).tolist() for coordinate in range(3)]
+    assert shares == [[1, 0, 1, 0, 1, 0], [1, 1, 1, 0, 1, 0.5], [1] * 6]

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.processes import stacks, torchrun
+from spbench.bench.measure.processes import rank_agent, stacks, torchrun
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_agent import BEAT_S, Launched, serve
 from spbench.bench.measure.processes.rank_pool import Rendezvous
@@ -123,3 +125,14 @@ def test_gpus_are_counted_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch)
     assert [shared_backend(ranks, "cuda") for ranks in (2, 3)] == ["", "spbench_staged"]
     monkeypatch.setenv(AGENTS, "some")
     check_gpus(3, "cuda")
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_an_agent_without_a_store_ends_unless_it_is_leaving(
+    monkeypatch: pytest.MonkeyPatch, leaving: bool
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(rank_agent, "_leave", lambda launched, why: said.append(why))
+    agent = SimpleNamespace(leaving=leaving, launched=None)
+    rank_agent._Agent._lost(cast(Any, agent), "no answer")
+    assert [why.endswith("where they end (no answer)") for why in said] == ([] if leaving else [True])

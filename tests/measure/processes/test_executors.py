@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -20,7 +22,7 @@ from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
-from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure.sweep.worker import Crew, Worker
 from tests.bench import fakes
 from tests.bench.fakes import cell
 from tests.bench.processes import until
@@ -223,3 +225,15 @@ def test_addresses_that_are_none(
     assert out == ""
     assert err.splitlines()[-1].startswith(f"spbench: {message}")
     assert [path.name for path in tmp_path.iterdir()] == ["cells.jsonl"]
+
+
+def test_an_idle_process_that_has_died_is_ended_before_another_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[object] = []
+    dead, lives = (cast(Worker, SimpleNamespace(usable=usable)) for usable in (False, True))
+    monkeypatch.setattr(dask_task, "_idle", dask_task._Idle("a sweep", [lives, dead]))
+    monkeypatch.setattr(dask_task, "_end_all", ended.extend)
+    asked = dask_task.SweepOnDask("a sweep", b"", {}, HERE)
+    assert dask_task._worker_for(asked) is lives
+    assert ended == [dead]

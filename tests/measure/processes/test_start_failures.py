@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
+import os
 import resource
 import socket
 import subprocess
@@ -51,6 +53,10 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match=r"may open 20 files, and needs at least \d+ to start 40 ranks; raise"
     ):
         RankPool(40)
+    monkeypatch.setattr(os, "listdir", lambda folder: ["0", "1", "2"])
+    check_open_files(17, "to start")  # as many as it may
+    with pytest.raises(UserError, match="needs at least 21 to start"):
+        check_open_files(18, "to start")
     monkeypatch.undo()
     check_open_files(1, "to start")
 
@@ -76,3 +82,10 @@ def test_a_server_that_was_killed() -> None:
     assert "is gone (EOFError); run the same command again" in no_process(EOFError(), None)
     full = OSError(errno.EMFILE, "Too many open files")
     assert "look at the limit of open files (ulimit -n)" in no_process(full, None)
+
+
+def test_a_daemon_may_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker below a Dask worker, to which multiprocessing forbids children."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    starting.starting_context()
+    assert not multiprocessing.current_process().daemon

@@ -22,6 +22,16 @@ def test_a_receive_that_nothing_is_sent_to_is_named() -> None:
         timed([b.program()], [[0, 1]])
 
 
+def test_a_second_receive_of_one_message_is_named() -> None:
+    b = ProgramBuilder((1, 1, 1, 2))
+    b.phase("forward")
+    b.wait(b.send(8, (0, 0, 0, 1)))
+    b.wait(b.recv(8, (0, 0, 0, 1)))
+    b.wait(b.recv(8, (0, 0, 0, 1)))
+    with pytest.raises(Deadlock, match=r"recv of 8 bytes from rank 1, forward\).*no matching send"):
+        timed([b.program()], [[0, 1]])
+
+
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     b = ProgramBuilder((1, 1, 1, 2))
     b.phase("backward")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify, verify_case
-from spbench.bench.measure.verify.explanation import unequal_calls
+from spbench.bench.measure.verify.explanation import explain_values, unequal_calls
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from tests.measure.verify import attention_faults, head_faults, layer_faults
@@ -145,3 +146,17 @@ def test_unequal_collectives_on_real_ranks(fault: Any, said: str) -> None:
     with RankPool(2, timeout_s=20) as pool:
         row = explained(pool, fault, CAUSAL, "attention", 2)
     assert re.search(said, row.explanation)
+
+
+def test_a_case_is_run_again_on_its_device_by_its_backend() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Elsewhere:
+        def run(self, sizes: Any, job: Any, *arguments: Any, **place: Any) -> Any:
+            asked.append(place)
+            raise RankError(1, "it failed")
+
+    case = Case(attention_faults.StaleBlockInRingBackward, model_preset(CAUSAL), "attention")
+    said = explain_values(cast(Any, Elsewhere()), case, {"sp": 2}, "cuda", "nccl")
+    assert said.startswith("run once more, it failed: rank 1: it failed")
+    assert asked == [{"device": "cuda", "backend": "nccl"}]

@@ -12,9 +12,10 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
 from spbench.bench.measure.sweep.sweep import digest
+from spbench.bench.tools.calibrate import compute_rates
 from spbench.bench.tools.calibrate.closed_loop import figures
 from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
-from spbench.bench.tools.calibrate.compute_rates import SMALL
+from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml, sample_rows
 from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from tests.tools.calibrate.faulty_ranks import TINY, faulty_sums, short_of_memory
@@ -31,7 +32,7 @@ def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
     assert all(rank == found[0] for rank in found)
     points = found[0]["points"]
     assert Counter(point.operation for point in points) == {
-        "matrix product": 4,
+        "matmul": 4,
         **dict.fromkeys(("attention forward", "attention forward and backward", "sum", "training step"), 1),
         **dict.fromkeys(COLLECTIVES if n > 1 else (), 2),  # 3 bytes are less than an element a rank
     }
@@ -65,7 +66,7 @@ def test_calls_that_would_take_long_are_left_out(pool: RankPool) -> None:
     cell = SMALL.model_copy(update={"sizes": Sizes()})
     brief = replace(TINY, longest_call_s=1e-12)
     points = pool.run({"sp": 1}, _on_rank, cell, brief)[0]["points"]
-    assert [point.extent for point in points if point.operation == "matrix product"] == [4, 4]
+    assert [point.extent for point in points if point.operation == "matmul"] == [4, 4]
 
 
 def test_a_size_for_which_a_rank_has_no_memory_ends_the_series_on_all(pool: RankPool) -> None:
@@ -157,3 +158,13 @@ def test_every_sample_is_a_row() -> None:
     assert [row["seconds"] for row in rows[:3]] == [0.5, 2.5, 9.0]
     assert [row["sample"] for row in rows[:4]] == [0, 1, 2, 0]
     assert {row["size"] for row in rows[:3]} == {"[5, 5] x [5, 5]"}
+
+
+def test_a_size_that_takes_just_as_long_as_a_call_may_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the size before: half a second for a byte."""
+    monkeypatch.setattr(compute_rates, "_made_on_all_ranks", lambda make, device: make)
+    monkeypatch.setattr(compute_rates, "timed", lambda call, device, sweep: [0.5 * call()])
+    sums = [RatePoint("sum", f"{n} B", n, "fp32", 1, [], nbytes=n) for n in (1, 2, 3)]
+    trials = [(point, lambda nbytes=point.nbytes: nbytes) for point in sums]
+    points = [*compute_rates._series(trials, "cpu", replace(TINY, longest_call_s=1.0))]
+    assert [point.samples_s for point in points] == [[0.5], [1.0]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spbench.bench.tools.changes.change_points import MINIMUM_EFFECT, ChangePoint, change_points
+from spbench.bench.tools.changes.change_points import MINIMUM_EFFECT, ChangePoint, _doubt, change_points
 
 COMMITS = 60
 NOISES = (0.01, 0.015, 0.02, 0.03)
@@ -168,3 +170,9 @@ def test_nights_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
         assert false <= most
         assert lasting <= most_lasting
         assert right >= 0.75 * 400
+
+
+def test_the_smallest_effect_that_counts_counts() -> None:
+    smallest = math.log1p(MINIMUM_EFFECT)
+    assert _doubt(np.zeros(8), np.full(8, smallest)) < 1e-6
+    assert _doubt(np.zeros(8), np.full(8, 0.99 * smallest)) == 1

@@ -141,3 +141,18 @@ def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
     out = command_line("history", str(history))[1]
     assert "note: branch main; 1 record of topic left out\n" in out
     assert "warning: no record of commit 1234567, which was meant: soon\n" in out
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_three_series_are_shown_commit_by_commit_and_more_by_their_ends(
+    command_line: Run, tmp_path: Path, count: int
+) -> None:
+    def grown(number: int, generator: random.Random) -> list[Cell]:
+        return [cell(f"{name}/x", peak_memory_bytes=1000 + number) for name in range(count)]
+
+    history = nightly(tmp_path, 3, grown)
+    lines = command_line("history", str(history), "--metric", "peak_memory_bytes")[1].splitlines()
+    by_commit = sum(line.startswith("peak_memory_bytes (bytes) of ") for line in lines)
+    ends = [line.split()[3:6:2] for line in lines if line.startswith("| peak_memory_bytes |  1000 |")]
+    assert (by_commit, ends) == ((3, []) if count == 3 else (0, [["1000", "1002"]] * 4))
+    assert ("What changed, by strategy" in lines) == (count == 4)

@@ -150,7 +150,8 @@ def test_failed_cells_are_exit_code_1(spbench: Run) -> None:
     Path("small.yaml").write_text((SMALL).replace("sp: [1, 4, 8]", "sp: [1, 4, 8, 5]"))
     code, _, err = spbench("reproduce", "rsa")
     assert (code, "1 of 6 cells failed" in err) == (1, True)
-    assert lines_of("results/reproduction/rsa_runs.csv")[0]["failed"] == "1"
+    (line,) = lines_of("results/reproduction/rsa_runs.csv")
+    assert (line["failed"], line["torch"], line["commit"]) == ("1", "2", "abc")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Checks of an installation: those that go wrong are observations, and planted faults are seen."""
 
+import errno
 import resource
 import shutil
 import sys
@@ -65,6 +66,13 @@ def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     cache = by_subject(installation.disks())["disk of the cache"]
     assert (cache.status, cache.found, cache.is_needed) == ("missing", "/dev/null: Not a directory", False)
     assert "SPBENCH_CACHE" in cache.remedy
+
+    def unreadable(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(shutil, "disk_usage", unreadable)
+    results = by_subject(installation.disks())["disk of results"]
+    assert (results.status, results.is_needed) == ("missing", True)
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def loaded() -> dict[str, list[Scenario]]:
     return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
 
 
+@cache
 def findings(paper: str) -> PaperFindings:
     folder = ROOT / "results" / "reproduction"
     records, runs = read_comparisons(folder / f"{paper}.csv"), read_records(folder / f"{paper}_runs.csv")

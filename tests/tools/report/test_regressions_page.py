@@ -144,9 +144,9 @@ def test_a_spoilt_file_closes_nothing_else(results: Path) -> None:
 COMMITS = 60
 
 
-def recorded(folder: Path, values: Callable[[int], dict[str, float]]) -> Path:
-    """A history of 60 commits, with the peak memory in bytes of cells."""
-    for number in range(COMMITS):
+def recorded(folder: Path, values: Callable[[int], dict[str, float]], commits: int = COMMITS) -> Path:
+    """A history of commits, with the peak memory in bytes of cells."""
+    for number in range(commits):
         commit = Commit(
             f"{number + 1:040x}"[::-1], f"2026-01-{1 + number // 24:02}T{number % 24:02}:00:00+00:00", "main"
         )
@@ -217,6 +217,14 @@ def test_a_step_is_marked_between_its_commits(history: Path) -> None:
         "100",
         "105",
     ]
+
+
+def test_the_ends_of_a_series_are_named_once(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, lambda n: {"big": 900}, commits=1)
+    (folder / "targets.yaml").write_text("targets: [{cell: big, metric: peak_memory_bytes, value: 800}]\n")
+    (drawing,) = history_drawings(assessed(folder))
+    ((_, svg),) = drawing.panels
+    assert svg.count("1000000, 2026-01-01") == 1
 
 
 def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> None:

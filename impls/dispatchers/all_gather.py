@@ -1,0 +1,65 @@
+"""Every rank gets the tokens of all ranks, and each takes those of its experts (Megatron-LM's
+MoEAllGatherTokenDispatcher).
+
+Tokens, weights and choices are gathered over ep and etp. Each rank sums what its experts made of each token,
+and a reduce-scatter adds up these sums and gives each rank its own tokens back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from spbench.impls.axes import Place
+from spbench.impls.collectives import all_gather, reduce_scatter
+from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall, with_backward
+from spbench.impls.kernels.permutation import permute, unpermute
+from spbench.impls.row_collectives import gather_flags
+from spbench.impls.traffic import Traffic
+
+
+class AllGather(Dispatcher):
+    """All-gather and reduce-scatter over ep and etp."""
+
+    name = "all_gather"
+    summary = "all-gather of every rank's tokens, each rank takes those of its experts"
+    source = "Megatron-LM's MoEAllGatherTokenDispatcher"
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+        group = self.place.group("ep", "etp")
+        whole = all_gather(x, 0, group)
+        weights, chosen = all_gather(weights, 0, group), gather_flags(chosen, group)
+        if self.ep > 1:
+            weights, chosen = weights[:, self.mine].contiguous(), chosen[:, self.mine].contiguous()
+        lengths = sent.sum(0)[self.mine]
+        rows, row_weights, places = permute(whole, weights, chosen, int(lengths.sum()), self.permutation)
+        return Dispatched(rows, row_weights, lengths.tolist(), (places, len(whole)), (whole,))
+
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
+        places, tokens = state
+        return unpermute(rows, places, tokens, self.permutation)
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        return reduce_scatter(rows, 0, self.place.group("ep", "etp"))
+
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        return rows
+
+    @classmethod
+    def traffic(
+        cls, call: ExpertCall, place: Place, hidden: int, tokens: int, sent: np.ndarray, element_bytes: int
+    ) -> Iterator[Traffic]:
+        axes, whole = ("ep", "etp"), tokens * place.size("ep", "etp")
+        yield Traffic("forward", "experts of each token", "all_gather", 1, whole * call.plan.experts, axes)
+        of_weights = whole * call.plan.experts * call.weight_bytes(element_bytes)
+        of_tokens = whole * hidden * element_bytes
+        yield from with_backward(
+            [
+                Traffic("forward", "tokens of all ranks", "all_gather", 1, of_tokens, axes),
+                Traffic("forward", "their weights", "all_gather", 1, of_weights, axes),
+                Traffic("forward", "sums over experts", "reduce_scatter", 1, of_tokens, axes),
+            ]
+        )

@@ -1,0 +1,132 @@
+"""Each token goes to the ranks of its experts, once for each expert (GShard, arXiv 2006.16668; Megatron-LM's
+MoEAlltoAllTokenDispatcher).
+
+The rows are put in the order of experts, and an all-to-all over ep takes them there, and their weights beside
+them. Over etp each rank's rows are gathered, as all of its ranks have features of the same experts, and the
+results reduce-scattered. A rank that has several experts sorts what came from each rank by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from spbench.impls.axes import Place
+from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall
+from spbench.impls.kernels.permutation import permute, sort_chunks, unpermute
+from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from spbench.impls.traffic import Traffic
+
+
+class _Lengths(NamedTuple):
+    """Rows by where they come from and go to.
+
+    Attributes:
+        sent: to each rank along ep.
+        received: from each rank along ep.
+        gathered: that each rank along etp received.
+        chunks: of each rank along etp, of each along ep, for each of this rank's experts [etp, ep, experts].
+    """
+
+    sent: list[int]
+    received: list[int]
+    gathered: list[int]
+    chunks: np.ndarray
+
+
+class _State(NamedTuple):
+    places: Tensor
+    tokens: int
+    lengths: _Lengths
+
+
+class AllToAll(Dispatcher):
+    """All-to-all over ep, all-gather and reduce-scatter over etp."""
+
+    name = "all_to_all"
+    summary = "all-to-all of a row for each expert of each token"
+    source = "arXiv 2006.16668"
+
+    def _lengths(self, sent: np.ndarray) -> _Lengths:
+        by_rank = sent.reshape(self.ep, self.etp, self.experts)
+        own = by_rank[self.ep_rank, self.etp_rank].reshape(self.ep, self.held).sum(1)
+        chunks = by_rank[:, :, self.mine].transpose(1, 0, 2)
+        received = chunks[self.etp_rank].sum(1)
+        return _Lengths(own.tolist(), received.tolist(), chunks.sum((1, 2)).tolist(), chunks)
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+        lengths = self._lengths(sent)
+        own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
+        received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
+        row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
+        rows = all_gather_rows(received, lengths.gathered, self.etp_group)
+        row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
+        if self._sorts:
+            sizes, order = self._to_experts(lengths)
+            rows, row_weights = sort_chunks(rows, row_weights, sizes, order, self.permutation)
+        per_expert = lengths.chunks.sum((0, 1)).tolist()
+        return Dispatched(rows, row_weights, per_expert, _State(places, len(x), lengths), (own, received))
+
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
+        lengths: _Lengths = state.lengths
+        if self._sorts:
+            sizes, order = self._from_experts(lengths)
+            rows, _ = sort_chunks(rows, None, sizes, order, self.permutation)
+        return reduce_scatter_rows(rows, lengths.gathered, self.etp_group)
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        lengths: _Lengths = state.lengths
+        return all_to_all_rows(rows, lengths.received, lengths.sent, self.group)
+
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        return unpermute(rows, state.places, state.tokens, self.permutation)
+
+    @property
+    def _sorts(self) -> bool:
+        """Whether rows come from several ranks for several experts."""
+        return self.held > 1 and self.ep * self.etp > 1
+
+    def _to_experts(self, lengths: _Lengths) -> tuple[list[int], list[int]]:
+        """Lengths of chunks as they come, and the order that puts those of each expert together."""
+        order = np.arange(lengths.chunks.size).reshape(-1, self.held).T
+        return lengths.chunks.ravel().tolist(), order.ravel().tolist()
+
+    def _from_experts(self, lengths: _Lengths) -> tuple[list[int], list[int]]:
+        """The same for the way back."""
+        sizes = lengths.chunks.reshape(-1, self.held).T
+        order = np.arange(sizes.size).reshape(self.held, -1).T
+        return sizes.ravel().tolist(), order.ravel().tolist()
+
+    @classmethod
+    def traffic(
+        cls, call: ExpertCall, place: Place, hidden: int, tokens: int, sent: np.ndarray, element_bytes: int
+    ) -> Iterator[Traffic]:
+        lengths = cls(place, call.plan.experts, "plain")._lengths(sent)
+        if place.size("ep", "etp") > 1 and not call.padded:
+            counts = sent.size * 8
+            yield Traffic("forward", "tokens of each expert", "all_gather", 1, counts, ("ep", "etp"))
+        of_weight, row = call.weight_bytes(element_bytes), hidden * element_bytes
+        # the payload of an all-to-all is what goes in: of a gradient, and of the way back, what came out
+        out, back = sum(lengths.sent), sum(lengths.received)
+        for phase, n, purpose, nbytes in (
+            ("forward", out, "tokens to experts", row),
+            ("forward", out, "their weights", of_weight),
+            ("forward", back, "tokens from experts", row),
+            ("backward", out, "gradient of tokens from experts", row),
+            ("backward", back, "gradient of weights", of_weight),
+            ("backward", back, "gradient of tokens to experts", row),
+        ):
+            yield Traffic(phase, purpose, "all_to_all", 1, n * nbytes, ("ep",))
+        whole = len(lengths.gathered) * max(lengths.gathered)
+        for phase, collective, purpose, nbytes in (
+            ("forward", "all_gather", "tokens of experts' features", row),
+            ("forward", "all_gather", "their weights", of_weight),
+            ("forward", "reduce_scatter", "sums over experts' features", row),
+            ("backward", "all_gather", "gradient of these sums", row),
+            ("backward", "reduce_scatter", "gradient of weights", of_weight),
+            ("backward", "reduce_scatter", "gradient of tokens of experts' features", row),
+        ):
+            yield Traffic(phase, purpose, collective, 1, whole * nbytes, ("etp",))

@@ -1,0 +1,143 @@
+"""How tokens reach the ranks that have their experts, and come back: the interface of dispatchers.
+
+The ranks of a pipeline stage are arranged anew for experts, over the axes ep and etp (parallel folding, arXiv
+2504.14960): a rank has E / ep experts, and 1 / etp of the features of each. A dispatcher sends over these
+axes alone, whatever strategy is around.
+
+Letters: T tokens of this rank, H hidden, E experts, k experts a token, R rows that a rank's experts get (a
+token has one for each of its experts), P ranks along ep and etp together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from spbench.impls.axes import Place
+from spbench.impls.routing import RoutingPlan
+from spbench.impls.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """What a block of experts asks of a dispatcher, beside the sizes of its site.
+
+    Attributes:
+        plan: where tokens go, or are taken to go.
+        dispatcher: its name.
+        capacity, padded: see :class:`ExpertOptions`.
+        precise_weights: whether the router's weights are in float32 at least.
+        aux_loss: see :class:`ExpertOptions`.
+    """
+
+    plan: RoutingPlan
+    dispatcher: str
+    capacity: float | None
+    padded: bool
+    precise_weights: bool
+    aux_loss: str
+
+    def weight_bytes(self, element_bytes: int) -> int:
+        """Bytes of one of the router's weights."""
+        return max(4, element_bytes) if self.precise_weights else element_bytes
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a rank's experts get.
+
+    Attributes:
+        rows: [R, H], by expert.
+        weights: the router's, of each row [R].
+        lengths: how many rows each of this rank's experts has.
+        state: what the way back needs.
+        held: what was sent and received, which programs refer to until the tokens are back (custom_forward of
+            Megatron-LM's MoELayer).
+    """
+
+    rows: Tensor
+    weights: Tensor
+    lengths: Sequence[int]
+    state: Any
+    held: Sequence[Tensor] = ()
+
+
+class Dispatcher(ABC):
+    """Sends tokens to their experts, and back.
+
+    Args:
+        place: of this rank.
+        experts: E.
+        permutation: one of PERMUTATIONS.
+    """
+
+    name: ClassVar[str]
+    #: one line for lists
+    summary: ClassVar[str] = ""
+    #: where the method is described
+    source: ClassVar[str] = ""
+
+    def __init__(self, place: Place, experts: int, permutation: str):
+        self.place, self.experts, self.permutation = place, experts, permutation
+        self.ep, self.etp = place.size("ep"), place.size("etp")
+        self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
+        #: experts of a rank
+        self.held = experts // self.ep
+        # before a step, which is metered by the names that groups have got
+        self.group, self.etp_group = place.group("ep"), place.group("etp")
+
+    @property
+    def mine(self) -> slice:
+        """The experts of this rank."""
+        return slice(self.ep_rank * self.held, (self.ep_rank + 1) * self.held)
+
+    @abstractmethod
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+        """Tokens x [T, H] with weights [T, E] to the experts that are chosen for them, bool [T, E].
+
+        Args:
+            sent: how many tokens each rank along ep and etp sends to each expert [P, E].
+        """
+
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
+        """What experts return, of the shape of :attr:`Dispatched.rows`, in the order in which it is sent;
+        under etp it is a part of a sum, which is summed."""
+        return rows
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        """The results of :meth:`to_ranks`, on the ranks whose tokens they are of."""
+        return rows
+
+    @abstractmethod
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        """The sum [T, H] over the experts of each of this rank's tokens, from :meth:`send_back`."""
+
+    @classmethod
+    @abstractmethod
+    def traffic(
+        cls, call: ExpertCall, place: Place, hidden: int, tokens: int, sent: np.ndarray, element_bytes: int
+    ) -> Iterator[Traffic]:
+        """What a rank sends for one block, forward and backward, in closed form; nothing along one rank.
+
+        Args:
+            hidden: H.
+            tokens: T.
+            sent: as for :meth:`dispatch`.
+            element_bytes: of hidden states.
+        """
+
+
+def with_backward(forward: Sequence[Traffic]) -> Iterator[Traffic]:
+    """Entries of forward, and what their gradients send."""
+    transposed = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all"}
+    for entry in forward:
+        yield entry
+        back = transposed[entry.collective]
+        yield Traffic(
+            "backward", f"gradient of {entry.purpose}", back, entry.count, entry.payload_bytes, entry.axes
+        )

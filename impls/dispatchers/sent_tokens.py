@@ -1,0 +1,118 @@
+"""Which rank sends how many tokens to which expert, by a plan alone: what a rank must know of the others.
+
+Letters: L positions of a sequence, E experts, P ranks along ep and etp together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from spbench.impls.axes import Place
+from spbench.impls.dispatchers.dispatcher import ExpertCall
+from spbench.impls.folding import FOLDED_AXES, members
+from spbench.impls.routing import capacity_of, taken
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
+
+
+def positions_of(strategy: Strategy, place: Place, length: int) -> np.ndarray:
+    """The positions of a sequence that a rank has between blocks, int64 [L or a part].
+
+    Args:
+        strategy: of any rank of the mesh.
+        place: of the rank; no process groups are needed.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad():
+        whole = torch.arange(length, device="cpu")
+        return _planned_at(strategy.outermost, place).shard(whole, 0).numpy().copy()
+
+
+def _planned_at(strategy: Strategy, place: Place) -> Strategy:
+    """The same strategies, planned for another rank."""
+    within = None if strategy.within is None else _planned_at(strategy.within, place)
+    planned = type(strategy)(place, strategy.options, within=within, axes=strategy.axes)
+    planned.packed = strategy.packed
+    return planned
+
+
+def sent_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
+    """How many tokens each of the ranks that share experts with this one sends to each expert, after
+    capacity, int64 [P, E].
+
+    Args:
+        batch: samples of a micro-batch of one replica.
+        length: L.
+    """
+    place = strategy.place
+    numbers = members(place.stage_rank, FOLDED_AXES, place.sizes)
+    sent = [_of_rank(call, strategy, number, batch, length) for number in numbers]
+    return np.stack(sent)
+
+
+def tokens_of_ranks(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
+    """The rows that the experts of each rank of a pipeline stage get, int64 [ranks of the stage]."""
+    place = strategy.place
+    sizes = {axis: n for axis, n in place.sizes.items() if axis != "pp"}
+    rows = []
+    for each in _stage_places(sizes):
+        held = call.plan.experts // each.size("ep")
+        first = each.rank("ep") * held
+        planned = _planned_at(strategy.outermost, each)
+        rows.append(int(sent_tokens(call, planned, batch, length)[:, first : first + held].sum()))
+    return np.array(rows)
+
+
+def tokens_of_experts(call: ExpertCall, batch: int, length: int) -> np.ndarray:
+    """The tokens that routers send to each expert, before capacity, of ``batch`` whole sequences [E]."""
+    return call.plan.tokens(np.arange(length), length, batch)
+
+
+def _stage_places(sizes: dict[str, int]) -> Iterator[Place]:
+    ranks = Place(sizes).size(*(axis for axis in sizes if axis not in FOLDED_AXES))
+    for number in range(ranks):
+        yield Place.of_rank(sizes, number)
+
+
+def _of_rank(call: ExpertCall, strategy: Strategy, number: int, batch: int, length: int) -> np.ndarray:
+    """[E], of the rank of that number in the stage."""
+    sizes = {axis: n for axis, n in strategy.place.sizes.items() if axis != "pp"}
+    place = Place.of_rank(sizes, number)
+    # ranks that differ along other axes have the same positions
+    along = {axis: place.coordinates[axis] for axis in strategy.outermost.nested_axes}
+    return _of_place(call, _Chain(strategy.outermost), tuple(along.items()), batch, length)
+
+
+class _Chain:
+    """A strategy, equal to those that place positions as it does."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        self.key = (
+            tuple((type(each), each.options, each.axes, each.packed) for each in strategy.nested()),
+            tuple(sorted(strategy.place.sizes.items())),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Chain) and self.key == other.key
+
+
+@lru_cache(maxsize=4096)
+def _of_place(
+    call: ExpertCall, chain: _Chain, along: Sequence[tuple[str, int]], batch: int, length: int
+) -> np.ndarray:
+    place = Place(dict(chain.strategy.place.sizes), dict(along))
+    positions = positions_of(chain.strategy, place, length)
+    tokens = call.plan.tokens(positions, length, batch)
+    limit = capacity_of(len(positions) * batch, call.plan.per_token, call.plan.experts, call.capacity)
+    return taken(tokens, limit, padded=call.padded)

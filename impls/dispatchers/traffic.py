@@ -1,0 +1,50 @@
+"""What blocks of experts send, in closed form, the same under every strategy: they have axes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from spbench.impls.dispatchers.sent_tokens import sent_tokens
+from spbench.impls.layout import Site
+from spbench.impls.registries import dispatchers
+from spbench.impls.traffic import Traffic
+
+if TYPE_CHECKING:
+    from spbench.impls.strategies.base import Strategy
+
+
+def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Iterator[Traffic]:
+    """What this rank sends for blocks of experts in one micro-batch.
+
+    Args:
+        site: of kind "experts".
+        strategy: of this rank, the outermost.
+        element_bytes: of hidden states.
+    """
+    call, d, place = site.experts, site.dims, strategy.place
+    assert call is not None, "a site of experts says what it asks of a dispatcher"
+    axes, replicas = strategy.position_axes, ("dp",) if call.aux_loss == "global" else ()
+    entries = []
+    if call.aux_loss != "none":
+        counts = (d["B"] if call.aux_loss == "sequence" else 1) * call.plan.experts * 8
+        entries.append(
+            Traffic("forward", "tokens of each expert", "all_reduce", 1, counts, (*replicas, *axes))
+        )
+    if place.size("ep", "etp") > 1:
+        sent = sent_tokens(call, strategy, d["B"], d["L"])
+        tokens = d["B"] * d["L"] // place.size(*axes)
+        dispatcher = dispatchers()[call.dispatcher]
+        entries += dispatcher.traffic(call, place, d["H"], tokens, sent, element_bytes)
+    for entry in entries:
+        yield entry.times(site.count)
+        if site.recomputed and entry.phase == "forward":
+            again = Traffic(
+                "backward",
+                f"{entry.purpose}, again",
+                entry.collective,
+                entry.count,
+                entry.payload_bytes,
+                entry.axes,
+            )
+            yield again.times(site.count)

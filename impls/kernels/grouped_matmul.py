@@ -1,0 +1,173 @@
+"""A matmul of each expert's rows with the expert's own weight, all in one call (grouped GEMM).
+
+The rows of all experts lie one after another. How many each has is known on the host, as libraries need it:
+TransformerEngine's GroupedLinear takes a list of them, torch's ``_grouped_mm`` offsets.
+
+Letters: R rows of all experts together, n experts, H features in, F out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, matrix
+
+#: operators that are one matmul for each expert -> the position of the rows that are multiplied
+GROUPED_MATMULS = {
+    "grouped_mm": 0,
+    "te_grouped_mm": 0,
+    "grouped_mm_weights": 0,
+    "te_grouped_mm_weights": 0,
+    "grouped_accumulate_mm_": 1,
+    "te_grouped_accumulate_mm_": 1,
+}
+
+
+def _multiply(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    y = x.new_empty(x.shape[0], weights[0].shape[1])
+    for part, weight, out in zip(x.split(list(rows)), weights, y.split(list(rows)), strict=True):
+        torch.mm(part, weight, out=out)
+    return y
+
+
+def _weight_gradients(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    return [d.mT @ part for d, part in zip(d_y.split(list(rows)), x.split(list(rows)), strict=True)]
+
+
+def _accumulate(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
+    for total, d, part in zip(into, d_y.split(list(rows)), x.split(list(rows)), strict=True):
+        total.addmm_(d.mT.to(total.dtype), part.to(total.dtype))
+
+
+def _products(prefix: str) -> tuple[Any, Any, Any]:
+    """The operators of one library: rows times weights, weights' gradients, and these added to buffers."""
+
+    @torch.library.custom_op(f"spbench::{prefix}grouped_mm", mutates_args=())
+    def grouped_mm(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        return _multiply(x, weights, rows)
+
+    @grouped_mm.register_fake
+    def _(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        return x.new_empty(x.shape[0], weights[0].shape[1])
+
+    @torch.library.custom_op(f"spbench::{prefix}grouped_mm_weights", mutates_args=())
+    def grouped_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+        return _weight_gradients(d_y, x, rows)
+
+    @grouped_mm_weights.register_fake
+    def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+        return [x.new_empty(d_y.shape[1], x.shape[1]) for _ in rows]
+
+    @torch.library.custom_op(f"spbench::{prefix}grouped_accumulate_mm_", mutates_args={"into"})
+    def grouped_accumulate_mm_(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
+        _accumulate(into, d_y, x, rows)
+
+    @grouped_accumulate_mm_.register_fake
+    def _(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
+        return None
+
+    return grouped_mm, grouped_mm_weights, grouped_accumulate_mm_
+
+
+_TORCH = _products("")
+_ENGINE = _products("te_")
+
+
+class _GroupedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Sequence[int], *weights: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.rows, ctx.weights = rows, weights  # as they are, with what is marked on them
+        multiply, _, _ = _operators(weights[0])
+        return multiply(x, [matrix(weight).mT for weight in weights], rows)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weights: tuple[nn.Parameter, ...] = ctx.weights
+        multiply, _, _ = _operators(weights[0])
+        d_y = d_y.contiguous()
+        d_x = multiply(d_y, [matrix(w) for w in weights], ctx.rows) if ctx.needs_input_grad[0] else None
+        return d_x, None, *_gradients(d_y, x, ctx.rows, weights)
+
+
+def _operators(weight: Tensor) -> tuple[Any, Any, Any]:
+    return _ENGINE if library_of(weight) == TRANSFORMER_ENGINE else _TORCH
+
+
+def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn.Parameter]) -> list[Tensor]:
+    """As :func:`weight_gradient`, of all experts."""
+    _, of_weights, accumulate = _operators(weights[0])
+    if getattr(weights[0], "main_grad", None) is None:
+        return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
+    accumulate([matrix(getattr(weight, "main_grad")) for weight in weights], d_y, x, rows)  # noqa: B009
+    for weight in weights:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weights[0], "zero_out_wgrad", False):
+        return [torch.zeros_like(weight) for weight in weights]
+    return [weight.spbench_placeholders.like(weight) for weight in weights]  # type: ignore[attr-defined]
+
+
+def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int]) -> Tensor:
+    """x [R, H], whose next ``rows[i]`` rows are of expert i, times W_i^T of weights [..., F, H] -> [R, F of
+    all]."""
+    result: Tensor = _GroupedProjection.apply(x, tuple(rows), *weights)
+    return result
+
+
+@torch.library.custom_op("spbench::grouped_bias", mutates_args=())
+def _grouped_bias(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
+    added = torch.cat([bias.expand(n, -1) for bias, n in zip(biases, rows, strict=True)])
+    return y + (added if weights is None else added * weights.to(y.dtype)[:, None])
+
+
+@_grouped_bias.register_fake
+def _(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
+    return torch.empty_like(y)
+
+
+@torch.library.custom_op("spbench::grouped_bias_backward", mutates_args=())
+def _grouped_bias_backward(
+    d_y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    weighted = d_y if weights is None else d_y * weights.to(d_y.dtype)[:, None]
+    d_biases = [part.sum(0) for part in weighted.split(list(rows))]
+    if weights is None:
+        return d_biases, d_y.new_empty(0)
+    parts = zip(d_y.split(list(rows)), biases, strict=True)
+    return d_biases, torch.cat([(part * bias).sum(1) for part, bias in parts]).to(weights.dtype)
+
+
+@_grouped_bias_backward.register_fake
+def _(
+    d_y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    d_biases = [d_y.new_empty(d_y.shape[1]) for _ in rows]
+    return d_biases, d_y.new_empty(0) if weights is None else torch.empty_like(weights)
+
+
+class _GroupedBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *biases)
+        ctx.rows = rows
+        return _grouped_bias(y, biases, rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *biases = ctx.saved_tensors
+        d_biases, d_weights = _grouped_bias_backward(d_y, biases, ctx.rows, weights)
+        return d_y, None, None if weights is None else d_weights, *d_biases
+
+
+def add_grouped_bias(
+    y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None = None
+) -> Tensor:
+    """y [R, F], whose next ``rows[i]`` rows are of expert i, plus the expert's bias [F], times the weight of
+    each row [R]."""
+    result: Tensor = _GroupedBias.apply(y, tuple(rows), weights, *biases)
+    return result

@@ -1,0 +1,199 @@
+"""Tokens into the order of their experts, and back.
+
+"plain": torch's operators, as Megatron-LM without --moe-permute-fusion. "fused": one operator each way that
+keeps a map of rows alone, as TransformerEngine's (pytorch/permutation.py): int32 [T, 2 E + 1] for tokens,
+int32 [R] for chunks. How many rows there are is known on the host.
+
+Letters: T tokens, E experts, R rows (a token has one for each of its experts), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PERMUTATIONS = ("plain", "fused")
+
+
+@torch.library.custom_op("spbench::permute_rows", mutates_args=())
+def _permute_rows(x: Tensor, weights: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, experts = chosen.shape
+    flat = chosen.mT.reshape(-1).nonzero()[:rows, 0]
+    token, expert = flat % tokens, flat // tokens
+    row_of = x.new_full((tokens, 2 * experts + 1), -1, dtype=torch.int32)
+    row_of[token, expert] = torch.arange(rows, dtype=torch.int32, device=x.device)
+    return x[token], weights[token, expert], row_of
+
+
+@_permute_rows.register_fake
+def _(x: Tensor, weights: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, experts = chosen.shape
+    row_of = x.new_empty(tokens, 2 * experts + 1, dtype=torch.int32)
+    return x.new_empty(rows, x.shape[1]), weights.new_empty(rows), row_of
+
+
+def _places(row_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, expert, row) of each row of a map, in the order of tokens."""
+    experts = (row_of.shape[1] - 1) // 2
+    token, expert = (row_of[:, :experts] >= 0).nonzero(as_tuple=True)
+    return token, expert, row_of[token, expert].long()
+
+
+@torch.library.custom_op("spbench::permute_rows_backward", mutates_args=())
+def _permute_rows_backward(d_rows: Tensor, d_weights: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor]:
+    token, expert, row = _places(row_of)
+    tokens, width = row_of.shape
+    d_x = d_rows.new_zeros(tokens, d_rows.shape[1]).index_add_(0, token, d_rows[row])
+    d_all = d_weights.new_zeros(tokens, (width - 1) // 2)
+    d_all[token, expert] = d_weights[row]
+    return d_x, d_all
+
+
+@_permute_rows_backward.register_fake
+def _(d_rows: Tensor, d_weights: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, width = row_of.shape
+    return d_rows.new_empty(tokens, d_rows.shape[1]), d_weights.new_empty(tokens, (width - 1) // 2)
+
+
+@torch.library.custom_op("spbench::unpermute_rows", mutates_args=())
+def _unpermute_rows(rows: Tensor, row_of: Tensor) -> Tensor:
+    token, _, row = _places(row_of)
+    return rows.new_zeros(row_of.shape[0], rows.shape[1]).index_add_(0, token, rows[row])
+
+
+@_unpermute_rows.register_fake
+def _(rows: Tensor, row_of: Tensor) -> Tensor:
+    return rows.new_empty(row_of.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("spbench::unpermute_rows_backward", mutates_args=())
+def _unpermute_rows_backward(d_y: Tensor, row_of: Tensor, rows: int) -> Tensor:
+    token, _, row = _places(row_of)
+    d_rows = d_y.new_zeros(rows, d_y.shape[1])
+    d_rows[row] = d_y[token]
+    return d_rows
+
+
+@_unpermute_rows_backward.register_fake
+def _(d_y: Tensor, row_of: Tensor, rows: int) -> Tensor:
+    return d_y.new_empty(rows, d_y.shape[1])
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, ...]:
+        y, row_weights, row_of = _permute_rows(x, weights, chosen, rows)
+        ctx.save_for_backward(row_of)
+        ctx.mark_non_differentiable(row_of)
+        return y, row_weights, row_of
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor, d_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (
+            *_permute_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors),
+            None,
+            None,
+        )
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_of: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.rows = len(rows)
+        return _unpermute_rows(rows, row_of)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+        return _unpermute_rows_backward(d_y.contiguous(), *ctx.saved_tensors, ctx.rows), None
+
+
+def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of tokens x [T, H] by expert, and within one in the order of the tokens.
+
+    Args:
+        weights: of each token's experts [T, E].
+        chosen: whether a token goes to an expert, bool [T, E].
+        rows: R, how many entries of it are true.
+
+    Returns the rows [R, H], their weights [R], and what :func:`unpermute` needs: the token of each row, or a
+    map of rows.
+    """
+    if way == "fused":
+        return _Permute.apply(x, weights, chosen, rows)
+    # a stable sort puts what is true first, and leaves experts and tokens in their order
+    order = chosen.mT.contiguous().reshape(-1).argsort(descending=True, stable=True)[:rows]
+    token = order % len(x)
+    return x.index_select(0, token), weights.mT.contiguous().reshape(-1)[order], token
+
+
+def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
+    """The sum [T, H] of each token's rows [R, H]; ``places`` is of :func:`permute`."""
+    if way == "fused":
+        return _Unpermute.apply(rows, places)
+    return rows.new_zeros(tokens, rows.shape[1]).scatter_add(0, places[:, None].expand_as(rows), rows)
+
+
+def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Where each row of the chunks in another order comes from."""
+    return torch.cat(_chunks(torch.arange(sum(sizes)), sizes, order))
+
+
+def _chunks(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:
+    parts = x.split(list(sizes))
+    return [parts[i] for i in order]
+
+
+@torch.library.custom_op("spbench::sort_rows", mutates_args=())
+def _sort_rows(
+    x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _row_order(sizes, order).to(x.device)
+    return x[rows], weights[rows], rows.int()
+
+
+@_sort_rows.register_fake
+def _(
+    x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weights), x.new_empty(len(x), dtype=torch.int32)
+
+
+@torch.library.custom_op("spbench::sort_rows_backward", mutates_args=())
+def _sort_rows_backward(d_y: Tensor, d_weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    d_x, d_w = torch.empty_like(d_y), torch.empty_like(d_weights)
+    d_x[rows.long()] = d_y
+    d_w[rows.long()] = d_weights
+    return d_x, d_w
+
+
+@_sort_rows_backward.register_fake
+def _(d_y: Tensor, d_weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(d_y), torch.empty_like(d_weights)
+
+
+class _SortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        y, row_weights, rows = _sort_rows(x, weights, sizes, order)
+        ctx.save_for_backward(rows)
+        return y, row_weights
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor, d_weights: Tensor) -> tuple[Tensor | None, ...]:
+        return *_sort_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors), None, None
+
+
+def sort_chunks(
+    x: Tensor, weights: Tensor | None, sizes: Sequence[int], order: Sequence[int], way: str
+) -> tuple[Tensor, Tensor]:
+    """Chunks of ``sizes`` rows of x [R, H] in another order, and those of their weights [R]."""
+    given = x.new_empty(len(x), 0) if weights is None else weights
+    if way == "fused":
+        return _SortRows.apply(x, given, tuple(sizes), tuple(order))
+    return torch.cat(_chunks(x, sizes, order)), torch.cat(_chunks(given, sizes, order))

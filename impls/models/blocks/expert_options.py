@@ -1,0 +1,147 @@
+"""The options of a decoder whose MLPs are mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spbench.impls.kernels.permutation import PERMUTATIONS
+from spbench.impls.options import check_choices
+from spbench.impls.registries import dispatchers
+from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
+
+#: what of a layer ``recompute: selective`` can run again, by Megatron-LM's names (--recompute-modules)
+RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
+
+_CHOICES = {
+    "router": ("softmax", "sigmoid", "sinkhorn"),
+    "router_scores": ("all", "chosen"),
+    "router_dtype": ("float32", "model"),
+    "aux_loss": ("none", "batch", "sequence", "global"),
+    "expert_weighting": ("output", "input"),
+    "experts_matmul": ("grouped", "sequential"),
+    "permutation": PERMUTATIONS,
+}
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Experts in place of the MLP of some layers: each token goes to a few of them.
+
+    Attributes:
+        experts: E, routed experts of a layer; 0: none, each layer has an MLP.
+        experts_per_token: k.
+        expert_inner: width of an expert; None: ``inner``.
+        shared_inner: width of all experts together that every token meets; 0: there are none.
+        shared_gate: these have a sigmoid gate, a number a token (Qwen2-MoE, arXiv 2407.10671).
+        dense_layers: the first so many layers have an MLP instead.
+        expert_pattern: 1 for a layer with experts, 0 for one with an MLP, again and again.
+        expert_biases: of the experts' projections (gpt-oss, arXiv 2508.10925).
+        expert_weighting: what the router's weights multiply: an expert's "output", or its "input" (Llama 4).
+        router: "softmax", "sigmoid" (DeepSeek-V3, arXiv 2412.19437), or "sinkhorn": the choice by a balanced
+            softmax, without gradient.
+        router_scores: "all": scores of all experts, of which the largest are chosen (Qwen3); "chosen": the
+            softmax is over the logits of the chosen ones (Mixtral, arXiv 2401.04088).
+        router_normalized: the weights of a token's experts sum to one.
+        router_scale: a factor of the weights.
+        router_groups, router_group_topk: experts in that many groups, and how many of these a token meets:
+            those with the largest sum of their best k / router_group_topk scores. 0: no groups.
+        router_bias: a number for each expert that is added to scores for the choice alone, and has no
+            gradient (arXiv 2408.15664).
+        router_linear_bias: the router's projection has a bias.
+        router_dtype: of the router's projection and scores, at least: "float32", or the "model"'s.
+        aux_loss: the tokens over which experts are to be balanced (arXiv 2101.03961): those of a "batch",
+            which is a micro-batch of one replica, of a "sequence", or of a "global" batch, a micro-batch of
+            all replicas (arXiv 2501.11873).
+        aux_weight: of that loss, the mean over micro-batches.
+        z_weight: of the mean square of the logsumexp of the router's logits (arXiv 2202.08906).
+        capacity: each expert takes at most that many times a rank's mean tokens an expert; None: all.
+        capacity_padded: each expert takes exactly so many.
+        routing: "learned": by the router, which virtual ranks without values take as even; else forced, see
+            :class:`RoutingPlan`.
+        dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
+        experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
+        permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
+        recompute_modules: of ``recompute: selective``: what backward runs again.
+    """
+
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_inner: int | None = None
+    shared_inner: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+    expert_pattern: Sequence[int] = (1,)
+    expert_biases: bool = False
+    expert_weighting: str = "output"
+    router: str = "softmax"
+    router_scores: str = "all"
+    router_normalized: bool = False
+    router_scale: float = 1.0
+    router_groups: int = 0
+    router_group_topk: int = 0
+    router_bias: bool = False
+    router_linear_bias: bool = False
+    router_dtype: str = "float32"
+    aux_loss: str = "none"
+    aux_weight: float = 0.0
+    z_weight: float = 0.0
+    capacity: float | None = None
+    capacity_padded: bool = False
+    routing: str = LEARNED
+    dispatcher: str = "all_to_all"
+    experts_matmul: str = "grouped"
+    permutation: str = "plain"
+    recompute_modules: Sequence[str] = ("core_attn",)
+
+    def check_experts(self) -> None:
+        """Raise ValueError for options of experts that do not fit each other."""
+        object.__setattr__(self, "expert_pattern", tuple(self.expert_pattern))  # a list has no hash
+        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
+        for name in self.recompute_modules:
+            if name not in RECOMPUTE_MODULES:
+                raise ValueError(
+                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
+                )
+        if not self.experts:
+            return
+        check_choices(self, {**_CHOICES, "dispatcher": dispatchers()})
+        if not self.expert_pattern or set(self.expert_pattern) - {0, 1}:
+            raise ValueError(f"expert_pattern is of 0 and 1, not {self.expert_pattern}")
+        if bool(self.router_groups) != bool(self.router_group_topk):
+            raise ValueError("router_groups and router_group_topk need each other; set both or none")
+        if self.router_groups and (
+            self.experts % self.router_groups or self.router_group_topk > self.router_groups
+        ):
+            raise ValueError(
+                f"{self.experts} experts cannot be in {self.router_groups} groups, of which a token meets "
+                f"{self.router_group_topk}"
+            )
+        if self.router == "sinkhorn" and (self.aux_loss != "none" or self.router_groups or self.router_bias):
+            raise ValueError(
+                "router: sinkhorn balances by itself; leave aux_loss, groups and router_bias out"
+            )
+        if (self.aux_loss == "none") != (self.aux_weight == 0):
+            raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
+        if self.capacity_padded and self.capacity is None:
+            raise ValueError("capacity_padded pads to capacity; set that, or leave it out")
+        if self.capacity is not None and self.capacity <= 0:
+            raise ValueError(f"capacity is above 0, not {self.capacity}")
+        _ = self.routing_plan
+
+    @property
+    def expert_width(self) -> int:
+        """Features of one routed expert."""
+        return self.expert_inner or self.inner  # type: ignore[attr-defined]
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts, and not an MLP."""
+        pattern = self.expert_pattern
+        return bool(self.experts) and layer >= self.dense_layers and bool(pattern[layer % len(pattern)])
+
+    @property
+    def routing_plan(self) -> RoutingPlan:
+        """Where tokens go, or, if the router learns it, where they are taken to go."""
+        routing = EVEN if self.routing == LEARNED else self.routing
+        groups = self.router_groups, self.router_group_topk
+        return RoutingPlan(routing, self.experts, self.experts_per_token, *groups)

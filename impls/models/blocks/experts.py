@@ -1,0 +1,237 @@
+"""A mixture of experts as a layer's feed-forward block: a router, routed experts, and shared ones.
+
+y = sum over a token's experts e of w_e E_e(x), plus, where there are shared experts, S(x), or
+sigmoid(g x) S(x). Each E_e is an MLP as the model's; the tokens of a rank meet all experts, of which it holds
+some, by way of a dispatcher (:mod:`spbench.impls.dispatchers`).
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, T = B L
+tokens of this rank, E experts, k experts a token, R rows of this rank's experts, F features of an expert,
+this rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall
+from spbench.impls.dispatchers.sent_tokens import positions_of, sent_tokens
+from spbench.impls.kernels.activations import weighted_swiglu
+from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project
+from spbench.impls.kernels.projection import project
+from spbench.impls.layout import Shard, mark_expert, mark_shard
+from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
+from spbench.impls.models.blocks.router import Routed, Router
+from spbench.impls.registries import dispatchers
+from spbench.impls.routing import LEARNED
+from spbench.impls.row_collectives import gather_flags
+from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.layers import GroupedLinear, Linear
+
+if TYPE_CHECKING:
+    from spbench.impls.models.blocks.decoder import DecoderModel
+
+
+class MixtureOfExperts(FeedForward):
+    """The experts that the model's options describe; see :class:`ExpertOptions`."""
+
+    closing_bias = False
+
+    def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
+        return MixtureModule(model, strategy)
+
+    def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
+        dims = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.expert_width}
+        dims |= {"E": model.experts, "K": model.experts_per_token}
+        experts = Site("experts", 1, dims, again, call_of(model))
+        shared = mlp_sites(model, model.shared_inner, batch, seq_len, again, spared=False)
+        return [experts, *(shared if model.shared_inner else [])]
+
+    def parameters(self, model: DecoderModel) -> dict[str, int]:
+        hidden, features, experts = model.hidden, model.expert_width, model.experts
+        opening = model.mlp_projections
+        of_expert = (opening + 1) * hidden * features
+        if model.expert_biases:
+            of_expert += opening * features + hidden
+        shared = (opening + 1) * hidden * model.shared_inner
+        router = experts * (hidden + model.router_linear_bias)
+        return {
+            "experts": experts * of_expert,
+            "split": shared,
+            "mlp": shared,
+            "whole": router + hidden * model.shared_gate,
+        }
+
+
+def call_of(model: DecoderModel) -> ExpertCall:
+    """What a block of experts of the model asks of its dispatcher."""
+    return ExpertCall(
+        model.routing_plan,
+        model.dispatcher,
+        model.capacity,
+        model.capacity_padded,
+        model.router_dtype == "float32",
+        model.aux_loss,
+    )
+
+
+class Expert(nn.Module):
+    """The weights of one routed expert, or of this rank's part of its features: ``opens`` [1 or 2, F, H] and
+    ``closes`` [H, F], with biases or without."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        place = strategy.place
+        parts, index = place.size("etp"), place.rank("etp")
+        features, bias = model.expert_width // parts, model.expert_biases
+        self.opens = GroupedLinear(model.hidden, features, model.mlp_projections, bias=bias)
+        self.closes = Linear(features, model.hidden, bias=bias)
+        for parameter in self.parameters():
+            mark_expert(parameter)
+        if parts > 1:
+            for parameter in (*self.opens.parameters(), self.closes.weight):
+                mark_shard(parameter, Shard("etp", 1, index, parts))
+
+
+class MixtureModule(nn.Module):
+    """x [B, L, H] -> [B, L, H]."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        self.model, self.strategy, place = model, strategy, strategy.place
+        self.router = Router(model, strategy)
+        dispatcher = dispatchers()[model.dispatcher]
+        self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation)
+        held = range(model.experts)[self.dispatcher.mine]
+        self.experts = nn.ModuleDict({str(number): Expert(model, strategy) for number in held})
+        self.shared = MlpModule(model, strategy, model.shared_inner) if model.shared_inner else None
+        self.shared_gate = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
+        self.call = call_of(model)
+        #: of ranks that share experts, for counts of tokens
+        self.group: dist.ProcessGroup | None = place.group("ep", "etp")
+        self._sent: dict[tuple[int, int], np.ndarray] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, here, hidden = x.shape
+        length = here * self.strategy.sequence_parts
+        tokens = x.reshape(-1, hidden)
+        shared = None if self.shared is None else self._of_shared(x)
+        routed = self.router(tokens, batch, self._forced(batch, length, tokens))
+        y = self._of_routed(tokens, routed, batch, length).view(x.shape)
+        return y if shared is None else y + shared
+
+    def _of_shared(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        y: Tensor = self.shared(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
+
+    def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
+        sent = self._sent_tokens(routed.chosen, batch, length)
+        there = self.dispatcher.dispatch(tokens, routed.weights, routed.chosen, sent)
+        rows = self._by_experts(there)
+        rows = self.dispatcher.send_back(rows, there.state)
+        return self.dispatcher.to_tokens(rows, there.state)
+
+    def _by_experts(self, there: Dispatched) -> Tensor:
+        rows = self._experts(there.rows, there.weights, there.lengths)
+        return self.dispatcher.to_ranks(rows, there.state)
+
+    # -- where tokens go ---------------------------------------------------------------------------------
+
+    def _forced(self, batch: int, length: int, x: Tensor) -> Tensor | None:
+        """The experts of each token [T, k], where the router does not choose them and there are values."""
+        if self.model.routing == LEARNED or not has_values(x):
+            return None
+        positions = positions_of(self.strategy, self.strategy.place, length)
+        experts = torch.from_numpy(self.call.plan.of_positions(length)[positions])
+        return experts.repeat(batch, 1).to(x.device)
+
+    def _sent_tokens(self, chosen: Tensor, batch: int, length: int) -> np.ndarray:
+        """How many tokens each rank that shares experts sends to each [P, E]. The ranks tell each other,
+        unless each expert takes a fixed number."""
+        counts = None
+        if not self.model.capacity_padded and self.model.dispatcher != "all_gather":
+            counts = gather_flags(chosen.sum(0), self.group)
+        if self.model.routing == LEARNED and has_values(chosen) and not self.model.capacity_padded:
+            if counts is None:
+                counts = gather_flags(chosen.sum(0), self.group)
+            return counts.view(-1, self.model.experts).cpu().numpy()
+        if (batch, length) not in self._sent:
+            self._sent[batch, length] = sent_tokens(self.call, self.strategy, batch, length)
+        return self._sent[batch, length]
+
+    # -- what experts do ---------------------------------------------------------------------------------
+
+    def _experts(self, x: Tensor, weights: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Rows x [R, H] of experts with that many each -> [R, H], times their weights [R]."""
+        if self.model.expert_weighting == "input":
+            return self._matmuls(x * weights.to(x.dtype)[:, None], None, lengths)
+        return self._matmuls(x, weights, lengths)
+
+    def _matmuls(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
+        experts: list[Expert] = [*self.experts.values()]  # type: ignore[list-item]
+        if self.model.experts_matmul == "grouped":
+            return self._grouped(experts, x, weights, lengths)
+        parts = x.split([*lengths])
+        each = weights.split([*lengths]) if weights is not None else [None] * len(parts)
+        return torch.cat([self._one(*given) for given in zip(experts, parts, each, strict=True)])
+
+    def _one(self, expert: Expert, x: Tensor, weights: Tensor | None) -> Tensor:
+        y = project(x, expert.opens.weight, expert.opens.bias).unflatten(-1, expert.opens.weight.shape[:2])
+        y = project(self._activated(y, weights), expert.closes.weight)
+        return y if expert.closes.bias is None else y + self._closing_bias(expert.closes.bias, weights)
+
+    def _grouped(
+        self, experts: list[Expert], x: Tensor, weights: Tensor | None, lengths: Sequence[int]
+    ) -> Tensor:
+        y = grouped_project(x, [each.opens.weight for each in experts], lengths)
+        if self.model.expert_biases:
+            opening = [each.opens.bias.flatten() for each in experts]  # type: ignore[union-attr]
+            y = add_grouped_bias(y, opening, lengths)
+        y = y.unflatten(-1, experts[0].opens.weight.shape[:2])
+        y = grouped_project(self._activated(y, weights), [each.closes.weight for each in experts], lengths)
+        if not self.model.expert_biases:
+            return y
+        biases = [_Shared.apply(each.closes.bias, self.dispatcher.etp) for each in experts]
+        return add_grouped_bias(y, biases, lengths, weights)
+
+    def _closing_bias(self, bias: Tensor, weights: Tensor | None) -> Tensor:
+        bias = _Shared.apply(bias, self.dispatcher.etp)
+        return bias if weights is None else bias * weights.to(bias.dtype)[:, None]
+
+    def _activated(self, y: Tensor, weights: Tensor | None) -> Tensor:
+        """[R, 1 or 2, F] -> [R, F], times the weights [R]."""
+        model = self.model
+        fused = model.gated_mlp and model.activation == "silu" and model.fuses("bias_swiglu")
+        if fused and weights is not None:
+            return weighted_swiglu(y, weights)
+        gate, *factors = y.unbind(-2)
+        y = ACTIVATIONS[model.activation](gate)
+        if factors:
+            factor = FACTORS.get(model.activation)
+            y = y * (factors[0] if factor is None else factor(factors[0]))
+        return y if weights is None else y * weights.to(y.dtype)[:, None]
+
+
+class _Shared(torch.autograd.Function):
+    """A bias that each of ``parts`` ranks adds a part of; each has its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
+        return bias / parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has values: those of virtual ranks, and on the meta device, have none."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(x, FakeTensor) and x.device.type != "meta"

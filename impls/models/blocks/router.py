@@ -1,0 +1,194 @@
+"""The router of a mixture of experts: which experts each token goes to, with what weights, and the losses
+that keep them balanced.
+
+Letters: T tokens of this rank, H hidden, E experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.collectives import all_reduce
+from spbench.impls.routing import capacity_of
+from spbench.impls.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from spbench.impls.models.blocks.decoder import DecoderModel
+
+_TINY = 1e-20
+#: rounds of Sinkhorn's scaling
+_SINKHORN_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Attributes:
+    weights: of each token's experts, 0 for the others [T, E].
+    chosen: whether a token goes to an expert, bool [T, E].
+    """
+
+    weights: Tensor
+    chosen: Tensor
+
+
+class Router(nn.Module):
+    """x [T, H] -> :class:`Routed`. ``choice_bias`` [E] is added to scores for the choice alone."""
+
+    bias: nn.Parameter | None
+    choice_bias: Tensor | None
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        self.model, self.strategy = model, strategy
+        self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
+        self.bias = nn.Parameter(torch.zeros(model.experts)) if model.router_linear_bias else None
+        bias = torch.zeros(model.experts, dtype=torch.float32) if model.router_bias else None
+        self.register_buffer("choice_bias", bias, persistent=False)
+        replicas = ("dp",) if model.aux_loss == "global" else ()
+        #: over whose ranks tokens are counted for the auxiliary loss
+        self.balanced = (*replicas, *strategy.position_axes)
+        # made now, not in the first step
+        self.group = strategy.place.group(*self.balanced) if model.aux_loss != "none" else None
+
+    def forward(self, x: Tensor, batch: int, forced: Tensor | None) -> Routed:
+        """``forced``: the experts of each token [T, k], whatever the scores; x is of ``batch`` samples."""
+        model = self.model
+        dtype = _at_least_float32(x.dtype) if model.router_dtype == "float32" else x.dtype
+        logits = router_logits(x, self.weight, self.bias, dtype)
+        if model.z_weight:
+            logits = self.strategy.losses.attach(logits, self._z_loss(logits))
+        scores, to_choose = self._scores(logits)
+        experts = torch.topk(self._limited(to_choose), model.experts_per_token, dim=1).indices
+        if forced is not None:
+            experts.copy_(forced)
+        weights = self._weights(logits, scores, experts)
+        dense = torch.zeros_like(logits).scatter(1, experts, weights)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        if model.aux_loss != "none":
+            dense = self.strategy.losses.attach(dense, self._aux_loss(logits, chosen, batch))
+        return Routed(dense, chosen) if model.capacity is None else self._within_capacity(dense, chosen)
+
+    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores that weights are made of [T, E], and those by which experts are chosen."""
+        model = self.model
+        if model.router == "sinkhorn":
+            return _plain_scores(logits, model.experts_per_token), sinkhorn(logits)
+        if model.router == "sigmoid":
+            scores = logits.sigmoid()
+        elif model.router_scores == "all":
+            scores = logits.softmax(-1, dtype=_at_least_float32(logits.dtype)).to(logits.dtype)
+        else:
+            scores = logits
+        biased = scores if self.choice_bias is None else scores + self.choice_bias
+        return scores, biased.detach()
+
+    def _limited(self, scores: Tensor) -> Tensor:
+        """Scores [T, E] without those of groups that a token does not meet."""
+        groups, met = self.model.router_groups, self.model.router_group_topk
+        if not groups:
+            return scores
+        of_groups = scores.unflatten(1, (groups, -1))
+        best = max(1, self.model.experts_per_token // met)
+        totals = of_groups.topk(min(best, of_groups.shape[2]), dim=2).values.sum(2)
+        meets = torch.zeros_like(totals, dtype=torch.bool).scatter(1, totals.topk(met, dim=1).indices, True)
+        return of_groups.masked_fill(~meets[:, :, None], -torch.inf).flatten(1)
+
+    def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """The weights of each token's experts [T, k]."""
+        model = self.model
+        weights = scores.gather(1, experts)
+        if model.router == "softmax" and model.router_scores == "chosen":
+            weights = weights.softmax(-1, dtype=_at_least_float32(logits.dtype)).to(logits.dtype)
+        if model.router_normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        return weights if model.router_scale == 1 else weights * model.router_scale
+
+    def _within_capacity(self, weights: Tensor, chosen: Tensor) -> Routed:
+        """Each expert keeps the tokens of the largest weights; where padded, it takes others too."""
+        model = self.model
+        capacity = capacity_of(len(weights), model.experts_per_token, model.experts, model.capacity)
+        assert capacity is not None
+        # tokens that are not routed to an expert come after all that are
+        ranked = weights.detach().masked_fill(~chosen, -1.0)
+        kept = ranked.topk(min(capacity, len(weights)), dim=0, sorted=False).indices
+        mask = torch.zeros_like(chosen).scatter(0, kept, True)
+        chosen = mask if model.capacity_padded else chosen & mask
+        return Routed(weights * mask, chosen)
+
+    # -- losses: this rank's share, whose sum over the ranks of a sample is a micro-batch's loss ------------
+
+    def _z_loss(self, logits: Tensor) -> Tensor:
+        tokens = len(logits) * self.strategy.place.size(*self.strategy.position_axes)
+        return logits.logsumexp(-1).square().sum() * (self.model.z_weight / tokens)
+
+    def _aux_loss(self, logits: Tensor, chosen: Tensor, batch: int) -> Tensor:
+        """E times the sum over experts of their share of tokens and of their mean score."""
+        model, place = self.model, self.strategy.place
+        axes = self.strategy.position_axes
+        parts = batch if model.aux_loss == "sequence" else 1
+        scores = _plain_aux_scores(logits, model.router)
+        counts = chosen.view(parts, -1, model.experts).sum(1)
+        counts = all_reduce(counts, self.group)
+        here = len(logits) // parts
+        tokens = here * place.size(*self.balanced)
+        mean_scores = scores.view(parts, -1, model.experts).sum(1) / (here * place.size(*axes))
+        shares = counts / (tokens * model.experts_per_token)
+        return (shares * mean_scores).sum() * (model.aux_weight * model.experts / parts)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _plain_scores(logits: Tensor, per_token: int) -> Tensor:
+    return logits.sigmoid() if per_token == 1 else logits.softmax(-1)
+
+
+def _plain_aux_scores(logits: Tensor, router: str) -> Tensor:
+    """The scores of all experts, which sum to one."""
+    if router == "sigmoid":
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + _TINY)
+    return logits.softmax(-1)
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """exp(logits) [T, E] of this rank's tokens, with rows and columns scaled in turns until each expert has
+    nearly as much as the others; without gradient (Megatron-LM's, which ends where scales change little)."""
+    with torch.no_grad():
+        cost = logits.to(_at_least_float32(logits.dtype)).exp()
+        tokens, experts = cost.shape
+        rows, columns = cost.new_ones(tokens), cost.new_ones(experts)
+        for _ in range(_SINKHORN_ROUNDS):
+            rows = 1 / (tokens * ((cost * columns).sum(1) + 1e-8))
+            columns = 1 / (experts * ((cost * rows[:, None]).sum(0) + 1e-8))
+        return columns * cost * rows[:, None]
+
+
+class _RouterLogits(torch.autograd.Function):
+    """Keeps x and the weight as they are, not the copies in another precision that are multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.dtype = bias, dtype
+        logits = torch.mm(x.to(dtype), weight.to(dtype).mT)
+        return logits if bias is None else logits.add_(bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x = torch.mm(d_logits, weight.to(ctx.dtype)).to(x.dtype)
+        d_weight = torch.mm(d_logits.mT, x.to(ctx.dtype)).to(weight.dtype)
+        d_bias = None if ctx.bias is None else d_logits.sum(0).to(ctx.bias.dtype)
+        return d_x, d_weight, d_bias, None
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [T, H] W^T + b -> [T, E] in ``dtype``."""
+    logits: Tensor = _RouterLogits.apply(x, weight, bias, dtype)
+    return logits

@@ -1,0 +1,72 @@
+"""Every backend sums the gradients of experts over the ranks that have copies of them, and shards them over
+these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.impls.registries import backends
+from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+
+#: strategy, sizes, micro-batches
+MESHES: list[tuple[str, dict[str, int], int]] = [
+    ("ulysses", {"dp": 2, "sp": 2, "ep": 2}, 1),  # ep within sp, edp along dp
+    ("ulysses", {"sp": 2, "dp": 2, "ep": 2}, 2),  # ep over dp, edp along sp
+    ("single", {"dp": 4, "ep": 2, "etp": 2}, 1),  # no copies
+    ("megatron_sp", {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, 1),
+    ("ring_attention", {"sp": 3, "ep": 3}, 1),
+    ("megatron_sp+ring_attention", {"tp": 2, "sp": 2, "ep": 2}, 2),
+    ("single", {"dp": 4, "etp": 2}, 1),
+]
+#: options of backends that cut what they hold otherwise, each on the first of the meshes
+OPTIONS: list[dict[str, Any]] = [
+    {"backend": "megatron", "distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 2000},
+    {"backend": "megatron", "distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+    {"backend": "megatron", "distributed_optimizer": True, "optimizer": "host"},
+    {"backend": "zero1", "gradients": "late", "bucket_elements": 5000},
+    {"backend": "legacy_ddp", "gradients": "stale"},
+    {"backend": "zero3", "optimizer": "host"},
+    {"backend": "ddp", "optimizer": "host"},
+]
+
+
+def with_experts(
+    training: dict[str, Any], strategy: str, sizes: dict[str, int], n: int, **changed: Any
+) -> Cell:
+    mesh = [axis for axis in sizes if axis not in ("ep", "etp")]
+    training = {**training, "micro_batches": n}
+    return cell("", strategy, model="moe-tiny", sizes=sizes, mesh=mesh, training=training, **changed)
+
+
+def cells(**changed: Any) -> Iterator[Any]:
+    """Each backend on each mesh, and options on the first; by default one of these for each."""
+    for number, name in enumerate(backends()):
+        for place, (strategy, sizes, n) in enumerate(MESHES):
+            asked = with_experts({"backend": name}, strategy, sizes, n, **changed)
+            often = place == number % 3
+            yield pytest.param(asked, id=f"{name}-{asked.mesh_text}", marks=() if often else pytest.mark.slow)
+    for number, training in enumerate(OPTIONS):
+        asked = with_experts(training, *MESHES[0], **changed)
+        name = "-".join(map(str, training.values()))
+        yield pytest.param(asked, id=name, marks=() if number < 2 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("asked", [*cells()])
+def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
+    assert_right(pool, asked, backends()[asked.training.backend])
+
+
+@pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
+def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
+    asked = with_experts({"backend": backend}, "ulysses", {"pp": 2, "sp": 2, "ep": 2}, 2)
+    assert_right(pool, asked, backends()[backend])
+
+
+@pytest.mark.parametrize("asked", [*cells(precision="fp16", model_options={"routing": "even"})])
+def test_closed_form_virtual_and_real_ranks_send_the_same(pool: RankPool, asked: Cell) -> None:
+    assert_sends_its_closed_form(pool, asked)

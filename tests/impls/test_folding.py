@@ -1,0 +1,112 @@
+"""The ranks of a pipeline stage, arranged anew for experts."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.impls.axes import Place, group_name, in_order, ranks_along, spelled, unused_axes
+from spbench.impls.folding import folded_sizes, members
+
+SIZES = {"dp": 2, "pp": 2, "tp": 2, "sp": 3, "ep": 3, "etp": 2}
+
+
+def test_folded_ranks_are_a_tensor_of_those_of_a_stage() -> None:
+    """edp x ep x etp, the last fastest, over the numbers of the stage's ranks in the order of the mesh."""
+    assert folded_sizes(SIZES) == {"edp": 2, "ep": 3, "etp": 2}
+    whole = torch.arange(24).view(2, 2, 2, 3)  # dp, pp, tp, sp
+    for pp in (0, 1):
+        stage = whole[:, pp].flatten()
+        for edp, ep, etp in product(range(2), range(3), range(2)):
+            place = Place.of_rank(SIZES, int(stage.view(2, 3, 2)[edp, ep, etp]))
+            assert (place.rank("edp"), place.rank("ep"), place.rank("etp")) == (edp, ep, etp)
+            assert place.rank("ep", "etp") == place.rank("etp", "ep") == ep * 2 + etp
+            assert place.stage_rank == edp * 6 + ep * 2 + etp
+            assert place.members("edp") == stage.view(2, 3, 2)[:, ep, etp].tolist()
+            assert place.members("ep", "etp") == stage.view(2, 6)[edp].tolist()
+    assert (place.size("ep"), place.size("etp", "ep"), place.size("edp"), place.global_rank) == (3, 6, 2, 23)
+
+
+def test_sizes_without_ep_have_one_rank_along_it() -> None:
+    place = Place({"dp": 2, "sp": 2}, {"sp": 1})
+    assert (place.size("ep"), place.size("edp"), place.rank("ep"), place.rank("edp")) == (1, 4, 0, 1)
+    assert members(1, ["edp"], place.sizes) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="ep, dp: folded axes have no groups together with axes of the mesh"):
+        place.size("ep", "dp")
+
+
+def test_folded_axes_multiply_no_ranks() -> None:
+    assert ranks_along(["dp", "sp"], SIZES) == 6
+    assert group_name(["etp", "ep"], SIZES) == "ep_etp"
+    assert group_name(["etp", "edp"], {"sp": 2, "ep": 2}) == ""
+    assert unused_axes(["tp", "sp"], SIZES) == []
+    assert in_order(SIZES, ["sp", "dp", "pp", "tp"]) == {"sp": 3, "dp": 2, "pp": 2, "tp": 2, "cp": 1} | {
+        "ep": 3,
+        "etp": 2,
+    }
+    assert spelled(SIZES) == "dp2xpp2xtp2xsp3·ep3xetp2"
+    sizes = Sizes.model_validate({"dp": 2, "sp": 4, "ep": 8, "etp": 1})
+    assert (sizes.world, str(sizes), sizes.by_axis["ep"]) == (8, "dp2xsp4·ep8", 8)
+    assert Sizes.model_validate({"sp": 4, "ep": 1}).model_dump() == Sizes(sp=4).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"dp": 2, "sp": 3, "ep": 4},
+            "ep 4 does not divide the 6 ranks of a pipeline stage; set ep to 1, 2, 3 or 6",
+        ),
+        (
+            {"dp": 4, "pp": 2, "ep": 8},
+            "ep 8 does not divide the 4 ranks of a pipeline stage; set ep to 1, 2 or 4",
+        ),
+        ({"sp": 4, "ep": 4, "etp": 2}, "ep 4 x etp 2 does not divide the 4 ranks .*; set ep to 1 or 2"),
+        ({"sp": 4, "ep": 2, "etp": 3}, "ep 2 x etp 3 does not divide the 4 ranks .*; set etp to 1, 2 or 4"),
+    ],
+)
+def test_sizes_that_do_not_divide_a_stage(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sizes.model_validate(sizes)
+    with pytest.raises(ValueError, match=message):
+        Cell.model_validate({"model": "gpt-tiny", "strategy": "ulysses", "sizes": sizes})
+
+
+def sums_over_groups(mesh: DeviceMesh, sizes: dict[str, int]) -> tuple[dict[str, int], dict[str, str], int]:
+    """The sum of global ranks over folded groups of this rank's, the names of the groups, and the ranks of
+    the mesh along edp."""
+    place, found = Place.on(mesh, sizes), {}
+    for axes in (("ep",), ("etp",), ("edp",), ("ep", "etp")):
+        x, group = torch.tensor(dist.get_rank()), place.group(*axes)
+        assert group is place.group(*axes)
+        if group is not None:
+            assert (group.size(), group.rank()) == (place.size(*axes), place.rank(*axes))
+            dist.all_reduce(x, group=group)
+        found[" ".join(axes)] = int(x)
+    along = place.submesh("edp")
+    assert (along.size(), along.get_local_rank()) == (place.size("edp"), place.rank("edp"))
+    dist.barrier()
+    return found, place.flattened, along.size()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sums"),
+    [
+        ({"dp": 2, "sp": 2, "ep": 2}, {"ep": [1, 1, 5, 5], "edp": [2, 4, 2, 4], "ep etp": [1, 1, 5, 5]}),
+        ({"pp": 2, "tp": 2, "ep": 2}, {"ep": [1, 1, 5, 5], "ep etp": [1, 1, 5, 5]}),
+        ({"tp": 2, "pp": 2, "ep": 2}, {"ep": [2, 4, 2, 4], "ep etp": [2, 4, 2, 4]}),
+        ({"sp": 4, "ep": 2, "etp": 2}, {"ep": [2, 4, 2, 4], "etp": [1, 1, 5, 5], "ep etp": [6] * 4}),
+    ],
+)
+def test_groups_of_folded_axes(pool: RankPool, sizes: dict[str, int], sums: dict[str, list[int]]) -> None:
+    for rank, (found, flattened, along) in enumerate(pool.run(sizes, sums_over_groups, sizes)):
+        assert found == {axes: sums[axes][rank] if axes in sums else rank for axes in found}
+        names = {group_name(axes.split(), sizes) for axes in sums}
+        assert sorted({*flattened.values()}) == sorted(names)
+        assert along == folded_sizes(sizes)["edp"]
