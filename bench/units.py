@@ -149,19 +149,3 @@ def _with_digits(value: float, scale: float, digits: int) -> str:
         return f"{value:,.0f}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value / scale))))
     return f"{value / scale:,.{places}f}"
-
-
-#: the names of parts of a step, in rows -> what people are shown
-_PARTS_OF_STEP = {
-    "products": "matmul",
-    "memory_bound": "memory-bound",
-    "within_nodes": "intra-node links",
-    "across_nodes": "inter-node links",
-    "links within a node": "intra-node links",
-    "links across nodes": "inter-node links",
-}
-
-
-def shown_part(name: str) -> str:
-    """A part of a step, or what bounds it, as people are shown it: "matmul" for ``products``."""
-    return _PARTS_OF_STEP.get(name, name.replace("_", " "))

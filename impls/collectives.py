@@ -14,9 +14,6 @@ all_gather            all-gather               reduce-scatter              chunk
 scatter_to_group      own chunk                all-gather                  same on all ranks, chunks
 reduce_scatter        reduce-scatter           all-gather                  parts of a sum, chunks
 all_to_all            all-to-all               all-to-all, dims swapped    chunks along one dim, then another
-all_to_all_rows       all-to-all               all-to-all                  rows for each rank, in any number
-all_gather_rows       all-gather               reduce-scatter              as all_gather, unequal numbers of rows
-reduce_scatter_rows   reduce-scatter           all-gather                  as reduce_scatter, the same
 ====================  =======================  ==========================  =================================
 
 "Used alike" means that every rank computes the same from the result, so that each already has its whole
@@ -48,16 +45,13 @@ __all__ = [
     "all_gather",
     "all_gather_flat",
     "all_gather_in_place",
-    "all_gather_rows",
     "all_reduce",
     "all_reduce_async",
     "all_to_all",
-    "all_to_all_rows",
     "begin_exchange",
     "copy_rows_to_group",
     "copy_to_group",
     "exchange",
-    "gather_flags",
     "gather_from_group",
     "joined",
     "owners_in_turn",
@@ -65,12 +59,12 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_flat",
     "reduce_scatter_in_place",
-    "reduce_scatter_rows",
     "ring",
     "scatter_to_group",
     "start_all_gather",
     "start_reduce_scatter",
     "sum_over_group",
+    "with_gradient",
 ]
 
 
@@ -134,7 +128,9 @@ class _Collective(torch.autograd.Function):
         return ctx.transposed(gradient, *ctx.args), None, None, *(None for _ in ctx.args)
 
 
-def _with_gradient(forward: Collective, backward: Collective, x: Tensor, *args: Any) -> Tensor:
+def with_gradient(forward: Collective, backward: Collective, x: Tensor, *args: Any) -> Tensor:
+    """``forward(x, *args)``, of which the last is the group, with the gradient ``backward``; x for a rank
+    alone."""
     group: Group = args[-1]
     return x if group is None or group.size() == 1 else _Collective.apply(x, forward, backward, *args)
 
@@ -144,93 +140,54 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     section 3).
 
     The gradient is summed in place, so what uses the result must make a gradient of its own, as a
-    matrix product does and an addition does not.
+    matmul does and an addition does not.
     """
-    return _with_gradient(_alias, _sum, x, group)
+    return with_gradient(_alias, _sum, x, group)
 
 
 def copy_rows_to_group(x: Tensor, rows: slice, group: Group) -> Tensor:
     """As :func:`copy_to_group`, where only these rows of x are the same on all ranks; the gradient of the
     other rows is each rank's own."""
-    return _with_gradient(_alias, _sum_of_rows, x, rows, group)
+    return with_gradient(_alias, _sum_of_rows, x, rows, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks, in place, used alike on all (g of arXiv 1909.08053, section 3)."""
-    return _with_gradient(_summed, _unchanged, x, group)
+    return with_gradient(_summed, _unchanged, x, group)
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks, in place, for another use on each; backward sums in place too, with the
     condition of :func:`copy_to_group` on that use."""
-    return _with_gradient(_summed, _sum, x, group)
+    return with_gradient(_summed, _sum, x, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
     """The x of all ranks one after another along ``dim``, used alike on all: backward sends nothing."""
-    return _with_gradient(_gathered, _own_chunk, x, dim, group)
+    return with_gradient(_gathered, _own_chunk, x, dim, group)
 
 
 def scatter_to_group(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk along ``dim`` of x, which is the same on all ranks: forward sends nothing."""
-    return _with_gradient(_own_chunk, _gathered, x, dim, group)
+    return with_gradient(_own_chunk, _gathered, x, dim, group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The x of all ranks one after another along ``dim``, for another use on each: backward sums the
     gradients of the ranks."""
-    return _with_gradient(_gathered, _summed_chunk, x, dim, group)
+    return with_gradient(_gathered, _summed_chunk, x, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk along ``dim`` of the sum of x over the ranks."""
-    return _with_gradient(_kept_summed_chunk, _gathered, x, dim, group)
+    return with_gradient(_kept_summed_chunk, _gathered, x, dim, group)
 
 
 def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
     """Exchange which dim of a tensor is spread over the ranks: x is whole along ``split_dim`` and this rank's
     chunk along ``gather_dim``; the result is this rank's chunk along ``split_dim`` and whole along
     ``gather_dim``. N must divide the dim that is split."""
-    return _with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
-
-
-def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """The rows [sum of ``received``, ...] that each rank has for this one, of x [sum of ``sent``, ...], which
-    has the next ``sent[i]`` rows for rank i."""
-    return _with_gradient(_rows_exchanged, _rows_exchanged_back, x, tuple(sent), tuple(received), group)
-
-
-def all_gather_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """As :func:`all_gather` along the first dim, where rank i has ``rows[i]``. What is sent is as long as the
-    longest."""
-    if group is None or group.size() == 1:
-        return x
-    whole = all_gather(_padded(x, max(rows)), 0, group)
-    return whole if len(set(rows)) == 1 else torch.cat(_own_rows(whole, rows))
-
-
-def reduce_scatter_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """As :func:`reduce_scatter` along the first dim, where rank i gets ``rows[i]``."""
-    if group is None or group.size() == 1:
-        return x
-    if len(set(rows)) > 1:
-        x = torch.cat([_padded(part, max(rows)) for part in x.split(list(rows))])
-    return reduce_scatter(x, 0, group)[: rows[group.rank()]]
-
-
-def gather_flags(x: Tensor, group: Group) -> Tensor:
-    """What has no gradient, of all ranks one after another along the first dim."""
-    return x if group is None or group.size() == 1 else _gathered(x, 0, group)
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    if len(x) == rows:
-        return x
-    return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
-
-
-def _own_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    return [part[:n] for part, n in zip(whole.chunk(len(rows)), rows, strict=True)]
+    return with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
 
 
 def _unchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -288,20 +245,6 @@ def _exchanged(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGr
 
 def _exchanged_back(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
     return _exchanged(x, gather_dim, split_dim, group)
-
-
-def _rows_exchanged(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    y = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
-    return y
-
-
-def _rows_exchanged_back(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    return _rows_exchanged(x, received, sent, group)
 
 
 def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

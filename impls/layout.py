@@ -68,6 +68,7 @@ HEEDED: Mapping[str, str] = {
     "documents": "packed documents",
     "window": "sliding windows",
     "sinks": "attention sinks",
+    "unlike_values": "values of another head size than keys",
 }
 #: what attention can heed, by the kind of site
 HEEDS_ALL: Mapping[str, frozenset[str]] = {
@@ -118,6 +119,12 @@ class Site:
             raise ValueError(
                 f"a site cannot be {self.kind!r}; its kind is one of {', '.join(sorted(SITE_KINDS))}"
             )
+
+
+def key_value_size(dims: Mapping[str, int]) -> int:
+    """Elements of a key and a value of one head at one position, from the dims of a site of attention: D of
+    the key, which is A where the site has no D, and A of the value."""
+    return dims.get("D", dims["A"]) + dims["A"]
 
 
 def runs_again(site: Site) -> bool:

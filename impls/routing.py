@@ -110,7 +110,7 @@ def _shares(routing: str, experts: int) -> np.ndarray:
         counts = [float(word) for word in re.split(r"[\s,]+", Path(routing).read_text().strip())]
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"routing is {LEARNED}, {EVEN}, {ZIPF}:S or the path of a file of counts, not {routing!r} ({error})"
+            f"routing is {LEARNED}, {EVEN}, {ZIPF}:S or a file of counts, not {routing!r} ({error})"
         ) from error
     if len(counts) != experts or min(counts) < 0 or not math.isfinite(sum(counts)) or not sum(counts):
         raise ValueError(

@@ -29,19 +29,19 @@ def draw_machine_rates(rates: Sequence[Rate], title: str, output: Path) -> list[
 
 
 def machine_rates(rates: Sequence[Rate], title: str) -> PanelGrid:
-    """A panel each for matrix products, attention, memory and collectives, as far as there are rates.
+    """A panel each for matmuls, attention, memory and collectives, as far as there are rates.
 
     Lines are medians; the tint round a line goes from the longest sample to the least one.
     """
-    products = [rate for rate in rates if rate["operation"] == "matrix product"]
+    matmuls = [rate for rate in rates if rate["operation"] == "matmul"]
     attention = [rate for rate in rates if str(rate["operation"]).startswith("attention")]
     sums = [rate for rate in rates if rate["operation"] == "sum"]
     collectives = [rate for rate in rates if rate["bus_bytes_per_s"] is not None]
-    tera = max((rate["flops_per_s"] for rate in [*products, *attention]), default=0.0) >= 1e12
+    tera = max((rate["flops_per_s"] for rate in [*matmuls, *attention]), default=0.0) >= 1e12
     unit, flops = (1e12, "TFLOP/s") if tera else (1e9, "GFLOP/s")
     on = f"Collectives on {max((rate['ranks'] for rate in rates), default=1)} ranks"
     panels = [
-        _panel("Matrix products", "s", flops, products, _product_line, "flops_per_s", unit),
+        _panel("Matmuls", "s", flops, matmuls, _matmul_line, "flops_per_s", unit),
         _panel("Attention", "sequence length", flops, attention, _attention_line, "flops_per_s", unit),
         _panel("Sum of two tensors", "size of each", "GB/s", sums, lambda rate: "", "bytes_per_s"),
         _panel(on, "size S", "bus bandwidth, GB/s", collectives, _operation, "bus_bytes_per_s"),
@@ -71,7 +71,7 @@ def _operation(rate: Rate) -> str:
     return str(rate["operation"])
 
 
-def _product_line(rate: Rate) -> str:
+def _matmul_line(rate: Rate) -> str:
     square = len(set(str(rate["size"]).replace("] x [", ", ").strip("[]").split(", "))) == 1
     return f"{rate['precision']}, {'[s, s] x [s, s]' if square else '[4s, s] x [s, 4s]'}"
 

@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from spbench.impls.axes import MESH_AXES, in_order
+from spbench.impls.folding import FOLDED_AXES
 from spbench.plots.axes import lost_notes
 from spbench.plots.bars import Bar, Segment, draw_levels, fill, levels_inches
 from spbench.plots.claims import claims_of
@@ -49,6 +50,7 @@ from spbench.plots.style import (
 _GIB = 2**30
 #: of bytes that go over the ranks of several axes at once, as sums of gradients do
 SEVERAL = "several axes at once"
+_ALONG = [*MESH_AXES, SEVERAL, "ep", "edp", "etp"]
 
 _seconds = measured("step_time_s")
 
@@ -69,7 +71,9 @@ def split_names(rows: Sequence[Row]) -> list[str]:
 def _axes(row: Row) -> str:
     cell = row["cell"]
     sizes = in_order(cell["sizes"], cell.get("mesh") or MESH_AXES)
-    return f" {TIMES} ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 GPU"
+    several = {axis: f"{axis} {size}" for axis, size in sizes.items() if size > 1}
+    mesh = f" {TIMES} ".join(text for axis, text in several.items() if axis not in FOLDED_AXES) or "1 GPU"
+    return ", ".join([mesh, *(several[axis] for axis in FOLDED_AXES if axis in several)])
 
 
 def _micro_batches(row: Row) -> str:
@@ -91,13 +95,13 @@ def _spoken(name: str, value: Any) -> str:
 
 
 def sent_by_axis(row: Row) -> dict[str, float]:
-    """Bytes that a GPU sends in a step along each axis, in the order of MESH_AXES, then of SEVERAL. Axes
-    along which it sends nothing are left out."""
+    """Bytes that a GPU sends in a step along each axis of the mesh, in its order, along SEVERAL, and along
+    folded axes. Axes along which it sends nothing are left out."""
     sent: Counter[str] = Counter()
     for entry in row["measurement"].get("communication") or ():
         axis = entry["axis"]
-        sent[axis if axis in MESH_AXES else SEVERAL] += entry["sent_bytes"]
-    return {axis: sent[axis] for axis in [*MESH_AXES, SEVERAL] if sent[axis]}
+        sent[axis if axis in _ALONG else SEVERAL] += entry["sent_bytes"]
+    return {axis: sent[axis] for axis in _ALONG if sent[axis]}
 
 
 # -- the same work --------------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ def _draw_memory(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
 
 def _draw_sent(ax: Axes, rows: Mapping[str, Row], used: set[str]) -> Drawn:
     """Bytes by the axis of the mesh along which they are sent; the legend has the axes in ``used``."""
-    colors = category_colors([*MESH_AXES, SEVERAL])
+    colors = category_colors(_ALONG)
 
     def segments(row: Row, split: str) -> Iterator[Segment]:
         for axis, nbytes in sent_by_axis(row).items():

@@ -130,7 +130,7 @@ def median(call: Callable[[], Any]) -> float:
 
 
 def measured_rates(device: str) -> tuple[float, float]:
-    """This card's bfloat16 FLOP/s in a large matrix product and byte/s in a large copy."""
+    """This card's bfloat16 FLOP/s in a large matmul and byte/s in a large copy."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     source = torch.empty(2**30, device=device, dtype=torch.uint8)
     into = torch.empty_like(source)

@@ -25,6 +25,8 @@ from typing import Any
 
 from advice_tables import PRECISION, QUESTIONS
 
+from spbench.bench import old_names
+
 TREE = Path(__file__).parents[1]
 sys.path.append(str(TREE))
 
@@ -33,6 +35,13 @@ from tests.docs.blocks import blocks  # noqa: E402 (after its path)
 FOLDER = TREE / "results" / "frozen"
 #: of an answer, what differs from run to run
 NOT_FROZEN = {"cpu_s", "elapsed_s", "host", "provenance", "rounds", "seconds", "time"}
+#: today's names of keys, or of what stands in the text of a key, and the names that they had when
+#: the digests were frozen: where a name alone changes, no digest moves
+OLD_KEYS = {new: old for old, new in old_names.PARTS.items()}
+OLD_BOUNDS, OLD_WORK = (
+    {new: old for old, new in names.items()} for names in (old_names.BOUNDS, old_names.WORK)
+)
+OLD_WORDS = {"bound": OLD_BOUNDS, "band": OLD_BOUNDS, "work": OLD_WORK, "by": OLD_WORK}
 #: what a line shows beside its digest, where an answer has it
 SHOWN = ("status", "peak_memory_bytes", "step_time_s", "answer")
 #: cells, by scenario: which of them
@@ -60,11 +69,15 @@ def spbench(*words: str) -> str:
     return done.stdout
 
 
-def frozen(answer: Any) -> Any:
-    """The answer without what differs from run to run."""
+def frozen(answer: Any, key: str = "") -> Any:
+    """The answer, which has that key, without what differs from run to run, and under its old names."""
     if isinstance(answer, dict):
-        return {key: frozen(value) for key, value in answer.items() if key not in NOT_FROZEN}
-    return [frozen(each) for each in answer] if isinstance(answer, list) else answer
+        kept = {name: value for name, value in answer.items() if name not in NOT_FROZEN}
+        return {OLD_KEYS.get(name, name): frozen(value, name) for name, value in kept.items()}
+    if isinstance(answer, str):
+        for new, old in OLD_WORDS.get(key, {}).items():
+            answer = answer.replace(new, old)
+    return [frozen(each, key) for each in answer] if isinstance(answer, list) else answer
 
 
 def line(name: str, answer: Any, numbers: Any = None) -> dict[str, str]:

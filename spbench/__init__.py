@@ -47,8 +47,8 @@ if TYPE_CHECKING:
         Findings,
         LogFile,
         TimedCollective,
+        TimedMatmul,
         TimedPass,
-        TimedProduct,
     )
     from spbench.bench.tools.changes.exported import Exported, ExportRequest
     from spbench.bench.tools.jobs.flags import Flag, Flags, program_flags
@@ -80,7 +80,7 @@ _HOMES = {
         "LogFile",
         "TimedCollective",
         "TimedPass",
-        "TimedProduct",
+        "TimedMatmul",
     ),
     "spbench.bench.cell": ("Cell",),
     "spbench.bench.command_line.options": ("printed",),
@@ -155,8 +155,8 @@ __all__ = [
     "Strategy",
     "Table",
     "TimedCollective",
+    "TimedMatmul",
     "TimedPass",
-    "TimedProduct",
     "Traffic",
     "Unsupported",
     "UserError",

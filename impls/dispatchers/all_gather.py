@@ -14,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from spbench.impls.axes import Place
-from spbench.impls.collectives import all_gather, gather_flags, reduce_scatter
+from spbench.impls.collectives import all_gather, reduce_scatter
 from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall, with_backward
 from spbench.impls.kernels.permutation import permute, unpermute
+from spbench.impls.row_collectives import gather_flags
 from spbench.impls.traffic import Traffic
 
 
@@ -29,22 +30,23 @@ class AllGather(Dispatcher):
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
         group = self.place.group("ep", "etp")
-        x, weights, chosen = (
-            all_gather(x, 0, group),
-            all_gather(weights, 0, group),
-            gather_flags(chosen, group),
-        )
+        whole = all_gather(x, 0, group)
+        weights, chosen = all_gather(weights, 0, group), gather_flags(chosen, group)
         if self.ep > 1:
             weights, chosen = weights[:, self.mine].contiguous(), chosen[:, self.mine].contiguous()
         lengths = sent.sum(0)[self.mine]
-        rows, row_weights, places = permute(x, weights, chosen, int(lengths.sum()), self.permutation)
-        return Dispatched(rows, row_weights, lengths.tolist(), (places, len(x)))
+        rows, row_weights, places = permute(whole, weights, chosen, int(lengths.sum()), self.permutation)
+        return Dispatched(rows, row_weights, lengths.tolist(), (places, len(whole)), (whole,))
 
-    def combine(self, rows: Tensor, state: Any) -> Tensor:
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
         places, tokens = state
-        return reduce_scatter(
-            unpermute(rows, places, tokens, self.permutation), 0, self.place.group("ep", "etp")
-        )
+        return unpermute(rows, places, tokens, self.permutation)
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        return reduce_scatter(rows, 0, self.place.group("ep", "etp"))
+
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        return rows
 
     @classmethod
     def traffic(

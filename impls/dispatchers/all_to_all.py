@@ -1,5 +1,5 @@
-"""Each token goes to the ranks of its experts, once for each expert (Megatron-LM's MoEAlltoAllTokenDispatcher;
-GShard, arXiv 2006.16668).
+"""Each token goes to the ranks of its experts, once for each expert (GShard, arXiv 2006.16668; Megatron-LM's
+MoEAlltoAllTokenDispatcher).
 
 The rows are put in the order of experts, and an all-to-all over ep takes them there, and their weights beside
 them. Over etp each rank's rows are gathered, as all of its ranks have features of the same experts, and the
@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from spbench.impls.axes import Place
-from spbench.impls.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall
 from spbench.impls.kernels.permutation import permute, sort_chunks, unpermute
+from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.traffic import Traffic
 
 
@@ -59,26 +59,35 @@ class AllToAll(Dispatcher):
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
         lengths = self._lengths(sent)
-        rows, row_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
-        rows = all_to_all_rows(rows, lengths.sent, lengths.received, self.group)
-        row_weights = all_to_all_rows(row_weights, lengths.sent, lengths.received, self.group)
-        etp = self.place.group("etp")
-        rows = all_gather_rows(rows, lengths.gathered, etp)
-        row_weights = all_gather_rows(row_weights, lengths.gathered, etp)
-        if self.held > 1 and self.ep * self.etp > 1:
+        own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
+        received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
+        row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
+        rows = all_gather_rows(received, lengths.gathered, self.etp_group)
+        row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
+        if self._sorts:
             sizes, order = self._to_experts(lengths)
             rows, row_weights = sort_chunks(rows, row_weights, sizes, order, self.permutation)
         per_expert = lengths.chunks.sum((0, 1)).tolist()
-        return Dispatched(rows, row_weights, per_expert, _State(places, len(x), lengths))
+        return Dispatched(rows, row_weights, per_expert, _State(places, len(x), lengths), (own, received))
 
-    def combine(self, rows: Tensor, state: Any) -> Tensor:
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
         lengths: _Lengths = state.lengths
-        if self.held > 1 and self.ep * self.etp > 1:
+        if self._sorts:
             sizes, order = self._from_experts(lengths)
             rows, _ = sort_chunks(rows, None, sizes, order, self.permutation)
-        rows = reduce_scatter_rows(rows, lengths.gathered, self.place.group("etp"))
-        rows = all_to_all_rows(rows, lengths.received, lengths.sent, self.group)
+        return reduce_scatter_rows(rows, lengths.gathered, self.etp_group)
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        lengths: _Lengths = state.lengths
+        return all_to_all_rows(rows, lengths.received, lengths.sent, self.group)
+
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         return unpermute(rows, state.places, state.tokens, self.permutation)
+
+    @property
+    def _sorts(self) -> bool:
+        """Whether rows come from several ranks for several experts."""
+        return self.held > 1 and self.ep * self.etp > 1
 
     def _to_experts(self, lengths: _Lengths) -> tuple[list[int], list[int]]:
         """Lengths of chunks as they come, and the order that puts those of each expert together."""

@@ -56,12 +56,15 @@ class Dispatched:
         weights: the router's, of each row [R].
         lengths: how many rows each of this rank's experts has.
         state: what the way back needs.
+        held: what was sent and received, which programs refer to until the tokens are back (custom_forward of
+            Megatron-LM's MoELayer).
     """
 
     rows: Tensor
     weights: Tensor
     lengths: Sequence[int]
     state: Any
+    held: Sequence[Tensor] = ()
 
 
 class Dispatcher(ABC):
@@ -85,7 +88,8 @@ class Dispatcher(ABC):
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
         #: experts of a rank
         self.held = experts // self.ep
-        self.group = place.group("ep")
+        # before a step, which is metered by the names that groups have got
+        self.group, self.etp_group = place.group("ep"), place.group("etp")
 
     @property
     def mine(self) -> slice:
@@ -100,10 +104,18 @@ class Dispatcher(ABC):
             sent: how many tokens each rank along ep and etp sends to each expert [P, E].
         """
 
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
+        """What experts return, of the shape of :attr:`Dispatched.rows`, in the order in which it is sent;
+        under etp it is a part of a sum, which is summed."""
+        return rows
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        """The results of :meth:`to_ranks`, on the ranks whose tokens they are of."""
+        return rows
+
     @abstractmethod
-    def combine(self, rows: Tensor, state: Any) -> Tensor:
-        """The sum [T, H] of what experts made of each of this rank's tokens, from :attr:`Dispatched.rows` as
-        experts return them; under etp these are parts of a sum."""
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        """The sum [T, H] over the experts of each of this rank's tokens, from :meth:`send_back`."""
 
     @classmethod
     @abstractmethod

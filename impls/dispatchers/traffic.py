@@ -1,4 +1,4 @@
-"""What blocks of experts send, in closed form: the same under every strategy, as experts have axes of their own."""
+"""What blocks of experts send, in closed form, the same under every strategy: they have axes of their own."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tens
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
-    batch, heads, length, size = q.shape
-    o = q.new_empty(batch, length, heads, size).transpose(1, 2)
+    batch, heads, length, _ = q.shape
+    o = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     return o, q.new_empty(batch, heads, length, dtype=state_dtype(q.dtype))
 
 

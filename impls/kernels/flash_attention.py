@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -118,8 +119,9 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     if not _is_half(q):
         return forward_by_scores(q, k, v, scale, causal)
+    features = v.shape[3]
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(_as_wide_as(q, x).transpose(1, 2) for x in (q, k, v)),
         None,
         None,
         q.shape[2],
@@ -129,7 +131,13 @@ def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
         False,
         scale=scale,
     )
-    return o.transpose(1, 2), lse
+    return o[..., :features].transpose(1, 2), lse
+
+
+def _as_wide_as(q: Tensor, x: Tensor) -> Tensor:
+    """x [..., A] with zeros up to the head size of q: torch's CUDA kernels have one head size."""
+    missing = q.shape[3] - x.shape[3]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -178,8 +186,9 @@ def _backward_on_cuda(
     if not _is_half(q):
         return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
+    features = v.shape[3]
     gradients = torch.ops.aten._flash_attention_backward(
-        *(x.transpose(1, 2) for x in (d_o, q, k, v, o)),
+        *(_as_wide_as(q, x).transpose(1, 2) for x in (d_o, q, k, v, o)),
         lse.contiguous(),
         None,
         None,
@@ -192,7 +201,7 @@ def _backward_on_cuda(
         scale=scale,
     )
     d_q, d_k, d_v = (x.transpose(1, 2) for x in gradients)
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v[..., :features]
 
 
 def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

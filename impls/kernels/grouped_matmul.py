@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, matrix
 
 #: operators that are one matmul for each expert -> the position of the rows that are multiplied
-GROUPED_PRODUCTS = {
+GROUPED_MATMULS = {
     "grouped_mm": 0,
     "te_grouped_mm": 0,
     "grouped_mm_weights": 0,
@@ -44,7 +44,7 @@ def _accumulate(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[i
 
 
 def _products(prefix: str) -> tuple[Any, Any, Any]:
-    """The operators of one library: rows times weights, the weights' gradients, and these added to buffers."""
+    """The operators of one library: rows times weights, weights' gradients, and these added to buffers."""
 
     @torch.library.custom_op(f"spbench::{prefix}grouped_mm", mutates_args=())
     def grouped_mm(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -104,7 +104,7 @@ def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn
     _, of_weights, accumulate = _operators(weights[0])
     if getattr(weights[0], "main_grad", None) is None:
         return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
-    accumulate([matrix(weight.main_grad) for weight in weights], d_y, x, rows)  # type: ignore[arg-type]
+    accumulate([matrix(getattr(weight, "main_grad")) for weight in weights], d_y, x, rows)  # noqa: B009
     for weight in weights:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weights[0], "zero_out_wgrad", False):

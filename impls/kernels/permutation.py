@@ -123,7 +123,7 @@ def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> 
     map of rows.
     """
     if way == "fused":
-        return _Permute.apply(x, weights, chosen, rows)  # type: ignore[no-any-return]
+        return _Permute.apply(x, weights, chosen, rows)
     # a stable sort puts what is true first, and leaves experts and tokens in their order
     order = chosen.mT.contiguous().reshape(-1).argsort(descending=True, stable=True)[:rows]
     token = order % len(x)
@@ -133,13 +133,13 @@ def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> 
 def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
     """The sum [T, H] of each token's rows [R, H]; ``places`` is of :func:`permute`."""
     if way == "fused":
-        return _Unpermute.apply(rows, places)  # type: ignore[no-any-return]
+        return _Unpermute.apply(rows, places)
     return rows.new_zeros(tokens, rows.shape[1]).scatter_add(0, places[:, None].expand_as(rows), rows)
 
 
 def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
     """Where each row of the chunks in another order comes from."""
-    return torch.cat([part for part in _chunks(torch.arange(sum(sizes)), sizes, order)])
+    return torch.cat(_chunks(torch.arange(sum(sizes)), sizes, order))
 
 
 def _chunks(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:
@@ -195,5 +195,5 @@ def sort_chunks(
     """Chunks of ``sizes`` rows of x [R, H] in another order, and those of their weights [R]."""
     given = x.new_empty(len(x), 0) if weights is None else weights
     if way == "fused":
-        return _SortRows.apply(x, given, tuple(sizes), tuple(order))  # type: ignore[no-any-return]
+        return _SortRows.apply(x, given, tuple(sizes), tuple(order))
     return torch.cat(_chunks(x, sizes, order)), torch.cat(_chunks(given, sizes, order))

@@ -53,7 +53,7 @@ class _MaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # the gradient that arrives is this function's alone (a matrix product or a dropout made it),
+        # the gradient that arrives is this function's alone (a matmul or a dropout made it),
         # so the result overwrites it, as the CUDA kernel does
         gradient = gradient.contiguous()
         _masked_softmax_backward_(gradient, ctx.saved_tensors[0], ctx.scale)

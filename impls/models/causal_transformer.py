@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self
 
 from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.latent_mixer import LatentAttention
+from spbench.impls.models.blocks.latent_options import TINY_LATENT, LatentOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
@@ -35,7 +37,7 @@ MLPS = {
 
 
 @dataclass(frozen=True)
-class CausalTransformerModel(DecoderModel):
+class CausalTransformerModel(LatentOptions, DecoderModel):
     """The options of a causal transformer with softmax attention in every layer.
 
     Attributes:
@@ -94,6 +96,9 @@ class CausalTransformerModel(DecoderModel):
             },
         )
         check_window(self.window)
+        self.check_latent()
+        if self.mtp_layers and self.position == "learned":
+            raise ValueError("multi-token prediction has no learned positions; leave mtp_layers out")
         super().__post_init__()
         if (turned := int(self.head_size * self.rotary_share)) % 2 and self.position == "rotary":
             of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"
@@ -105,7 +110,8 @@ class CausalTransformerModel(DecoderModel):
 
     def shrunk(self) -> Self:
         # a quarter of a small head's features would be no pair
-        smaller = super().shrunk()
+        few = replace(self, **self.small_latent) if self.kv_lora_rank else self
+        smaller = super(CausalTransformerModel, few).shrunk()
         if self.window is not None:  # several of a rank's chunks in a sequence for verification
             smaller = replace(smaller, window=TINY_WINDOW)
         return smaller if self.rotary_share == 1 else replace(smaller, rotary_share=0.5)
@@ -129,17 +135,16 @@ class CausalTransformerModel(DecoderModel):
         return self.max_positions if self.position == "learned" else None
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
-        base = self.rotary_base if self.position == "rotary" else None
-        bias = self.biases or self.qkv_bias
-        return SoftmaxAttention(
-            base,
-            bias,
-            self.attention_dropout,
-            self.attention,
-            self.rotary_share,
-            window=self.window,
-            sinks=self.sinks,
-        )
+        further: dict[str, Any] = {
+            "rotary_base": self.rotary_base if self.position == "rotary" else None,
+            "bias": self.biases or self.qkv_bias,
+            "dropout": self.attention_dropout,
+            "kernel": self.attention,
+            "rotary_share": self.rotary_share,
+            "window": self.window,
+            "sinks": self.sinks,
+        }
+        return LatentAttention(**further, **self.latent) if self.kv_lora_rank else SoftmaxAttention(**further)
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [
@@ -149,6 +154,7 @@ class CausalTransformerModel(DecoderModel):
             # keys whose bias is alone have a gradient of it that is zero but for rounding, without RoPE
             {"separate_projections": not self.biases, "recompute": "operators"},
             {"window": TINY_WINDOW, "sinks": True},
+            *self.latent_variants(),
         ]
 
 
@@ -221,6 +227,8 @@ PRESETS = {
         **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
     ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
+    # latent attention, and a module of multi-token prediction
+    "mla-tiny": CausalTransformerModel(**TINY_SIZES, **TINY_LATENT, mtp_layers=1),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),
 }

@@ -17,11 +17,10 @@ gathering these states is LASP-2 (arXiv 2502.07563).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,12 +28,13 @@ from spbench.impls.collectives import reduce_scatter_flat, start_all_gather
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import HEEDS_ALL, runs_again
+from spbench.impls.layout import HEEDS_ALL, key_value_size, runs_again
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.halo import GatheredHalo, halo_of_site, halo_traffic
+from spbench.impls.strategies.key_value_rows import KeyValueRows
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.strategies.ring_attention import attention_gradients_round
@@ -73,30 +73,38 @@ def joint_meetings(meetings: Meetings) -> Iterator[JointMeeting]:
 
 
 def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """k and v [B, Z, L/N, A] of all ranks, gathered in one message [N, L/N, B, 2, Z, A]. Positions are
-    outermost, so the keys of several ranks are a view for any B."""
-    parts, arrival = start_all_gather(torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 2), group)
+    """k and v [B, Z, L/N, A] of all ranks, gathered in one message [N, L/N, B, Z (A + A)] of rows as
+    :class:`KeyValueRows` has them. Positions are outermost, so the keys of several ranks are a view for any
+    B."""
+    rows = KeyValueRows.like(k, v).joined(*(x.permute(2, 0, 1, 3) for x in (k, v)))
+    parts, arrival = start_all_gather(rows, group)
     arrival.wait()
     return parts
 
 
-def _keys_and_values(parts: Tensor, owners: slice, theirs: slice) -> tuple[Tensor, Tensor]:
-    """k and v [B, Z, keys, A] of some owners, one after another, from what :func:`gathered` returns."""
-    k, v = parts[owners, theirs].flatten(0, 1).permute(2, 1, 3, 0, 4).unbind()
+def _by_heads(rows: Tensor, layout: KeyValueRows) -> tuple[Tensor, Tensor]:
+    """k and v [B, Z, keys, A] as views of rows [keys, B, Z (A + A)]."""
+    k, v = (x.permute(1, 2, 0, 3) for x in layout.separate(rows))
     return k, v
 
 
-def _block_of(parts: Tensor, owner: int) -> Tensor:
-    """k and v of one owner, [2, B, L/N, Z, A], from what :func:`gathered` returns."""
-    return parts[owner].permute(2, 1, 0, 3, 4)
+def _keys_and_values(
+    parts: Tensor, layout: KeyValueRows, owners: slice, theirs: slice
+) -> tuple[Tensor, Tensor]:
+    """k and v [B, Z, keys, A] of some owners, one after another, from what :func:`gathered` returns."""
+    return _by_heads(parts[owners, theirs].flatten(0, 1), layout)
 
 
-def summed(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _block_of(parts: Tensor, layout: KeyValueRows, owner: int) -> Sequence[Tensor]:
+    """k and v of one owner, [B, L/N, Z, A] each, from what :func:`gathered` returns."""
+    return [x.transpose(0, 1) for x in layout.separate(parts[owner])]
+
+
+def summed(gradients: Tensor, layout: KeyValueRows, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's k and v [B, Z, L/N, A], summed over ranks that each have gradients of all
     keys and values, laid out as by :func:`gathered`."""
     own = reduce_scatter_flat(gradients.flatten(), group).view(gradients.shape[1:])
-    d_k, d_v = own.permute(2, 1, 3, 0, 4).unbind()
-    return d_k, d_v
+    return _by_heads(own, layout)
 
 
 @dataclass(frozen=True)
@@ -124,15 +132,15 @@ class GatheredKeys(KeyBlocks):
     way: str
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        parts = gathered(k, v, self.group)
+        parts, layout = gathered(k, v, self.group), KeyValueRows.like(k, v)
         for owners, mine, theirs, seen in joint_meetings(self.meetings):
             with self.meetings.work_on(owners.start or 0, joint=True):
-                yield mine, *_keys_and_values(parts, owners, theirs), seen
+                yield mine, *_keys_and_values(parts, layout, owners, theirs), seen
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        parts = gathered(k, v, self.group)
+        parts, layout = gathered(k, v, self.group), KeyValueRows.like(k, v)
         if self.way == "ring":
-            everywhere = partial(_block_of, parts)
+            everywhere = partial(_block_of, parts, layout)
             return attention_gradients_round(self.group, self.meetings, backward, k, v, everywhere)
         # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
         # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
@@ -141,12 +149,12 @@ class GatheredKeys(KeyBlocks):
         gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
         for owners, mine, theirs, seen in joint_meetings(self.meetings):
             with self.meetings.work_on(owners.start or 0, joint=True):
-                of_block = backward.of_block(mine, *_keys_and_values(parts, owners, theirs), seen)
-                met = gradients[owners, theirs]  # no other meeting writes here
-                for i, x in enumerate(of_block):
-                    met[..., i, :, :].copy_(x.permute(2, 0, 1, 3).unflatten(0, met.shape[:2]))
+                of_block = backward.of_block(mine, *_keys_and_values(parts, layout, owners, theirs), seen)
+                met = layout.separate(gradients[owners, theirs])  # no other meeting writes here
+                for into, x in zip(met, of_block, strict=True):
+                    into.copy_(x.permute(2, 0, 1, 3).unflatten(0, into.shape[:2]))
         del parts
-        return summed(gradients, self.group)
+        return summed(gradients, layout, self.group)
 
 
 class AllGatherKV(PlacedChunks):
@@ -176,7 +184,7 @@ class AllGatherKV(PlacedChunks):
                 yield from halo_traffic(site, halo, element_bytes)
                 continue
             d = site.dims
-            elements = 2 * d["B"] * d.get("G", d["Z"]) * d["L"] * d["A"]
+            elements = d["B"] * d.get("G", d["Z"]) * d["L"] * key_value_size(d)
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
                 yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes)
             precise = elements * max(4, element_bytes)  # in at least float32

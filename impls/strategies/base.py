@@ -133,7 +133,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         self.group: dist.ProcessGroup | None = place.group(*self.axes)
         self.random = DropoutRandom(seed, place) if within is None else within.random
         #: of layers, beside the model's
-        self.losses = AuxiliaryLosses(place.size("dp")) if within is None else within.losses
+        self.losses: AuxiliaryLosses = AuxiliaryLosses(place.size("dp")) if within is None else within.losses
         #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
         self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
         #: what positions of a sequence attend to, where placements must know it; see :meth:`pack`

@@ -35,7 +35,7 @@ from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.ranged_attention import Seen, attention_to_block_backward
 from spbench.impls.kernels.sinks import sinks_gradient
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import HEEDS_ALL
+from spbench.impls.layout import HEEDS_ALL, key_value_size
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.blockwise import Block, attend_blocks
 from spbench.impls.strategies.head_sources import ALL, GivenHeads, HeadPart, HeadSource
@@ -156,7 +156,8 @@ class _InChunks(torch.autograd.Function):
         gradients += (torch.zeros_like(x, dtype=precise) for x in weights)
         d_sinks = None if sinks is None else torch.zeros_like(sinks)
         # between two chunks of keys: the gradients of each chunk's output, and so far of its queries
-        d_outputs, d_queries = ([attending.room(q.shape, t) for q, *_ in rows] for t in (d_o.dtype, precise))
+        d_outputs = [attending.room(o.shape, d_o.dtype) for _, o, *_ in rows]
+        d_queries = [attending.room(q.shape, precise) for q, *_ in rows]
         coming = [attending.to_device(x) for x in keys[0]]
         for j, positions in enumerate(chunks):
             needed = [waiting.to_device(x) for x in rows[j][3:]]
@@ -262,14 +263,14 @@ class FPDT(Ulysses):
             chunk = min(d["L"], self.chunk_length(d["L"]))
             whole, rest = divmod(d["L"], chunk)
             for length, count in ((chunk, whole), (rest, 1)):
-                head = d["B"] * (length // self.size) * d["A"] * element_bytes
+                pair = d["B"] * (length // self.size) * key_value_size(d) * element_bytes
                 both = [
                     ("q and the output", self.padded(d["Z"])),
                     ("k and v", self.padded(self.sent(d["Z"], d.get("G", d["Z"])))),
                 ]
                 for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                     for purpose, heads in both if length else ():
-                        yield Traffic(phase, purpose, "all_to_all", 2 * count * site.count, head * heads)
+                        yield Traffic(phase, purpose, "all_to_all", 2 * count * site.count, pair * heads // 2)
 
     def copies(self, device: torch.device) -> tuple[CopyStream, CopyStream]:
         """Two carriers of tensors to where they wait and back: one for tensors that are attended to, one for
@@ -293,7 +294,7 @@ class FPDT(Ulysses):
     def causal_attention(
         self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
-        return self.in_chunks(GivenHeads(q, k, attended, sinks), q, k, v)
+        return self.in_chunks(GivenHeads(q, k, v, attended, sinks), q, k, v)
 
     def in_chunks(self, source: HeadSource, *tensors: Tensor) -> Tensor:
         """Attention of the heads that a source projects from the tensors: [B, Z, L/N, A]."""

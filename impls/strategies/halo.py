@@ -24,9 +24,10 @@ from torch import Tensor
 
 from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.layout import Site, runs_again
+from spbench.impls.layout import Site, key_value_size, runs_again
 from spbench.impls.rings import exchange
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks
+from spbench.impls.strategies.key_value_rows import KeyValueRows
 from spbench.impls.strategies.meetings import ALL, Meetings, halo_rows
 from spbench.impls.traffic import Traffic
 
@@ -41,7 +42,7 @@ def halo_of_site(site: Site, size: int, placement: str) -> tuple[int, ...] | Non
 def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Iterator[Traffic]:
     """The traffic of a rank for attention with that halo."""
     d = site.dims
-    row = 2 * d["B"] * d.get("G", d["Z"]) * d["A"]
+    row = d["B"] * d.get("G", d["Z"]) * key_value_size(d)
     for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
         for rows in halo:
             yield Traffic(phase, "K and V of the halo", "send", site.count, rows * row * element_bytes)
@@ -50,22 +51,23 @@ def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Itera
         yield Traffic("backward", "dK and dV of the halo", "send", site.count, sums)
 
 
-def _rows(k: Tensor, v: Tensor) -> Tensor:
-    """k and v [B, G, L/N, A] in one message [L/N, B, 2, G, A]. Its last rows are a view without gaps, and
-    several such messages, one after another, are one."""
-    return torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 2)
+class _HaloRows(KeyValueRows):
+    """Messages [L/N, B, G (A + A)]. The last rows are a view without gaps, and several such messages, one
+    after another, are one."""
 
+    def message(self, k: Tensor, v: Tensor) -> Tensor:
+        """k and v [B, G, L/N, A] in one."""
+        return self.joined(*(x.permute(2, 0, 1, 3) for x in (k, v)))
 
-def _keys_and_values(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [B, G, rows, A], from the result of :func:`_rows`."""
-    k, v = rows.permute(2, 1, 3, 0, 4).unbind()
-    return k, v
+    def keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [B, G, rows, A] as views of rows of a message."""
+        k, v = (x.permute(1, 2, 0, 3) for x in self.separate(rows))
+        return k, v
 
-
-def _filled(rows: Tensor, d_keys: Tensor, d_values: Tensor) -> None:
-    """Write gradients [B, G, rows, A] of keys and values into rows laid out as by :func:`_rows`."""
-    for i, x in enumerate((d_keys, d_values)):
-        rows[:, :, i].copy_(x.permute(2, 0, 1, 3))
+    def fill(self, rows: Tensor, d_keys: Tensor, d_values: Tensor) -> None:
+        """Write gradients [B, G, rows, A] of keys and values into rows of a message."""
+        for into, x in zip(self.separate(rows), (d_keys, d_values), strict=True):
+            into.copy_(x.permute(2, 0, 1, 3))
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,21 @@ class PassingHalo(KeyBlocks):
     meetings: Meetings
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        for back, rows in _passing(_rows(k, v), self.group, self.meetings):
+        layout = _HaloRows.like(k, v)
+        for back, rows in _passing(layout.message(k, v), self.group, self.meetings):
             if (met := _met(self.meetings, back, len(rows))) is not None:
                 mine, theirs, seen = met
-                yield mine, *_keys_and_values(rows[theirs]), seen
+                yield mine, *layout.keys_and_values(rows[theirs]), seen
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        home, own = Ring(self.group), k
-        for back, rows in _passing(_rows(k, v), self.group, self.meetings):
+        home, own, layout = Ring(self.group), k, _HaloRows.like(k, v)
+        for back, rows in _passing(layout.message(k, v), self.group, self.meetings):
             gradients = rows.new_zeros(rows.shape, dtype=state_dtype(k.dtype))
             if (met := _met(self.meetings, back, len(rows))) is not None:
                 mine, theirs, seen = met
-                _filled(gradients[theirs], *backward.of_block(mine, *_keys_and_values(rows[theirs]), seen))
+                block = layout.keys_and_values(rows[theirs])
+                layout.fill(gradients[theirs], *backward.of_block(mine, *block, seen))
+                del block
             if back == 0:
                 own = gradients
                 continue
@@ -96,7 +101,7 @@ class PassingHalo(KeyBlocks):
             home.start(gradients, to=-back)
         if self.meetings.halo:
             _add(own, *home.finish())
-        return _keys_and_values(own)
+        return layout.keys_and_values(own)
 
 
 def _passing(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Iterator[tuple[int, Tensor]]:
@@ -135,14 +140,15 @@ class GatheredHalo(KeyBlocks):
     meetings: Meetings
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        rows = _with_halo(_rows(k, v), self.group, self.meetings)
-        yield ALL, *_keys_and_values(rows), self.meetings.of_halo()
+        layout = _HaloRows.like(k, v)
+        rows = _with_halo(layout.message(k, v), self.group, self.meetings)
+        yield ALL, *layout.keys_and_values(rows), self.meetings.of_halo()
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        meetings = self.meetings
-        rows = _with_halo(_rows(k, v), self.group, meetings)
+        meetings, layout = self.meetings, _HaloRows.like(k, v)
+        rows = _with_halo(layout.message(k, v), self.group, meetings)
         gradients = rows.new_empty(rows.shape, dtype=state_dtype(k.dtype))
-        _filled(gradients, *backward.of_block(ALL, *_keys_and_values(rows), meetings.of_halo()))
+        layout.fill(gradients, *backward.of_block(ALL, *layout.keys_and_values(rows), meetings.of_halo()))
         del rows
         *halo, own = _parts(gradients, meetings)
         arrived = [torch.empty_like(x) for x in halo]
@@ -153,7 +159,7 @@ class GatheredHalo(KeyBlocks):
         )
         for _, x in _backwards(arrived):
             _add(own, x)
-        return _keys_and_values(own)
+        return layout.keys_and_values(own)
 
 
 def _parts(rows: Tensor, meetings: Meetings) -> list[Tensor]:

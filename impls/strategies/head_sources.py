@@ -52,7 +52,7 @@ class HeadSource(ABC):
 
     Attributes:
         heads, groups: Z and G.
-        head_size: A.
+        head_size, value_size: features of a query and a key, and of a value: A both, but in latent attention.
         attended: which earlier positions a position attends to.
         sinks: logits of the heads [Z] that join the softmax (:mod:`spbench.impls.kernels.sinks`).
         position_dim: the dim of positions in the tensors that have them.
@@ -63,6 +63,7 @@ class HeadSource(ABC):
     heads: int
     groups: int
     head_size: int
+    value_size: int
     attended: Attended
     sinks: Tensor | None
     position_dim: int
@@ -115,8 +116,8 @@ class GivenHeads(HeadSource):
 
     position_dim, with_positions, needed = 2, 3, 0
 
-    def __init__(self, q: Tensor, k: Tensor, attended: Attended, sinks: Tensor | None):
-        self.heads, self.groups, self.head_size = q.shape[1], k.shape[1], q.shape[3]
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended, sinks: Tensor | None):
+        self.heads, self.groups, self.head_size, self.value_size = q.shape[1], *k.shape[1::2], v.shape[3]
         self.attended, self.sinks = attended, sinks
 
     def tensors(self, x: Tensor) -> Sequence[Tensor]:

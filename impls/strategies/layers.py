@@ -124,6 +124,12 @@ class LayerHooks:
         return weight
 
     @left_within
+    def features_for_heads(self, x: Tensor) -> Tensor:
+        """Features [B, L or a part, F] of this rank's positions, as all heads between the projections of a
+        block use them: with the positions that a rank has there."""
+        return x
+
+    @left_within
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
         """As :meth:`linear_in`, for an input that every rank has whole, even where sequences are cut."""
         return self.linear_in(in_features, out_features)

@@ -90,7 +90,7 @@ class GatheredProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        # both messages travel while a matrix product runs, as in section 4.2.2
+        # both messages travel while a matmul runs, as in section 4.2.2
         parts, arrival = start_all_gather(x, ctx.group, ctx.buffer)
         whole_d_x = input_gradient(d_y, ctx.weight)
         arrival.wait()

@@ -127,7 +127,11 @@ class PlanningHooks(GridHooks):
     axes: tuple[str, ...]
     size: int
     within: Strategy | None
+    place: Place
     if TYPE_CHECKING:
+
+        @property
+        def position_axes(self) -> tuple[str, ...]: ...
 
         @property
         def sequence_parts(self) -> int: ...
@@ -143,10 +147,32 @@ class PlanningHooks(GridHooks):
         and of those within it."""
         sites = list(sites)
         self._check_lengths(sites)
+        self._check_experts([site for site in sites if site.kind == "experts"])
         for strategy, seen in self.as_seen(sites):
             strategy._check_heeded(seen)
             if strategy.size > 1:
                 strategy._check_own(seen)
+
+    def _check_experts(self, sites: Sequence[Site]) -> None:
+        ep, etp = (self.place.size(axis) for axis in FOLDED_AXES)
+        if not sites and ep * etp > 1:
+            raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
+        strategy = cast("Strategy", self)
+        alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
+        if sites and self.place.size(*alike) > 1:
+            raise Unsupported(
+                f"ranks along {' and '.join(alike)} of {self.name} hold the same tokens, which experts would "
+                "be given several times",
+                "use megatron_sp",
+            )
+        for site, (dim, what, axis, size) in itertools.product(
+            sites, (("E", "experts", "ep", ep), ("F", "features of an expert", "etp", etp))
+        ):
+            if (n := site.dims[dim]) % size:
+                fitting = [d for d in range(1, n + 1) if n % d == 0]
+                nearest = [max(d for d in fitting if d < size), *[d for d in fitting if d > size][:1]]
+                mend = f"use {axis} {' or '.join(map(str, nearest))}"
+                raise Unsupported(f"{n} {what} are not divisible by {axis} {size}", mend)
 
     def _check_heeded(self, sites: Iterable[Site]) -> None:
         for site, (word, what) in itertools.product(sites, HEEDED.items()):

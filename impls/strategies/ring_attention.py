@@ -28,7 +28,7 @@ from torch import Tensor
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import DecayMask, decay_mask, decay_powers, state_dtype
-from spbench.impls.layout import HEEDS_ALL, runs_again
+from spbench.impls.layout import HEEDS_ALL, key_value_size, runs_again
 from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
@@ -95,10 +95,11 @@ def gradients_round(
     return [x.to(block[0].dtype) for x in _keys_and_values(ring.finish())]
 
 
-def _travelling(k: Tensor, v: Tensor) -> Tensor:
+def _travelling(k: Tensor, v: Tensor) -> list[Tensor]:
     """k and v [B, G, L/N, A] in one message [2, B, L/N, G, A], the layout of projections and of flash
-    attention's gradients."""
-    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
+    attention's gradients; in a message each where their heads have other sizes."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return [torch.stack((k, v))] if k.shape == v.shape else [k.contiguous(), v.contiguous()]
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,11 @@ class RoundTheRing(KeyBlocks):
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         # the round alone holds what travels: a name of it here would keep the own block until the end
-        passing = Ring(self.group).round(_travelling(k, v), depends_on=self.meetings.depends_on)
-        for owner, (block,) in passing:
+        passing = Ring(self.group).round(*_travelling(k, v), depends_on=self.meetings.depends_on)
+        for owner, block in passing:
             if (met := self.meetings.of(owner)) is not None:
                 mine, theirs, seen = met
-                keys, values = block[:, :, theirs].transpose(2, 3)
+                keys, values = (x[:, theirs].transpose(1, 2) for x in _keys_and_values(block))
                 with self.meetings.work_on(owner):
                     yield mine, keys, values, seen
 
@@ -128,10 +129,10 @@ def attention_gradients_round(
     backward: BlockwiseBackward,
     k: Tensor,
     v: Tensor,
-    everywhere: Callable[[int], Tensor] | None = None,
+    everywhere: Callable[[int], Sequence[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's k and v [B, G, L/N, A], summed from rank to rank of the ring.
-    ``everywhere`` has k and v of each owner, [2, B, L/N, G, A], where they need not travel."""
+    ``everywhere`` has k and v of each owner, [B, L/N, G, A] each, where they need not travel."""
 
     def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
         if (met := meetings.of(owner)) is None:
@@ -141,9 +142,8 @@ def attention_gradients_round(
         d_keys, d_values = backward.of_block(mine, keys, values, seen)
         return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
 
-    known = None if everywhere is None else lambda owner: [everywhere(owner)]
-    block = [_travelling(k, v)]
-    d_k, d_v = gradients_round(group, block, of_block, known, meetings.depends_on, meetings.work_on)
+    block = _travelling(k, v)
+    d_k, d_v = gradients_round(group, block, of_block, everywhere, meetings.depends_on, meetings.work_on)
     return d_k.transpose(1, 2), d_v.transpose(1, 2)
 
 
@@ -236,9 +236,9 @@ class RingAttention(PlacedChunks):
                 yield from halo_traffic(site, halo, element_bytes)
                 continue
             d = site.dims
-            # k has D features a head in linear attention, v always A; both may have fewer heads than q
+            # k may have D features a head, v always A; both may have fewer heads than q
             heads = d.get("G", d["Z"])
-            block = d["B"] * heads * (d["L"] // self.size) * (d.get("D", d["A"]) + d["A"])
+            block = d["B"] * heads * (d["L"] // self.size) * key_value_size(d)
             once = site.count * (self.size - 1)
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
                 yield Traffic(phase, "K and V ring", "send", once, block * element_bytes)

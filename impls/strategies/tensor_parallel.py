@@ -240,6 +240,10 @@ class TensorParallel(Strategy):
         # the heads of this rank make only a part of the weight's gradient
         return super().shared_by_heads(copy_to_group(weight, self.group))
 
+    def features_for_heads(self, x: Tensor) -> Tensor:
+        # the heads of this rank make only a part of the gradient
+        return self.whole_input(super().features_for_heads(x))
+
     def linear_out(self, in_features: int, out_features: int) -> Linear:
         return RowParallelLinear(in_features, out_features, self)
 

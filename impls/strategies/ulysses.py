@@ -110,7 +110,7 @@ class Ulysses(SwappedHeads, GridChunks):
             if site.kind not in self.meets:
                 continue
             d = site.dims
-            # q and k have D features a head in linear attention, v and the output A
+            # q and k may have D features a head, v and the output have A
             head = d["B"] * (d["L"] // self.size) * element_bytes
             both = [("q and k", d["Z"], d.get("D", d["A"])), ("v and the output", d["Z"], d["A"])]
             if "G" in d:

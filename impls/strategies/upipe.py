@@ -29,7 +29,7 @@ from torch import Tensor
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.kept_results import kept
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import HEEDS_ALL, runs_again
+from spbench.impls.layout import HEEDS_ALL, key_value_size, runs_again
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.divisors import nearest, nearest_divisors
 from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource
@@ -113,7 +113,7 @@ class _InRounds(torch.autograd.Function):
         attention = upipe.repeated_attention(rounds, source.attended)
 
         def in_rounds() -> tuple[Tensor, ...]:
-            o = tensors[0].new_empty(*sizes, source.heads, source.head_size).transpose(1, 2)
+            o = tensors[0].new_empty(*sizes, source.heads, source.value_size).transpose(1, 2)
             others: list[Tensor] = []
             for number in keyed_steps(rounds.sets, lambda number: number == 0):
                 k, v = upipe.keys_to_heads(*source.keys_values(tensors, rounds.part(number)), rounds.runs)
@@ -227,17 +227,19 @@ class UPipe(Ulysses):
                 continue
             d = site.dims
             rounds = self.rounds(d["Z"], d.get("G", d["Z"]))
-            head = self.size * d["B"] * (d["L"] // self.size) * d["A"] * element_bytes
-            of_queries = site.count * rounds.count, head * rounds.heads
-            of_keys = site.count * rounds.sets, head * rounds.keys
+            feature = self.size * d["B"] * (d["L"] // self.size) * element_bytes
+            # of a head of each pair: q and the output, or k and v
+            pair = feature * key_value_size(d)
+            of_queries = site.count * rounds.count, pair * rounds.heads
+            of_keys = site.count * rounds.sets, pair * rounds.keys
             for phase in ["forward", *(["backward"] if runs_again(site) else [])]:
                 for purpose, (count, payload) in (("q and the output", of_queries), ("k and v", of_keys)):
-                    yield Traffic(phase, purpose, "all_to_all", 2 * count, payload)
+                    yield Traffic(phase, purpose, "all_to_all", 2 * count, payload // 2)
             for purpose, (count, payload) in (
                 ("q, the output and their gradients", of_queries),
                 ("k, v and their gradients", of_keys),
             ):
-                yield Traffic("backward", purpose, "all_to_all", 4 * count, payload)
+                yield Traffic("backward", purpose, "all_to_all", 4 * count, payload // 2)
 
     def repeated_attention(self, rounds: Rounds, attended: Attended) -> RepeatedAttention:
         """Attention of the heads of any round to whole sequences, by the strategy within."""
@@ -267,4 +269,4 @@ class UPipe(Ulysses):
     ) -> Tensor:
         if self.size == 1:
             return super(Ulysses, self).causal_attention(q, k, v, attended, sinks)
-        return self.in_rounds(GivenHeads(q, k, attended, sinks), q, k, v)
+        return self.in_rounds(GivenHeads(q, k, v, attended, sinks), q, k, v)

@@ -24,7 +24,7 @@ ROUNDS = 200
 
 
 def operators(x: Tensor, weight: Tensor) -> None:
-    """A matrix product, a view, and operators with new results and in place."""
+    """A matmul, a view, and operators with new results and in place."""
     y = torch.mm(x, weight)
     z = torch.relu(y).view(4, -1, weight.shape[1])
     z.add_(1).mul_(2)

@@ -36,7 +36,7 @@ def curve(along: str, panel: str, name: str, *rates: float, **measured: float) -
 
 
 CURVES = [
-    curve("size", "Matrix products", "bf16", 1e12, 3e12, _1048576=2e12),
+    curve("size", "Matmuls", "bf16", 1e12, 3e12, _1048576=2e12),
     curve("message", "Within a node", "all_reduce", 1e9, 2e9),
     curve("message", "Within a node", "all_gather", 1e9, 2e9),
     curve("message", "Within a node", "send", 4e9, 5e9),
@@ -47,10 +47,10 @@ CURVES = [
 def test_rates_of_a_cluster_that_are_the_same_are_one_line(width: float) -> None:
     figure = cluster_rates(CURVES, "A cluster").draw(width)
     assert_nothing_overlaps(figure)
-    assert [ax.get_title() for ax in figure.axes if ax.get_title()] == ["Matrix products", "Within a node"]
+    assert [ax.get_title() for ax in figure.axes if ax.get_title()] == ["Matmuls", "Within a node"]
     for gid, points in {
-        "Matrix products bf16": [[2**20, 1], [2**21, 3]],
-        "measured Matrix products bf16": [[2**20, 2]],
+        "Matmuls bf16": [[2**20, 1], [2**21, 3]],
+        "measured Matmuls bf16": [[2**20, 2]],
         "Within a node all-reduce, all-gather": [[2**20, 1], [2**21, 2]],
         "Within a node send": [[2**20, 4], [2**21, 5]],
     }.items():
@@ -66,9 +66,9 @@ def rate(operation: str, extent: int, **fields: Any) -> dict[str, Any]:
 
 
 RATES = [
-    rate("matrix product", 256, size="[256, 256] x [256, 256]", flops_per_s=3e12),
-    rate("matrix product", 128, size="[128, 128] x [128, 128]", flops_per_s=1e12),
-    rate("matrix product", 128, size="[512, 128] x [128, 512]", flops_per_s=2e12),
+    rate("matmul", 256, size="[256, 256] x [256, 256]", flops_per_s=3e12),
+    rate("matmul", 128, size="[128, 128] x [128, 128]", flops_per_s=1e12),
+    rate("matmul", 128, size="[512, 128] x [128, 512]", flops_per_s=2e12),
     rate("attention forward and backward", 1024, flops_per_s=1.5e12, precision="bf16"),
     rate("sum", 2**20, bytes_per_s=1e12),
     *(rate("all_reduce", 2**n, bytes_per_s=2.0**n, bus_bytes_per_s=3.5 * 2**n) for n in (10, 20, 30)),
@@ -78,12 +78,12 @@ RATES = [
 def test_each_kind_of_a_machines_rates_has_a_panel(tmp_path: Path) -> None:
     figure = machine_rates(RATES, "A machine").draw()
     assert_nothing_overlaps(figure)
-    titles = ["Matrix products", "Attention", "Sum of two tensors", "Collectives on 8 ranks"]
+    titles = ["Matmuls", "Attention", "Sum of two tensors", "Collectives on 8 ranks"]
     assert [ax.get_title() for ax in figure.axes] == titles
     assert figure.axes[0].get_ylabel() == "TFLOP/s"
     for gid, points in {
-        "Matrix products fp32, [s, s] x [s, s]": [[128, 1], [256, 3]],
-        "Matrix products fp32, [4s, s] x [s, 4s]": [[128, 2]],
+        "Matmuls fp32, [s, s] x [s, s]": [[128, 1], [256, 3]],
+        "Matmuls fp32, [4s, s] x [s, 4s]": [[128, 2]],
         "Attention bf16, forward and backward": [[1024, 1.5]],
         "Sum of two tensors": [[2**20, 1000]],
         "Collectives on 8 ranks all_reduce": [[2**n, 3.5 * 2**n / 1e9] for n in (10, 20, 30)],

@@ -21,12 +21,13 @@ from spbench.bench.measure.clusters.rates import (
     Host,
     HostMemory,
     Link,
+    MatmulRate,
     NcclSettings,
     Network,
     OperatorTimes,
-    ProductRate,
     Sourced,
 )
+from spbench.bench.old_names import cluster_today
 from spbench.bench.yaml_files import (
     InferredSetting,
     StrictModel,
@@ -60,7 +61,7 @@ class Device(StrictModel):
         memory_bandwidth_bytes_per_s: of the card's own memory.
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
         compute_efficiency: share of the peak rate that matmuls reach; null counts as all of it.
-        products: by precision, in place of ``compute_efficiency``.
+        matmul: by precision, in place of ``compute_efficiency``.
         attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
         attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
@@ -89,7 +90,7 @@ class Device(StrictModel):
     memory_bandwidth_bytes_per_s: Sourced[PositiveFloat]
     peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
     compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
-    products: dict[Precision, ProductRate] | None = None
+    matmul: dict[Precision, MatmulRate] | None = None
     memory_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
     attention_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
     attention: AttentionRates | None = None
@@ -235,8 +236,8 @@ class Cluster(StrictModel):
         fitted = any(each.fitted_on for _, each in self.sourced())
         if fitted or self.calibration_of(precision).scalars:
             return "fitted"
-        products = {str(name): each for name, each in (self.device.products or {}).items()}.get(precision)
-        share = products.share if products else self.device.compute_efficiency
+        matmuls = {str(name): each for name, each in (self.device.matmul or {}).items()}.get(precision)
+        share = matmuls.share if matmuls else self.device.compute_efficiency
         return "datasheet" if share.value is None else "sourced"
 
     @property
@@ -294,7 +295,7 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
 @cache
 def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     """What a file says and, below it, what the packaged cluster says that it extends."""
-    own = parse_yaml(path, content)
+    own = cluster_today(parse_yaml(path, content))
     host = own.get("host")
     if isinstance(host, dict) and "extends" in host:
         below = _packaged_below(path, host.pop("extends"), "host.extends")

@@ -70,7 +70,7 @@ class KindOfWork(NamedTuple):
     """A kind of work on a cluster.
 
     Attributes:
-        work: as "matrix products, bf16".
+        work: as "matmuls, bf16".
         figure: what it reaches, for people, or "not known: " and what counts instead.
         source: of the figure; "" where there is none.
     """
@@ -87,7 +87,7 @@ class KindOfWork(NamedTuple):
 
 def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
     """What the cluster's file has of each kind of work, those that it lacks too."""
-    of_device = *_products(cluster), *_attention(cluster), *_kernels(cluster)
+    of_device = *_matmuls(cluster), *_attention(cluster), *_kernels(cluster)
     return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
 
 
@@ -102,7 +102,7 @@ def without_own_rates(cluster: Cluster) -> list[str]:
         "attention": device.attention is None and device.attention_efficiency.value is None,
         "memory": device.memory_efficiency.value is None,
         "host": host is None or bool(host.scale.substitute),
-        "links within a node": node is not None and _lacks(node),
+        "intra-node links": node is not None and _lacks(node),
         "network": _lacks(cluster.network),
     }
     works = [work for work, lacks in lacking.items() if lacks]
@@ -136,13 +136,13 @@ def _source(figure: Sourced[float]) -> str:
     return ": ".join(filter(None, (figure.source, figure.note)))
 
 
-def _products(cluster: Cluster) -> Iterator[KindOfWork]:
+def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
     device = cluster.device
     for precision in get_args(Precision):
-        peak, own = device.peak_flops_per_s.get(precision), (device.products or {}).get(precision)
+        peak, own = device.peak_flops_per_s.get(precision), (device.matmul or {}).get(precision)
         if peak is None or peak.value is None:
             continue
-        work, of_peak = f"matrix products, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
+        work, of_peak = f"matmuls, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
         share = device.compute_efficiency if own is None else own.share
         if own is not None and own.bandwidth_bytes_per_s.value is not None:
             of_peak += f", and {own.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s of operands"
@@ -163,7 +163,7 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
             words = _attention_words(rate) + _substitute(limit)
             yield KindOfWork(f"attention, {kernel}{default}", words, _source(limit))
     work = f"attention, {'every kernel' if rates is None else 'other kernels'}"
-    yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matrix products")
+    yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matmuls")
 
 
 def _attention_words(rate: AttentionRate) -> str:
@@ -234,8 +234,8 @@ def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
 
 
 def _links(cluster: Cluster) -> Iterator[KindOfWork]:
-    links = {"within a node": cluster.node_link if cluster.devices_per_node > 1 else None}
-    for where, link in {**links, "between nodes": cluster.network}.items():
+    links = {"intra-node": cluster.node_link if cluster.devices_per_node > 1 else None}
+    for where, link in {**links, "inter-node": cluster.network}.items():
         if link is None:
             continue
         bandwidth = link.bandwidth_bytes_per_s

@@ -117,7 +117,7 @@ def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np
     return seconds
 
 
-class ProductRate(StrictModel):
+class MatmulRate(StrictModel):
     """Matmuls of one precision: seconds = FLOPs / (peak x share) + bytes / bandwidth.
 
     Attributes:

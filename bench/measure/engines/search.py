@@ -73,6 +73,7 @@ class Boundary:
         self.predicted = 0
         #: how many sizes were out of memory that were said to fit
         self.disappointed = 0
+        self._newest_whole: tuple[int, ClassTraces] | None = None
         self._sample()
 
     def _sample(self) -> None:
@@ -90,6 +91,13 @@ class Boundary:
         cell = self.candidates.at(units * self.unit)
         return tracing.trace(cell, rank_classes(cell)[self.predicted].first, effort="guess")
 
+    def _whole(self, value: int) -> ClassTraces:
+        """The whole traces at a value; the newest are kept."""
+        if self._newest_whole is None or self._newest_whole[0] != value:
+            traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
+            self._newest_whole = value, traces
+        return self._newest_whole[1]
+
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
         low, high = self.low, self.high
@@ -106,8 +114,10 @@ class Boundary:
             guess = self._last(self._seems_to_fit)
             if guess == self.low:
                 return guess
+            # probed next, so that its whole traces cost nothing where they are of the sampled program
+            log = self._whole(guess * self.unit).traces[self.predicted].memory
             try:
-                if self.programs.confirm(guess):
+                if self.programs.model(guess).same_program(log) or self.programs.confirm(guess):
                     return guess
             except NotOneProgram:
                 # programs change too often there, as with tiles, of which a longer sequence has more
@@ -150,7 +160,7 @@ class Boundary:
 
     def probe(self, value: int) -> bool:
         """Trace the whole step at that value; returns whether it fits."""
-        traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
+        traces = self._whole(value)
         self.newest = probe = Probe(value, traces, traces.memory_measurement())
         self.proof.append(proof_of(value, probe.measurement))
         fits = probe.measurement.status != "oom"

@@ -128,11 +128,11 @@ COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
 
 #: what can bound a step, by the names of :attr:`Measurement.parts` and :attr:`Measurement.breakdown`
 BOUNDS = {
-    "products": ("products_s",),
+    "matmul": ("matmul_s",),
     "attention": ("attention_s",),
     "memory": ("memory_bound_s",),
-    "links within a node": ("within_nodes_s",),
-    "links across nodes": ("across_nodes_s",),
+    "intra-node links": ("intra_node_s",),
+    "inter-node links": ("inter_node_s",),
     "bubble": ("bubble_s",),
     "host": ("overhead_s", "host_s"),
 }

@@ -16,7 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker, util
@@ -57,18 +58,54 @@ def _cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
-def begin_server() -> None:
-    """Let the server import what it needs while this process goes on, where there is one."""
+@contextmanager
+def beginning_server() -> Iterator[None]:
+    """Where there is a server, have it run at the end, forked from this process with what was imported
+    inside, so that torch is imported once; it imports the rest while this process goes on. If this process
+    has threads by then, one of which may hold a lock, another one is started for the server."""
+    with environment_with(environment_of_child()):  # for numpy, which a process imports once
+        yield
     if START_METHOD == "forkserver" and not _server_is_shared:
+        forked = len(os.listdir("/proc/self/task")) == 1
         with suppress(OSError):  # raised again where a process is started
-            _run_server()
+            _run_server(_forked if forked else util.spawnv_passfds)
 
 
-def _run_server() -> None:
+def _run_server(start: Callable[..., int] = util.spawnv_passfds) -> None:
+    """Have the server run; ``start`` is what multiprocessing calls for it."""
     _make_folder_of_sockets()
     with interrupts_blocked(), environment_with(environment_of_child()):
         forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
-        forkserver.ensure_running()
+        before, util.spawnv_passfds = util.spawnv_passfds, start
+        try:
+            forkserver.ensure_running()
+        finally:
+            util.spawnv_passfds = before
+
+
+def _forked(_: bytes, arguments: list[str], files: Sequence[int]) -> int:
+    """In place of :func:`multiprocessing.util.spawnv_passfds`: fork this process, and run there the program
+    that ``python -c`` would run, with these files alone; returns the pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    try:
+        sys.stdout = sys.__stdout__  # not what a command prints through
+        for number in {int(each) for each in os.listdir("/proc/self/fd")} - {0, 1, 2, *files}:
+            with suppress(OSError):  # that of the listing
+                os.close(number)
+        tracker: Any = resource_tracker._resource_tracker
+        tracker._fd = tracker._pid = None
+        server: Any = forkserver._forkserver
+        server.__init__()
+        exec(arguments[-1], {})
+    except SystemExit:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def starting_context() -> BaseContext:

@@ -3,7 +3,7 @@
 By hops: the ring algorithms (Thakur, Rabenseifner, Gropp 2005; as NCCL uses for large messages), and pairwise
 exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, with the rates that stand with the
 links of a cluster (:class:`BusRate`). There a group on several nodes moves its bytes on rings that leave the
-nodes by their cards, at the slower of the links within a node and the group's share of the cards. Its latency
+nodes by their cards, at the slower of the intra-node link and the group's share of the cards. Its latency
 is that within a node and, between nodes, that of a tree of them.
 
 Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
@@ -47,7 +47,7 @@ class GroupLinks(NamedTuple):
         size: ranks of the group.
         on_node: of each node that it has devices on, how many.
         users: of each node, how many of the groups leave it at once.
-        within, between: links within a node and from one network card, as a calibration corrects them.
+        within, between: intra-node links and from one network card, as a calibration corrects them.
         efficiency: the calibration's share of every link's bandwidth.
     """
 

@@ -1,7 +1,7 @@
 """What a kernel, a transfer and a collective cost on a cluster.
 
 Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
-floor; products and attention by the rates of their kind (:mod:`measure.clusters.rates`). Copies between
+floor; matmuls and attention by the rates of their kind (:mod:`measure.clusters.rates`). Copies between
 device and host: bytes over the device's share of the link; what the host's cores do: bytes over their share.
 Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
@@ -20,7 +20,7 @@ from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
     CollectiveModel,
-    ProductRate,
+    MatmulRate,
     operator_seconds,
 )
 from spbench.bench.measure.simulator import flash_attention_grid as grid
@@ -36,7 +36,7 @@ from spbench.bench.measure.simulator.program import (
     HOST_COPY,
     HOST_UPDATE,
     KERNEL,
-    MATRIX_PRODUCT,
+    MATMUL,
     PRECISION_NAMES,
     Program,
 )
@@ -203,8 +203,8 @@ class Costs:
         peak, device = np.array(self.rates), self.cluster.device
         efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
         reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
-        for number, products in self._products():
-            share = (products.share.value or 1.0) * self.calibration.compute_efficiency
+        for number, matmuls in self._matmuls():
+            share = (matmuls.share.value or 1.0) * self.calibration.compute_efficiency
             reached[program.precision == number] = peak[number] * share
         if own is not None:
             of_attention = peak * own * self.calibration.efficiency
@@ -213,17 +213,17 @@ class Costs:
             self._set_attention_rates(program, device.attention, reached)
         return reached
 
-    def _products(self) -> list[tuple[int, ProductRate]]:
-        """The rates of matrix products that the card has, with the index of their precision."""
-        of_precision = self.cluster.device.products or {}
-        return [(PRECISION_NAMES.index(name), products) for name, products in of_precision.items()]
+    def _matmuls(self) -> list[tuple[int, MatmulRate]]:
+        """The rates of matmuls that the card has, with the index of their precision."""
+        of_precision = self.cluster.device.matmul or {}
+        return [(PRECISION_NAMES.index(name), matmuls) for name, matmuls in of_precision.items()]
 
     def _operands(self, program: Program) -> np.ndarray:
         """Seconds that moving a product's operands adds to multiplying them, of each event."""
         seconds = np.zeros(len(program))
-        for number, products in self._products():
-            of_kind = (program.category == MATRIX_PRODUCT) & (program.precision == number)
-            bandwidth = products.bandwidth_bytes_per_s.value or float("inf")
+        for number, matmuls in self._matmuls():
+            of_kind = (program.category == MATMUL) & (program.precision == number)
+            bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
             seconds[of_kind] = program.nbytes[of_kind] / bandwidth
         return seconds
 

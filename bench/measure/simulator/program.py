@@ -16,8 +16,8 @@ import numpy as np
 KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 #: the stream on which a step computes; others have the copies and collectives of a library's own streams
 COMPUTE_STREAM = 0
-MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
-CATEGORIES = ("memory-bound", "matrix product", "attention", "host copy", "host update")
+MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
+CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update")
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
@@ -52,7 +52,7 @@ class Group:
     places: tuple[tuple[int, ...], ...]
     runs: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
-    stage: tuple[int, int] | tuple[()] = ()
+    stage: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[int], mesh: Mesh, pipeline: int | None = None) -> Group:
@@ -173,15 +173,15 @@ class Program:
             a kernel for the blocks of all lower ranks at once; or, of one for the block of one of them, how
             many lower ranks there are.
         name: index into ``names``: the operator, or the collective.
-        category: of a kernel: MEMORY_BOUND, MATRIX_PRODUCT, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
+        category: of a kernel: MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
             cores do it, while the host and the compute stream stand still.
         nbytes: of a kernel, bytes read and written, of a HOST_COPY those copied; of communication, bytes of
             the payload as :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
         precision: index into PRECISION_NAMES, of a kernel's operands.
-        shape: [events, 4]: batch, m, n, k of a matrix product; sequences x heads, queries, keys and head
+        shape: [events, 4]: batch, m, n, k of a matmul; sequences x heads, queries, keys and head
             size of an attention without scores.
-        strided: elements of a matrix product's operands and result that are blocks of wider matrices.
+        strided: elements of a matmul's operands and result that are blocks of wider matrices.
         host: [events, kinds of HOST_WORK]: what the host did since the event before; the event's own dispatch
             is not in it.
         partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait

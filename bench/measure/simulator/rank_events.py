@@ -13,7 +13,7 @@ from spbench.bench.measure.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
     KERNEL,
-    MATRIX_PRODUCT,
+    MATMUL,
     PRECISION_NAMES,
     RECORD,
     SEND,
@@ -117,7 +117,7 @@ def _kernel(program: Program, event: int) -> dict[str, Any]:
         "class": CATEGORIES[program.category[event]],
         "dtype": PRECISION_NAMES[program.precision[event]],
     }
-    if program.category[event] == MATRIX_PRODUCT:
+    if program.category[event] == MATMUL:
         details["batch, m, n, k"] = program.shape[event].tolist()
     return details
 

@@ -1,4 +1,4 @@
-"""What a cluster's products, attention kernels and links reach by size, as a simulation prices them."""
+"""What a cluster's matmuls, attention kernels and links reach by size, as a simulation prices them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import get_args
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import MATRIX_PRODUCT
+from spbench.bench.measure.simulator.program import MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.impls.traffic import WIRE_SHARE
 
@@ -42,20 +42,20 @@ class RateCurve:
 
 
 def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
-    """FLOPs a second of square matrix products, a line a precision that the card has."""
+    """FLOPs a second of square matmuls, a line a precision that the card has."""
     device, costs = cluster.device, Costs(cluster, Calibration())
     for precision in get_args(Precision):
-        peak, own = device.peak_flops_per_s.get(precision), (device.products or {}).get(precision)
+        peak, own = device.peak_flops_per_s.get(precision), (device.matmul or {}).get(precision)
         if peak is None or peak.value is None:
             continue
         width = 4 if precision == "fp32" else 8 if precision == "fp64" else 2
         program = ProgramBuilder((1,))
         for n in SIZES:
             flops, nbytes = 2.0 * n**3, 3.0 * width * n**2
-            program.kernel("mm", flops=flops, nbytes=nbytes, precision=precision, category=MATRIX_PRODUCT)
+            program.kernel("mm", flops=flops, nbytes=nbytes, precision=precision, category=MATMUL)
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
-        yield RateCurve("Matrix products", precision, SIZES, rates, {} if own is None else own.measured)
+        yield RateCurve("Matmuls", precision, SIZES, rates, {} if own is None else own.measured)
 
 
 def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:

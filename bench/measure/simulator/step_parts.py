@@ -14,7 +14,7 @@ from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COMPUTE_STREAM,
     KERNEL,
-    MATRIX_PRODUCT,
+    MATMUL,
     MEMORY_BOUND,
     Program,
 )
@@ -66,13 +66,13 @@ def seconds_by_kind(program: Program, kernel_s: np.ndarray) -> dict[str, float]:
     """
     of_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
     attention = (program.category == ATTENTION) & (program.flops > 0)  # a softmax alone moves bytes
-    products = program.category == MATRIX_PRODUCT
-    kinds = {"products": products, "attention": attention, "memory_bound": ~(products | attention)}
+    matmuls = program.category == MATMUL
+    kinds = {"matmul": matmuls, "attention": attention, "memory_bound": ~(matmuls | attention)}
     return {name: float(kernel_s[of_compute & of_kind].sum()) for name, of_kind in kinds.items()}
 
 
 class Flops(NamedTuple):
-    """FLOPs of products and attention: of ``forward`` phases, of the softmax ``attention`` in these, and of
+    """FLOPs of matmuls and attention: of ``forward`` phases, of the softmax ``attention`` in these, and of
     ``all`` phases, with what backward computes again."""
 
     forward: float

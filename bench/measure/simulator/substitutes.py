@@ -2,7 +2,7 @@
 link of which no more is known than the datasheet, a length that was not measured.
 
 Three grades, by how wrong that may be. "substituted": nothing of the kind was measured, such as an attention
-kernel that is priced as matrix products, or a link that is the datasheet's or another machine's.
+kernel that is priced as matmuls, or a link that is the datasheet's or another machine's.
 "transferred": a kernel or a host by the rate of another card, kernel or host. "extrapolated":
 by the rate of the same kernel or link at another size, mask or group. Intervals of such times are those of
 their grade (:mod:`measure.trust`).
@@ -23,7 +23,7 @@ from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
     KERNEL,
-    MATRIX_PRODUCT,
+    MATMUL,
     MEMORY_BOUND,
     PRECISION_NAMES,
     SEND,
@@ -33,7 +33,7 @@ from spbench.bench.measure.simulator.step_parts import AttentionCall, attention_
 from spbench.bench.measure.simulator.steps import Steps
 
 #: what attention counts as that a card has no rate of
-AS_PRODUCTS = "matrix products"
+AS_MATMULS = "matmuls"
 
 
 class Substitute(NamedTuple):
@@ -41,7 +41,7 @@ class Substitute(NamedTuple):
 
     Attributes:
         work: as "forward attention by triton".
-        by: as "matrix products".
+        by: as "matmuls".
     """
 
     work: str
@@ -57,7 +57,7 @@ def kernel_substitutes(costs: Costs, program: Program) -> _Found:
     """The kernels of a program that are priced by something else, with the program's events."""
     kernels = program.kind == KERNEL
     yield from _attention(costs, program, kernels & (program.category == ATTENTION) & (program.flops > 0))
-    yield from _products(costs, program, kernels & (program.category == MATRIX_PRODUCT))
+    yield from _matmuls(costs, program, kernels & (program.category == MATMUL))
     memory = np.flatnonzero(kernels & (program.category == MEMORY_BOUND))
     device = costs.cluster.device
     if device.memory_efficiency.value is None and costs.calibration.memory_efficiency == 1:
@@ -94,7 +94,7 @@ def _attention(
         softmax = program.shape[events[0]].any()
         kernel = "attention" if costs.attention == "flash" else f"attention by {costs.attention}"
         work = kernel if softmax else program.names[name]
-        yield Substitute(work, AS_PRODUCTS, "substituted"), events
+        yield Substitute(work, AS_MATMULS, "substituted"), events
 
 
 def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
@@ -112,21 +112,21 @@ def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
     return ", ".join(words)
 
 
-def _products(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
+def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
     device, fitted = costs.cluster.device, costs.calibration.compute_efficiency != 1
-    own = {str(name): each.share for name, each in (device.products or {}).items()}
+    own = {str(name): each.share for name, each in (device.matmul or {}).items()}
     for number, name in enumerate(PRECISION_NAMES):
         share = own.get(name, device.compute_efficiency)
         events = np.flatnonzero(calls & (program.precision == number))
         if share.substitute:
-            yield Substitute(f"{name} matrix products", share.substitute, "transferred"), events
+            yield Substitute(f"{name} matmuls", share.substitute, "transferred"), events
         elif share.value is None and not fitted:
-            yield Substitute(f"{name} matrix products", "the datasheet's peak", "substituted"), events
+            yield Substitute(f"{name} matmuls", "the datasheet's peak", "substituted"), events
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
     """The communication of the first rank of a program that is priced by something else, with the numbers of
-    its steps: each part of a collective, within a node and between nodes, is named."""
+    its steps: each part of a collective, intra-node and inter-node, is named."""
     kinds, _, partners = steps.columns
     names = steps.program.name[steps.at]
     moving = np.flatnonzero((kinds == COLLECTIVE) | (kinds == SEND))
@@ -162,7 +162,7 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
     """
     cluster = costs.cluster
     link: Link = (cluster.node_link or cluster.network) if within else cluster.network
-    work = f"{name} {'within a node' if within else 'between nodes'}"
+    work = f"{name} {'intra-node' if within else 'inter-node'}"
     rated = cluster.collective_model == "measured" and parts is not None
     # between nodes an all-to-all goes pair by pair, at the rate of a send
     rate = link.rate_of(name, parts or 0) if rated and (within or name != "all_to_all") else None

@@ -129,12 +129,12 @@ class Timeline:
     @property
     def parts(self) -> dict[str, float]:
         """Mean over ranks, in seconds: what ``compute`` and ``exposed_communication`` of :attr:`by_rank` are
-        made of. products, attention, memory_bound: kernels by their kind. within_nodes, across_nodes: waits
+        made of. matmuls, attention, memory_bound: kernels by their kind. intra_node, inter_node: waits
         for communication by the links that it takes; those for copies on other streams are within. in_blocks,
-        where the calibration has one: of products the charge for blocks of wider matrices.
+        where the calibration has one: of matmuls the charge for blocks of wider matrices.
         """
-        kinds = {name: np.zeros(self._world.size) for name in ("products", "attention", "memory_bound")}
-        exposed = {name: np.zeros(self._world.size) for name in ("within_nodes", "across_nodes")}
+        kinds = {name: np.zeros(self._world.size) for name in ("matmul", "attention", "memory_bound")}
+        exposed = {name: np.zeros(self._world.size) for name in ("intra_node", "inter_node")}
         for number, some in self._sets:
             program, waits = self._world.steps[number].program, some.waits
             for name, seconds in seconds_by_kind(program, some.kernel_s).items():
@@ -142,8 +142,8 @@ class Timeline:
             if charge := self._costs.calibration.strided_element_s:
                 in_blocks = kinds.setdefault("in_blocks", np.zeros(self._world.size))
                 in_blocks[some.ranks] = charge * (program.strided * some.weights).sum()
-            exposed["within_nodes"][some.ranks] = (waits.exposed - waits.across)[some.at]
-            exposed["across_nodes"][some.ranks] = waits.across[some.at]
+            exposed["intra_node"][some.ranks] = (waits.exposed - waits.across)[some.at]
+            exposed["inter_node"][some.ranks] = waits.across[some.at]
         return {f"{name}_s": float(s.mean()) for name, s in {**kinds, **exposed}.items()}
 
     @property

@@ -24,7 +24,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row, WrongRow, finite, parse_any_row, parse_row
-from spbench.impls.axes import MESH_AXES, spelled, union
+from spbench.impls.axes import MESH_AXES, spelled, union, whole_mesh
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -43,7 +43,7 @@ def flat(row: Row) -> dict[str, Any]:
     unmetered = losses or errors  # of a training run, or of ranks in turn
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
-        "world_size": math.prod(sizes.values()),
+        "world_size": math.prod(whole_mesh(sizes).values()),
         "mesh": spelled({axis: sizes.get(axis, 1) for axis in union(cell.get("mesh") or MESH_AXES, sizes)}),
         **{
             name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")

@@ -20,14 +20,14 @@ from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
     HOST_UPDATE,
-    MATRIX_PRODUCT,
+    MATMUL,
     MEMORY_BOUND,
     PRECISION_NAMES,
 )
 from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
-from spbench.impls.kernels.grouped_matmul import GROUPED_PRODUCTS
+from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
 from spbench.impls.kernels.ranged_attention import Size
@@ -36,7 +36,7 @@ _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float
 _OTHER = len(PRECISION_NAMES) - 1
 
 #: matmuls -> position of their first operand; the second follows it
-PRODUCTS = {
+MATMULS = {
     "mm": 0,
     "bmm": 0,
     "addmm": 1,
@@ -104,18 +104,21 @@ _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
-    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A] and
-    k [B, G, L, A], which a gradient stands before."""
-    q, k = arguments[1:3] if name.endswith("_backward") else arguments[:2]
+    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A], k and
+    v [B, G, L, A], which a gradient stands before. Where v has another head size, A is the size at which all
+    matmuls of the call would have its FLOPs, rounded down."""
+    backward = name.endswith("_backward")
+    q, k, v = arguments[1:4] if backward else arguments[:3]
+    a = (3 * q.shape[3] + 2 * v.shape[3]) // 5 if backward else (q.shape[3] + v.shape[3]) // 2
     if name.startswith("ranged"):
         ranges, _, length = Size.of(arguments[-1])
-        return q.shape[0] * q.shape[1] * ranges, length, length, q.shape[3]
-    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+        return q.shape[0] * q.shape[1] * ranges, length, length, a
+    return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], a
 
 
 def _grouped_flops(args: Sequence[Any]) -> int:
-    """FLOPs of the matmuls of all experts, from rows [R, k] and weights of [k, n], or from d_y [R, n] and rows
-    [R, k]: as many as one matmul of all rows has."""
+    """FLOPs of the matmuls of all experts, from rows [R, k] and weights of [k, n], or from d_y [R, n] and
+    rows [R, k]: as many as one matmul of all rows has."""
     rows, other = args[0], args[1]
     columns = other.shape[1] if isinstance(other, Tensor) else other[0].shape[1]
     return 2 * rows.numel() * int(columns)
@@ -153,10 +156,10 @@ class Price:
         elif name == "scatter_add_":
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
-        self._product = PRODUCTS.get(name, -1)
-        self._grouped = GROUPED_PRODUCTS.get(name, -1)
+        self._matmul = MATMULS.get(name, -1)
+        self._grouped = GROUPED_MATMULS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
-        self._formula = None if self._product >= 0 else formula
+        self._formula = None if self._matmul >= 0 else formula
         self._softmax = self._formula is not None and "flash_attention" in name
         self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
         if name in OVER_HOST_LINK:
@@ -165,7 +168,7 @@ class Price:
             self._category = HOST_UPDATE
         self.known = (
             self.free
-            or max(self._product, self._grouped) >= 0
+            or max(self._matmul, self._grouped) >= 0
             or self._formula is not None
             or func.namespace == "spbench"  # a kernel of ours that multiplies matrices has a formula
             or name in _STREAMING
@@ -193,18 +196,18 @@ class Price:
         if self._grouped >= 0:
             flops = _grouped_flops(args[self._grouped :])
             precision = _PRECISION.get(args[self._grouped].dtype, _OTHER)
-            return MATRIX_PRODUCT, nbytes, flops, precision, NO_SHAPE, 0
-        if self._product < 0:
+            return MATMUL, nbytes, flops, precision, NO_SHAPE, 0
+        if self._matmul < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
             return self._category, nbytes, flops, precision, shape, 0
-        a, b = args[self._product], args[self._product + 1]
+        a, b = args[self._matmul], args[self._matmul + 1]
         *_, m, k = a.shape
         n, batch = b.shape[-1], prod(a.shape[:-2])
         tensor = result if isinstance(result, Tensor) else args[0]  # added to in place
         strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(tensor)
         precision = _PRECISION.get(a.dtype, _OTHER)
-        return MATRIX_PRODUCT, nbytes, 2 * batch * m * n * k, precision, (batch, m, n, k), strided
+        return MATMUL, nbytes, 2 * batch * m * n * k, precision, (batch, m, n, k), strided
 
 
 @cache

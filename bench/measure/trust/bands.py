@@ -26,7 +26,7 @@ BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
 TIE = "≈"
 TIE_LEGEND = (
     f"{TIE}: a tie with the fastest of its model, length and GPUs: they differ by less than the errors of "
-    "two splits do"
+    "two layouts do"
 )
 
 #: what is said of a time on such rates
@@ -121,7 +121,7 @@ def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | No
 
 
 def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
-    """What cells have in common whose times are compared: all but the batch, how it is split, and what is
+    """What cells have in common whose times are compared: all but the batch, its layout, and what is
     computed again."""
     options = {
         k: v
@@ -139,7 +139,7 @@ def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
 
 def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
     """What the times of some measurements are priced by instead of a rate of its own, each with its largest
-    share of a step, by grade: "no rate of its own: attention by triton (68%): matrix products";
+    share of a step, by grade: "no rate of its own: attention by triton (68%): matmuls";
     "" where there is no such price."""
     shares: dict[tuple[str, str, str], float] = {}
     for measured in measurements:

@@ -102,7 +102,7 @@ class Covered(NamedTuple):
 
 
 class ComparedTimes(NamedTuple):
-    """Two ways to split a run: logarithms of the one's time over the other's."""
+    """Two layouts of a run: logarithms of the one's time over the other's."""
 
     source: str
     simulated: float
@@ -111,7 +111,7 @@ class ComparedTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of ways to split a run that were simulated about as far apart, and measured.
+    """Pairs of layouts of a run that were simulated about as far apart, and measured.
 
     Attributes:
         right: those of which the one whose simulated time is shorter was measured to be the shorter.
@@ -132,7 +132,7 @@ class ErrorModel:
         strategies: those of which a step was measured, alone or around each other.
         of_strategies: half width of what strategies of a source err differently.
         of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
-            for how they are split.
+            for their layout.
         of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
             apart.
     """
@@ -186,11 +186,11 @@ class ErrorModel:
         return *interval.factors(self.of_strategies), f"{words}; none of this strategy"
 
     def tie(self, rates: str) -> float:
-        """The ratio up to which the times of two splits of the same run are a tie."""
+        """The ratio up to which the times of two layouts of the same run are a tie."""
         return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
 
     def order(self, rates: str, ratio: float) -> str:
-        """What was measured of pairs of splits as far apart as two times of this ratio, as "of 91 measured
+        """What was measured of pairs of layouts as far apart as two times of this ratio, as "of 91 measured
         pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
         by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
         at = _distance(max(ratio, 1 / ratio) - 1)

@@ -281,7 +281,9 @@ def _foldings(model: Model, case: Case, ranks: int) -> list[Mapping[str, int]]:
     turns along ep, along etp and both; none of these for a model without experts."""
     experts = {site.dims["E"] for site in model.sites(case.batch, case.seq_len) if site.kind == "experts"}
     pairs = [(ep, n) for ep in range(1, ranks + 1) if ranks % ep == 0 for n in (1, 2) if ranks // ep % n == 0]
-    ways = [{"ep": ep, "etp": etp} for ep, etp in pairs if experts and all(n % ep == 0 for n in experts)]
+    ways: list[Mapping[str, int]] = [
+        {"ep": ep, "etp": etp} for ep, etp in pairs if experts and all(n % ep == 0 for n in experts)
+    ]
     return ways or [{}]
 
 

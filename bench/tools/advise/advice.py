@@ -29,6 +29,7 @@ from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import shown_price
 from spbench.bench.yaml_text import dump
+from spbench.impls.axes import Place
 from spbench.impls.models.model import model_preset
 
 #: collectives of which a rank sends to each of the others, so that a share of it leaves the node
@@ -37,12 +38,12 @@ _TO_EACH = "all_to_all"
 _TO_NEXT = ("send", "recv")
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
-    "products_s": "matmul",
+    "matmul_s": "matmul",
     IN_BLOCKS: "matmul in blocks, by a fitted charge",
     "attention_s": "attention",
     "memory_bound_s": "memory-bound operators",
-    "within_nodes_s": "exposed intra-node communication",
-    "across_nodes_s": "exposed inter-node communication",
+    "intra_node_s": "exposed intra-node communication",
+    "inter_node_s": "exposed inter-node communication",
     "bubble_s": "bubble",
     "overhead_s": "launch overhead",
     "host_s": "waiting for the host",
@@ -270,7 +271,7 @@ def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 def _parts(seen: Seen) -> dict[str, float]:
     seconds = {name: float(seen.parts.get(name, 0.0)) for name in _PARTS}
-    return {**seconds, "products_s": seconds["products_s"] - seconds[IN_BLOCKS]}
+    return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
 
 
 def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
@@ -341,8 +342,5 @@ def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 def _members(cell: Cell, axes: list[str], of_node: int) -> tuple[int, int]:
     """(ranks of the group along these axes, of them in one node)."""
-    sizes = cell.mesh_sizes
-    ranks = np.arange(int(np.prod([*sizes.values()]))).reshape([*sizes.values()])
-    at = tuple(slice(None) if axis in axes else 0 for axis in sizes)
-    group = ranks[at].ravel()
+    group = np.array(Place(cell.mesh_sizes).members(*axes))
     return len(group), int((group // of_node == group[0] // of_node).sum())

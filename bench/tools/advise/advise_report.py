@@ -17,7 +17,7 @@ from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.possible import spelled
 from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.bench.units import GIB, shown_part, shown_price, shown_share
+from spbench.bench.units import GIB, shown_price, shown_share
 
 #: what can vary from answer to answer: the field, and how it is called
 AXES = {"seq_len": "length", "gpus": "GPUs", "figures": "figure"}
@@ -329,7 +329,7 @@ _LAYOUT = [
     Column("sends GiB", "sent_bytes", lambda nbytes: f"{nbytes / GIB:.3g}"),
     Column("exposed", "exposed_communication", shown_share),
     Column("bubble", "bubble", shown_share),
-    Column("bound", "bound", shown_part),
+    Column("bound", "bound"),
     Column("floors", "floors", of=_floors),
 ]
 #: columns of :class:`SwitchPrice`

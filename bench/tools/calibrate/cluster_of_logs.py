@@ -27,18 +27,15 @@ _NOWHERE = "in none of the logs"
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: what logs can say, and where it stands in the file
 _WANTED: dict[str, str | tuple[str, ...]] = {
-    **{
-        f"matrix products, {precision}": f"device.products.{precision}"
-        for precision in ("bf16", "fp16", "fp32")
-    },
+    **{f"matmuls, {precision}": f"device.matmul.{precision}" for precision in ("bf16", "fp16", "fp32")},
     "attention": "device.attention",
     "memory": ("device.memory_efficiency", "device.memory_bandwidth_bytes_per_s"),
     "gaps between kernels": "device.launch_overhead_s",
-    "send, within a node": "node_link: bandwidth_bytes_per_s",
-    **{f"{kind}, within a node": f"node_link.collectives.{kind}" for kind in _COLLECTIVES},
-    "send, between nodes": "network: bandwidth_bytes_per_s",
+    "send, intra-node": "node_link: bandwidth_bytes_per_s",
+    **{f"{kind}, intra-node": f"node_link.collectives.{kind}" for kind in _COLLECTIVES},
+    "send, inter-node": "network: bandwidth_bytes_per_s",
     # an all-to-all between nodes is timed by its sends
-    **{f"{kind}, between nodes": f"network.collectives.{kind}" for kind in _COLLECTIVES[:-1]},
+    **{f"{kind}, inter-node": f"network.collectives.{kind}" for kind in _COLLECTIVES[:-1]},
 }
 
 
@@ -218,7 +215,7 @@ def cluster_of_logs(findings: Mapping[str, Findings], base: Cluster | None) -> L
     about = f"{base.name if base else card or 'A card'}, with what logs say: {', '.join(findings)}"
     start = {"extends": base.name, "about": about} if base else {"about": about, **_nothing_known(card)}
     cluster = LogCluster(start, remarks=[remark for each in findings.values() for remark in each.remarks])
-    _put_products(cluster, findings, base)
+    _put_matmuls(cluster, findings, base)
     _put_attention(cluster, findings, base)
     _put_memory(cluster, findings, base)
     if base is None:
@@ -241,10 +238,10 @@ def _nothing_known(card: str) -> dict[str, Any]:
     }
 
 
-def _put_products(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
+def _put_matmuls(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     peaks = {str(name): each.value for name, each in base.device.peak_flops_per_s.items()} if base else {}
     for precision, rate in product_rates(findings).items():
-        where, peak = f"device.products.{precision}", peaks.get(precision)
+        where, peak = f"device.matmul.{precision}", peaks.get(precision)
         if base and peak:
             share = cluster.figure(f"{where}.share", rate.limit / peak, rate.how, rate.source)
         else:
@@ -252,14 +249,12 @@ def _put_products(cluster: LogCluster, findings: Mapping[str, Findings], base: C
                 f"device.peak_flops_per_s.{precision}", rate.limit, rate.how, rate.source
             )
             cluster.put({"device": {"peak_flops_per_s": {precision: peak_now}}})
-            share = cluster.figure(f"{where}.share", 1.0, "the peak is what products reach", rate.source)
+            share = cluster.figure(f"{where}.share", 1.0, "the peak is what matmuls reach", rate.source)
         operands: dict[str, Any] = {"value": None, "source": "one share for all shapes"}
         if rate.other is not None:
             operands = cluster.figure(f"{where}.bandwidth_bytes_per_s", rate.other, rate.how, rate.source)
-        products = {precision: {"share": share, "bandwidth_bytes_per_s": operands}}
-        cluster.put(
-            {"device": {"products": products}, **without_scalar(base, "compute_efficiency", precision)}
-        )
+        matmuls = {precision: {"share": share, "bandwidth_bytes_per_s": operands}}
+        cluster.put({"device": {"matmul": matmuls}, **without_scalar(base, "compute_efficiency", precision)})
 
 
 def _put_attention(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:

@@ -25,7 +25,7 @@ from spbench.impls.traffic import WIRE_SHARE
 
 #: a message to the next rank; of a machine of several nodes also those that stay in a node, and those that
 #: leave it
-SEND, SEND_WITHIN, SEND_BETWEEN = "send_recv", "send_recv within a node", "send_recv between nodes"
+SEND, SEND_WITHIN, SEND_BETWEEN = "send_recv", "send_recv intra-node", "send_recv inter-node"
 _ITEM_BYTES = 4
 
 

@@ -78,7 +78,7 @@ class RatePoint:
     """One operation at one size, done by all ranks at once.
 
     Attributes:
-        operation: "matrix product", "attention forward", "sum", "training step", a collective, or one of
+        operation: "matmul", "attention forward", "sum", "training step", a collective, or one of
             :mod:`tools.calibrate.operator_times`.
         size: in words, as "[512, 512] x [512, 512]" or "1048576 B".
         extent: what the size is plotted over: the side, the length, or bytes.
@@ -159,7 +159,7 @@ def compute_rates(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePo
     points: list[RatePoint] = []
     for precision in sweep.precisions:
         for widening in (1, 4):
-            points += _series(_products(precision, widening, device, ranks, sweep), device, sweep)
+            points += _series(_matmuls(precision, widening, device, ranks, sweep), device, sweep)
         for backward in (False, True):
             points += _series(_attention(precision, backward, device, ranks, sweep), device, sweep)
     points += _series(_sums(device, ranks, sweep), device, sweep)
@@ -194,7 +194,7 @@ def _made_on_all_ranks(make: Callable[[], Callable[[], Any]], device: str) -> Ca
     return None if failed else call
 
 
-def _products(precision: str, widening: int, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
+def _matmuls(precision: str, widening: int, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
     dtype = PRECISIONS[precision].parameters
     for side in sweep.sides:
         outer = widening * side
@@ -204,7 +204,7 @@ def _products(precision: str, widening: int, device: str, ranks: int, sweep: Rat
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((outer, side), (side, outer)))
             return partial(torch.matmul, a, b)
 
-        yield RatePoint("matrix product", size, side, precision, ranks, flops=2 * outer * side * outer), make
+        yield RatePoint("matmul", size, side, precision, ranks, flops=2 * outer * side * outer), make
 
 
 def _attention(precision: str, backward: bool, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:

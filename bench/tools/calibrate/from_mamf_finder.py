@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from spbench.bench.measure.clusters.cluster import Precision
-from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedProduct
+from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedMatmul
 
 _PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _NUMBER, _SHAPE = r"(\d{1,9}(?:\.\d+)?)", r"(\d{1,9})x(\d{1,9})x(\d{1,9})"
@@ -42,21 +42,21 @@ def read(log: LogFile) -> Findings | None:
         raise log.damaged("a log of mamf-finder must name one dtype, as in '** Dtype: torch.bfloat16'")
     dtype = dtypes.pop()
     if dtype not in _PRECISIONS:
-        raise log.damaged(f"products of {dtype} have no place in a cluster's file ({', '.join(_PRECISIONS)})")
+        raise log.damaged(f"matmuls of {dtype} have no place in a cluster's file ({', '.join(_PRECISIONS)})")
     if match := _NEGATIVE.search(text):
         raise log.damaged(f"a speed of {match[1]} TFLOPS cannot be")
     speeds = list(_shapes(text)) or [_speed(*match) for match in _BEST.findall(text)]
-    products = [
-        TimedProduct.of_shape(_PRECISIONS[dtype], m, n, k, 2 * m * n * k / (tflops * 1e12))
+    matmuls = [
+        TimedMatmul.of_shape(_PRECISIONS[dtype], m, n, k, 2 * m * n * k / (tflops * 1e12))
         for m, n, k, tflops in speeds
         if min(m, n, k, tflops) > 0
     ]
-    if not products:
+    if not matmuls:
         raise log.damaged("a log of mamf-finder without a shape and its TFLOPS; was the run cut off?")
     tried = _TRIED.search(text)
-    of = f", the best of {tried[1] or tried[2]} shapes" if tried and len(products) == 1 else ""
+    of = f", the best of {tried[1] or tried[2]} shapes" if tried and len(matmuls) == 1 else ""
     card = _CARD.search(text)
-    return Findings(f"mamf-finder{of}", card[1] if card else "", products=products)
+    return Findings(f"mamf-finder{of}", card[1] if card else "", matmuls=matmuls)
 
 
 def _shapes(text: str) -> Iterator[tuple[int, int, int, float]]:

@@ -1,7 +1,7 @@
 """Chrome traces of torch.profiler (export_chrome_trace), packed or not.
 
 A kernel belongs to the operator that launched it, by "External id". With the shapes of inputs
-(record_shapes=True) there are times of matrix products and of element-wise operators, and speeds of
+(record_shapes=True) there are times of matmuls and of element-wise operators, and speeds of
 attention; without, only the gaps between kernels.
 """
 
@@ -20,8 +20,8 @@ from spbench.bench.tools.calibrate.log_findings import (
     AttentionSpeed,
     Findings,
     LogFile,
+    TimedMatmul,
     TimedPass,
-    TimedProduct,
 )
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _PRECISIONS: dict[str, Precision] = {
 }
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
 #: operators that are one matmul -> the place of its left operand among the inputs
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+_MATMULS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 #: what cuBLAS and CUTLASS call kernels that multiply fp32 on tensor cores, faster than its peak
 _TF32 = ("tf32", "tensorop_s")
 
@@ -136,7 +136,7 @@ def _findings(log: LogFile, trace: Mapping[str, Any]) -> Findings:
         "torch.profiler",
         name,
         memory_total_bytes=cards.get(name),
-        products=_all(_product, launched),
+        matmuls=_all(_matmul, launched),
         attention=_all(_attention, launched),
         passes=_all(_pass, launched),
         launch_gaps_s=_gaps(on_card),
@@ -167,8 +167,8 @@ def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
                 yield _Launched(event["name"], event["args"], seconds, names)
 
 
-def _product(each: _Launched) -> TimedProduct | None:
-    place = _PRODUCTS.get(each.name)
+def _matmul(each: _Launched) -> TimedMatmul | None:
+    place = _MATMULS.get(each.name)
     precision = None if place is None else _PRECISIONS.get(each.kind(place))
     if place is None or precision is None:
         return None
@@ -177,7 +177,7 @@ def _product(each: _Launched) -> TimedProduct | None:
     *batch, m, k = each.shape(place)
     n = each.shape(place + 1)[-1]
     sizes = prod(batch), m, n, k
-    return TimedProduct.of_shape(precision, m, n, k, each.seconds, sizes[0]) if min(sizes) > 0 else None
+    return TimedMatmul.of_shape(precision, m, n, k, each.seconds, sizes[0]) if min(sizes) > 0 else None
 
 
 def _attention(each: _Launched) -> AttentionSpeed | None:

@@ -44,7 +44,7 @@ class LogFile:
 
 
 @dataclass(frozen=True)
-class TimedProduct:
+class TimedMatmul:
     """A matmul.
 
     Attributes:
@@ -60,7 +60,7 @@ class TimedProduct:
     @classmethod
     def of_shape(
         cls, precision: Precision, m: int, n: int, k: int, seconds: float, batch: int = 1
-    ) -> TimedProduct:
+    ) -> TimedMatmul:
         """The matmul of [M, K] and [K, N], ``batch`` times."""
         size = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[precision]
         return cls(precision, 2.0 * batch * m * n * k, size * batch * (m * k + k * n + m * n), seconds)
@@ -119,7 +119,7 @@ class Findings:
     about: str
     card: str = ""
     memory_total_bytes: int | None = None
-    products: Sequence[TimedProduct] = ()
+    matmuls: Sequence[TimedMatmul] = ()
     attention: Sequence[AttentionSpeed] = ()
     passes: Sequence[TimedPass] = ()
     launch_gaps_s: Sequence[float] = ()
@@ -272,14 +272,14 @@ def _of_card(card: str) -> _Datasheet:
 
 
 def _times(findings: Findings) -> Iterator[float]:
-    for timed in (findings.products, findings.passes, findings.collectives):
+    for timed in (findings.matmuls, findings.passes, findings.collectives):
         yield from (each.seconds for each in timed)
     yield from (each.flops_per_s for each in findings.attention)
 
 
 def _speeds(findings: Findings, datasheet: _Datasheet) -> Iterator[_Speed]:
     """Passes over memory are not among them: caches can be faster, and what is left out is said."""
-    for product in findings.products:
+    for product in findings.matmuls:
         limit = datasheet.flops_per_s.get(product.precision)
         yield _Speed(product.flops / product.seconds, limit, "FLOP/s", product.precision)
     for attention in findings.attention:

@@ -17,8 +17,8 @@ from spbench.bench.measure.clusters.rates import (
     BusRate,
     Host,
     Link,
+    MatmulRate,
     Network,
-    ProductRate,
     RatedCollective,
     Sourced,
 )
@@ -36,9 +36,9 @@ from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint, RateSw
 from spbench.bench.tools.calibrate.operator_times import (
     INSIDE_STEPS,
     host_figures,
+    matmul_fit,
     operator_points,
     operator_times,
-    product_fit,
 )
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 
@@ -224,15 +224,15 @@ def _device(machine: Machine, source: str) -> Device:
         context = Sourced[int](value=machine.memory_bytes[1], source=source, note=note)
     largest = machine.of("sum")[-1]
     sums = f"sum of two tensors of {largest.size} each into new memory"
-    precisions = dict.fromkeys(p.precision for p in machine.of("matrix product"))
-    peaks = {precision: _products(machine, precision, source) for precision in precisions}
+    precisions = dict.fromkeys(p.precision for p in machine.of("matmul"))
+    peaks = {precision: _matmuls(machine, precision, source) for precision in precisions}
     return Device(
         name=machine.device_name,
         memory_total_bytes=total,
         memory_context_bytes=context,
         memory_bandwidth_bytes_per_s=_sourced(largest.bytes_per_s, source, sums),
         peak_flops_per_s=peaks,  # type: ignore[arg-type]
-        products=_in_steps(machine, peaks, source),  # type: ignore[arg-type]
+        matmul=_in_steps(machine, peaks, source),  # type: ignore[arg-type]
         operators={
             name: Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
             for name, times in operator_times(machine.points).items()
@@ -259,25 +259,25 @@ def _host(machine: Machine, source: str) -> Host:
     return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)
 
 
-def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, ProductRate] | None:
+def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, MatmulRate] | None:
     """Rates of matmuls inside training steps, by precision; None where there were none."""
     rates = {}
     for precision, peak in peaks.items():
-        fit = product_fit(machine.points, precision)
+        fit = matmul_fit(machine.points, precision)
         if fit is not None and fit.coefficients[0]:
             flop_s, byte_s = fit.coefficients
-            note = f"products inside training steps; {_off(fit)}"
-            rates[precision] = ProductRate(
+            note = f"matmuls inside training steps; {_off(fit)}"
+            rates[precision] = MatmulRate(
                 share=_sourced(1 / (flop_s * peak.value), source, note),
                 bandwidth_bytes_per_s=_sourced(1 / byte_s if byte_s else None, source, note),
             )
     return rates or None
 
 
-def _products(machine: Machine, precision: str, source: str) -> Any:
-    products = machine.of("matrix product", precision)
-    best = max(products, key=lambda point: point.flops_per_s or 0.0)
-    note = f"{best.size}, the best of {len(products)} shapes"
+def _matmuls(machine: Machine, precision: str, source: str) -> Any:
+    matmuls = machine.of("matmul", precision)
+    best = max(matmuls, key=lambda point: point.flops_per_s or 0.0)
+    note = f"{best.size}, the best of {len(matmuls)} shapes"
     for operation in ("attention forward", "attention forward and backward"):
         if points := machine.of(operation, precision):
             rate = max(point.flops_per_s or 0.0 for point in points)

@@ -31,7 +31,7 @@ from spbench.bench.measure.clusters.rates import OperatorTimes, operator_seconds
 from spbench.bench.measure.engines.distributed import SEED
 from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.step_times import seconds
-from spbench.bench.measure.simulator.program import MATRIX_PRODUCT, PRECISION_NAMES
+from spbench.bench.measure.simulator.program import MATMUL, PRECISION_NAMES
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
@@ -76,10 +76,10 @@ def _backward(y: Tensor, x: Tensor) -> None:
 
 #: an operator's point is called this and its name
 OPERATOR = "operator "
-PRODUCT = "matrix product in a step"
+MATMUL_IN_STEP = "matmul in a step"
 STEP = "step beside its operators"
 #: how the points of steps, and of what the host does in them, begin
-INSIDE_STEPS = (OPERATOR, PRODUCT, STEP, HOST)
+INSIDE_STEPS = (OPERATOR, MATMUL_IN_STEP, STEP, HOST)
 _WARMUP = 2
 #: of tensors whose freeing is timed: from what no C library gives back at once to what all do
 _FREED_BYTES = tuple(2**n for n in range(20, 29))
@@ -228,9 +228,9 @@ def points_of(
     yield RatePoint(STEP, size, sum(calls.values()), cell.precision, ranks, beside)
     for (name, category, nbytes, flops, number, shape, _), taken in whole.items():
         precision = PRECISION_NAMES[number]
-        if flops and category == MATRIX_PRODUCT:
+        if flops and category == MATMUL:
             size = f"{name} {list(shape)}"
-            yield RatePoint(PRODUCT, size, nbytes, precision, ranks, taken, flops=flops, nbytes=nbytes)
+            yield RatePoint(MATMUL_IN_STEP, size, nbytes, precision, ranks, taken, flops=flops, nbytes=nbytes)
         elif nbytes and not flops:
             size = f"{nbytes} B"
             yield RatePoint(OPERATOR + name, size, nbytes, cell.precision, ranks, taken, nbytes=nbytes)
@@ -259,11 +259,10 @@ def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
     }
 
 
-def product_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | None:
+def matmul_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | None:
     """Seconds a FLOP and a byte of the matmuls inside steps; None where no point is of a large one."""
-    chosen = [
-        p for p in points if p.operation == PRODUCT and p.precision == precision and p.flops >= _LEAST_FLOPS
-    ]
+    of_precision = [p for p in points if p.operation == MATMUL_IN_STEP and p.precision == precision]
+    chosen = [point for point in of_precision if point.flops >= _LEAST_FLOPS]
     if not chosen:
         return None
     return least_squares([p.seconds for p in chosen], [p.flops for p in chosen], [p.nbytes for p in chosen])

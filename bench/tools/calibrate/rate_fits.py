@@ -90,7 +90,7 @@ def _how(fit: LeastSquares, form: str, count: int) -> str:
 def product_rates(findings: Mapping[str, Findings]) -> dict[str, Rate]:
     """By precision: seconds = FLOPs / limit + bytes of operands and result / other."""
     rates = {}
-    for precision, points, source in _by(findings, lambda each: each.products, lambda each: each.precision):
+    for precision, points, source in _by(findings, lambda each: each.matmuls, lambda each: each.precision):
         best = max(point.flops / point.seconds for point in points)
         if len({(point.flops, point.nbytes) for point in points}) >= _FEWEST:
             fit = least_squares(

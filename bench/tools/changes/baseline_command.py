@@ -18,7 +18,7 @@ from spbench.bench.command_line.options import WORDS, executor, jobs, many, path
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.files import write_whole
-from spbench.bench.measure.processes.starting import begin_server
+from spbench.bench.measure.processes.starting import beginning_server
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.measured_code import refuse_unmeasured_checkout
 from spbench.bench.row import Row, finite
@@ -48,14 +48,13 @@ def command(
 
     They run on virtual ranks; `spbench compare` holds later results against them.
     """
-    from spbench.bench.measure.scenarios.select import Narrowing
-    from spbench.bench.tools.papers.answer import load_scenario
-    from spbench.bench.tools.papers.execution import opened_executor, run_cells
-
     if not scenario:
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
-    begin_server()  # its imports take as long as those of this process
+    with beginning_server():
+        from spbench.bench.measure.scenarios.select import Narrowing
+        from spbench.bench.tools.papers.answer import load_scenario
+        from spbench.bench.tools.papers.execution import opened_executor, run_cells
 
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:

@@ -201,11 +201,11 @@ def _metrics(count: int) -> str:
 
 #: the parts of a simulated step that add up to it, by their names in ``parts`` and ``breakdown`` of a row
 STEP_PARTS = {
-    "products_s": "matrix products",
+    "matmul_s": "matmuls",
     "attention_s": "attention kernels",
     "memory_bound_s": "memory-bound operators",
-    "within_nodes_s": "waits for links within a node",
-    "across_nodes_s": "waits for links across nodes",
+    "intra_node_s": "waits for intra-node links",
+    "inter_node_s": "waits for inter-node links",
     "bubble_s": "pipeline bubble",
     "overhead_s": "overhead of the step",
     "host_s": "waits for the host's launches",

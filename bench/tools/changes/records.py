@@ -238,7 +238,7 @@ def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
     path = folder / record.file_name
     if not path.exists():
         return write_whole(path, content_of(record)), True
-    if path.read_bytes() != content_of(record).encode():
+    if content_of(read_record(path)) != content_of(record):
         raise UserError(f"{path} has another record of that suite, commit, machine and second; remove it")
     return path, False
 

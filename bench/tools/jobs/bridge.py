@@ -185,7 +185,7 @@ def _with_overlaps(k: Account, values: Mapping[str, Any]) -> dict[str, Any]:
     if not own:
         return dict(values)
     if k.value("comm_overlap.tp_comm_overlap") and values["model.tensor_model_parallel_size"] > 1:
-        k.refuse("messages of tensor parallelism that are hidden in products", "comm_overlap.tp_comm_overlap")
+        k.refuse("messages of tensor parallelism that are hidden in matmuls", "comm_overlap.tp_comm_overlap")
     chunks = values["model.virtual_pipeline_model_parallel_size"] or 1
     interleaved = values["model.pipeline_model_parallel_size"] > 1 and chunks > 1
     set_there = {

@@ -281,7 +281,7 @@ class DeepSpeedJob:
                 chosen[kind] = [each for each in (own, trainers) if each in k.given]
         mixed = k.value("accelerate.mixed_precision")
         if mixed == "fp8":
-            k.refuse("products in eight bits", "accelerate.mixed_precision")
+            k.refuse("matmuls in eight bits", "accelerate.mixed_precision")
         elif mixed != "no":
             chosen.setdefault(mixed, []).append("accelerate.mixed_precision")
         if len(chosen) > 1:

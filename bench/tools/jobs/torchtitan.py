@@ -293,10 +293,10 @@ class TorchtitanJob:
         if compiled:
             k.approximate(COMPILED, *filter(k.has, (switch, parts)))
         if k.value(overlapped) and compiled:
-            k.approximate("messages of tensor parallelism are waited for, not hidden in products", overlapped)
+            k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)
         else:
             k.ignore("without a compiled model it does nothing", overlapped)
         if self.value("float8.enable_float8_linear", False):
-            k.refuse("products in eight bits", "float8.enable_float8_linear")
+            k.refuse("matmuls in eight bits", "float8.enable_float8_linear")
         elif self.value("model.converters", []):
-            k.refuse("what converters make of layers (products in eight bits)", "model.converters")
+            k.refuse("what converters make of layers (matmuls in eight bits)", "model.converters")

@@ -34,7 +34,7 @@ from spbench.plots.series import grouped
 DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"
 WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate that is known"}
 #: groups of measured times of which the errors alone are told, in results/field
-TOLD_FILE = "told_errors.csv"
+GROUPED_FILE = "grouped_errors.csv"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
 #: by class of rates, what the rates rest on, for readers
@@ -46,47 +46,47 @@ RESTS_ON = {
     "fitted": "a scalar of the cluster, fitted to other published steps",
     "datasheet": "datasheets alone",
 }
-#: the quantity of which splits are compared, by sample of the batch
+#: the quantity of which layouts are compared, by sample of the batch
 STEP_TIME = "step_time_ms"
 #: what quantities of memory of published tables are
 _MEMORY = {"peak_memory_gib": PEAK, "memory_gb": PEAK, "memory_mb": PEAK, "reserved_memory_gib": RESERVED}
 
 
-# -- the order of splits -------------------------------------------------------------------------------------
+# -- the order of layouts ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TimesOrder:
-    """The splits of a run: one model and options, length, number of GPUs, cluster and variant.
+    """The layouts of a run: one model and options, length, number of GPUs, cluster and variant.
 
     Attributes:
         table: the published one.
-        splits: several, of each its cell, and the published and the simulated time of a sample.
+        layouts: several, of each its cell, and the published and the simulated time of a sample.
     """
 
     table: str
-    splits: list[tuple[Cell, float, float]]
+    layouts: list[tuple[Cell, float, float]]
 
     @property
     def tau(self) -> float:
         """Kendall's tau-b, of which ties do not count against the order: 1: the same order, -1: the reverse;
         nan where all of one kind are ties."""
-        return float(kendalltau([s[1] for s in self.splits], [s[2] for s in self.splits]).statistic)
+        return float(kendalltau([s[1] for s in self.layouts], [s[2] for s in self.layouts]).statistic)
 
     @property
     def fastest(self) -> tuple[tuple[Cell, float, float], tuple[Cell, float, float]]:
-        """The split whose published time is shortest, and that whose simulated time is."""
-        return min(self.splits, key=lambda split: split[1]), min(self.splits, key=lambda split: split[2])
+        """The layout whose published time is shortest, and that whose simulated time is."""
+        return min(self.layouts, key=lambda each: each[1]), min(self.layouts, key=lambda each: each[2])
 
     @property
     def distance(self) -> float:
-        """How much longer than the shortest published time that of our fastest split is, as a part of it."""
+        """How much longer than the shortest published time that of our fastest layout is, as a part of it."""
         published, ours = self.fastest
         return ours[1] / published[1] - 1
 
 
 def orders(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[TimesOrder]:
-    """The runs of some records that were split in several ways.
+    """The runs of some records that have several layouts.
 
     Args:
         cells: by key; a record whose cell is not there is left out.
@@ -98,9 +98,9 @@ def orders(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[Tim
             continue
         batch = cell.batch or 1
         run = runs.setdefault(_run_name(record, cell), TimesOrder(record.table_name, []))
-        run.splits.append((cell, published / batch, ours / batch))
+        run.layouts.append((cell, published / batch, ours / batch))
     return [
-        run for run in runs.values() if len({(cell.strategy, cell.mesh_text) for cell, *_ in run.splits}) > 1
+        run for run in runs.values() if len({(cell.strategy, cell.mesh_text) for cell, *_ in run.layouts}) > 1
     ]
 
 
@@ -110,12 +110,12 @@ def _run_name(record: Comparison, cell: Cell) -> str:
 
 
 def order_lines(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
-    """A line for each run of :func:`orders`: how many splits, tau, the fastest as published and as simulated,
-    and how much longer than the fastest the latter's published time is."""
+    """A line for each run of :func:`orders`: its number of layouts, tau, the fastest as published and ours,
+    and how much longer than the fastest the published time of ours is."""
     lines = []
     for order in orders(records, cells):
         (published, *_), (ours, *_) = order.fastest
-        cell = order.splits[0][0]
+        cell = order.layouts[0][0]
         lines.append(
             {
                 "table": order.table,
@@ -123,7 +123,7 @@ def order_lines(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> lis
                 "cluster": cell.cluster,
                 "seq_len": cell.seq_len,
                 "GPUs": cell.sizes.world,
-                "splits": len(order.splits),
+                "layouts": len(order.layouts),
                 "tau": shown_tau(order.tau),
                 "fastest published": published.mesh_text,
                 "fastest ours": ours.mesh_text,
@@ -204,7 +204,7 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
     return [observation(record) for record in records]
 
 
-def told_observations() -> list[StepObservation]:
+def grouped_observations() -> list[StepObservation]:
     """The errors of groups of times whose rows are not open: each row of a group has the group's median."""
     return [
         StepObservation(
@@ -214,13 +214,13 @@ def told_observations() -> list[StepObservation]:
             group["strategy"],
             math.log1p(float(group["median_error"])),
         )
-        for group in published_file(TOLD_FILE).rows
+        for group in published_file(GROUPED_FILE).rows
         for _ in range(int(group["rows"]))
     ]
 
 
 def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
-    """A line for each class of rates and source: how many times, their errors, the order of splits, and how
+    """A line for each class of rates and source: how many times, their errors, the order of layouts, and how
     many lie within the intervals that the other sources give. Each class ends with a line of all, in which
     sources count alike, and the last is of all classes.
 
@@ -272,7 +272,7 @@ def class_lines(records: Sequence[Comparison]) -> list[Line]:
 
 
 def _line(rates: str, source: str, times: int, within: str, **columns: Any) -> Line:
-    names = ("median error", "mean", "worst", "bias", "runs split", "tau", "our best from the best")
+    names = ("median error", "mean", "worst", "bias", "runs compared", "tau", "our best from the best")
     shown = {name: columns.get(name.replace(" ", "_"), "") for name in names}
     return {"rates": rates, "measured by": source, "times": times, **shown, "within 80% intervals": within}
 
@@ -291,7 +291,7 @@ def _order(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> Line:
     if not (runs := orders(records, cells)):
         return {}
     distance = percent(fmean(run.distance for run in runs))
-    return {"runs_split": len(runs), "tau": shown_tau(mean_tau(runs)), "our_best_from_the_best": distance}
+    return {"runs_compared": len(runs), "tau": shown_tau(mean_tau(runs)), "our_best_from_the_best": distance}
 
 
 def _all(rates: str, covered: Sequence[Covered]) -> Line:

@@ -36,10 +36,10 @@ from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
     class_lines,
     counted_times,
+    grouped_observations,
     memory_errors,
     observations,
     time_lines,
-    told_observations,
 )
 from spbench.bench.tools.papers.reproduction import (
     FOLDER,
@@ -143,7 +143,7 @@ def fit_bands(request: Reproduction) -> Output:
     seen = observations(records, cells)
     if not seen:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = ErrorModel.fit([*seen, *told_observations()])
+    model = ErrorModel.fit([*seen, *grouped_observations()])
     lines = time_lines(records, cells)
     intervals = [
         {

@@ -15,7 +15,8 @@ from spbench.bench.errors import suggestion
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measurement import Measurement
 from spbench.bench.yaml_files import StrictModel, finite
-from spbench.impls.axes import MESH_AXES, check_axis_names, ranks_along
+from spbench.impls.axes import MESH_AXES, check_axis_names, ranks_along, whole_mesh
+from spbench.impls.folding import FOLDED_AXES
 
 #: fields of a measurement that are one number
 QUANTITIES = (
@@ -30,7 +31,7 @@ Mistake = tuple[Sequence[str | int], str]
 FIELDS = (
     *("model", "strategy", "batch", "micro_batch", "seq_len", "precision", "cluster", "engine"),
     *("parallel", "world"),
-    *MESH_AXES,
+    *(*MESH_AXES, *FOLDED_AXES),
 )
 SECTIONS = ("model_options", "strategy_options", "training")
 
@@ -50,8 +51,8 @@ def field_value(cell: Cell, field: str) -> Any:
     if field == "micro_batch":
         parts = cell.sizes.dp * cell.training.micro_batches
         return None if cell.batch is None else cell.batch / parts
-    if field in MESH_AXES:
-        return cell.sizes.by_axis[field]
+    if field in (*MESH_AXES, *FOLDED_AXES):
+        return cell.sizes.by_axis.get(field, 1)
     section, _, option = field.partition(".")
     value = getattr(cell, section)
     if not option:
@@ -81,7 +82,7 @@ class Selector(StrictModel):
     @classmethod
     def _check_axes(cls, axes: Any) -> Any:
         if axes is not None:
-            check_axis_names(list(axes))
+            check_axis_names([axis for axis in axes if axis not in FOLDED_AXES])
         return axes
 
     def fields(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class Selector(StrictModel):
         return [cell for cell in cells if has_fields(cell, wanted) and self._has_order(cell)]
 
     def _has_order(self, cell: Cell) -> bool:
-        split = [axis for axis, size in cell.mesh_sizes.items() if size > 1]
+        split = [axis for axis, size in whole_mesh(cell.mesh_sizes).items() if size > 1]
         return self.mesh is None or [axis for axis in self.mesh if axis in split] == split
 
     def unclear(self, cells: Sequence[Cell]) -> Iterator[str]:

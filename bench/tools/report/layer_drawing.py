@@ -15,8 +15,6 @@ Bar = dict[str, Any]
 
 #: pixels of a row of bars, of a bar in it, and of the time of a phase
 _ROW, _BAR, _WIDTH = 21, 17, 950
-#: classes of kernels that traces name otherwise
-_CLASSES = {"matrix product": "matmul"}
 _KERNELS = {"matmul": "#4477aa", "attention": "#ee8833", "memory-bound": "#8d95a0"}
 _WAIT = "wait"
 #: of collectives, in the order in which they are known; seen in both schemes beside the colours of kernels
@@ -67,7 +65,7 @@ def _bar(event: Mapping[str, Any]) -> Bar:
         "row": f"rank {rank} " + ("compute" if lane == 0 else "network" if lane == 1 else f"network {lane}"),
         "phase": details["phase"],
         "operator": event["name"],
-        "kind": str(event["name"]).replace("_", "-") if is_collective else _CLASSES.get(kernel, kernel),
+        "kind": str(event["name"]).replace("_", "-") if is_collective else kernel,
         "start": _in_ms(event["ts"]),
         "end": _in_ms(event["ts"] + event["dur"]),
         "duration": _in_ms(event["dur"]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 
 from spbench.bench.git import day_of
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.reproduction_verdict import Word, verdict_on
 
 _CLASS = re.compile(r"\{(good|partly|bad|unjudged)\}")
 _PLACE = re.compile(r"\s*\{#([\w-]+)\}$")
@@ -122,3 +124,29 @@ def shown(value: Any) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
+
+
+# -- whether published numbers reproduce ------------------------------------------------------------
+
+#: by word, how a sentence in Markdown says it
+_BADGES = {
+    "yes": "**{good}reproduces**",
+    "in part": "**{partly}reproduces in part**",
+    "no": "**{bad}does not reproduce**",
+    "not run": "**{unjudged}was not run**",
+}
+
+
+def badge(word: Word) -> str:
+    """The word as Markdown, in its colour: grey where nothing was judged."""
+    return _BADGES[word]
+
+
+def most_misses(records: Sequence[Comparison]) -> tuple[str, str] | None:
+    """The scenario with the most misses and their number, as "2 of 8"; None if all are met."""
+    scenarios = dict.fromkeys(record.scenario for record in records)
+    verdicts = {name: verdict_on([r for r in records if r.scenario == name]) for name in scenarios}
+    name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
+    if name is None or verdicts[name].met == verdicts[name].judged:
+        return None
+    return name, f"{verdicts[name].judged - verdicts[name].met} of {verdicts[name].judged}"

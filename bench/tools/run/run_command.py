@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -19,7 +20,7 @@ from spbench.bench.command_line.options import (
     printed,
 )
 from spbench.bench.command_line.output import Output
-from spbench.bench.measure.processes.starting import begin_server
+from spbench.bench.measure.processes.starting import beginning_server
 
 
 @click.command("run")
@@ -65,8 +66,7 @@ def command(dry_run: bool, **asked: Any) -> Output:
     Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
     model, strategy, code or torch has changed since is run again.
     """
-    if not dry_run:
-        begin_server()  # its imports take as long as those of this process
-    from spbench.bench.tools.run.run_output import run
+    with nullcontext() if dry_run else beginning_server():
+        from spbench.bench.tools.run.run_output import run
 
     return run(dry_run=dry_run, **asked)

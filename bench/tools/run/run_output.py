@@ -26,7 +26,7 @@ from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.execution import RanScenario, draw_figure, opened_executor, run_cells
 from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
-from spbench.bench.units import gib, mib, shown_part, shown_share, three_digits
+from spbench.bench.units import gib, mib, shown_share, three_digits
 from spbench.plots.series import differing
 
 #: a row as :func:`flat`, with its ``tie``, ``options`` and ``communication``
@@ -204,7 +204,7 @@ _MEASURED = (
     Column("exposed", "exposed_communication_s", shown_share, _share("exposed_communication_s")),
     Column("bubble", "bubble_s", shown_share, _share("bubble_s")),
     Column("host", "host_s", shown_share, _share("overhead_s", "host_s")),
-    Column("bound", "bound", shown_part),
+    Column("bound", "bound"),
     Column("steps", "last_step"),
 )
 

@@ -22,7 +22,7 @@ from spbench.bench.measure.sweep.sweep import unproven
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.units import shown_part, shown_time
+from spbench.bench.units import shown_time
 from spbench.impls.strategies.base import Unsupported
 
 
@@ -75,7 +75,6 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
 def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     measured = with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})["measurement"]
     parts, of_step = _spoken(measurement.parts), _spoken(measurement.breakdown)
-    bound = shown_part(measurement.bound)
     priced_by = priced_by_in_words([measured])
     record = {
         "cell": cell.key,
@@ -89,7 +88,7 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     }
     return Output(
         [
-            f"step time {shown_band(measured)}, most of it {bound}; mean over ranks: {of_step}\n"
+            f"step time {shown_band(measured)}, most of it {measurement.bound}; mean over ranks: {of_step}\n"
             f"of computing and exposed communication: {parts}\n"
             + (f"priced by something else, with shares of the step: {priced_by}\n" if priced_by else "")
             + f"{output}: open it in https://ui.perfetto.dev",
@@ -100,7 +99,11 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     )
 
 
+#: parts of a step whose names in rows are not the words for people
+_WORDS = {"memory_bound": "memory-bound", "intra_node": "intra-node links", "inter_node": "inter-node links"}
+
+
 def _spoken(seconds: Mapping[str, float]) -> str:
     """Parts of a step as words, such as "bubble 2.31 ms"."""
-    named = {shown_part(part.removesuffix("_s")): value for part, value in seconds.items()}
-    return ", ".join(f"{name} {shown_time(value)}" for name, value in named.items())
+    named = {part.removesuffix("_s"): shown_time(value) for part, value in seconds.items()}
+    return ", ".join(f"{_WORDS.get(name, name.replace('_', ' '))} {time}" for name, time in named.items())

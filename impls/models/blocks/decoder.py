@@ -29,11 +29,13 @@ from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.expert_options import ExpertOptions
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
+from spbench.impls.models.blocks.latent_mixer import LatentAttention
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
+from spbench.impls.models.blocks.token_prediction import shifted_inputs
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy
@@ -86,6 +88,9 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     dropout: ClassVar[float] = 0.0
     #: rows of a table of learned positions; None: there is none
     learned_positions: ClassVar[int | None] = None
+    #: modules of multi-token prediction, and the weight of the mean of their losses
+    mtp_layers: ClassVar[int] = 0
+    mtp_weight: ClassVar[float] = 0.0
     #: whether a mask of all queries and keys is there while forward runs, though no kernel reads it
     loader_mask: ClassVar[bool] = False
 
@@ -93,8 +98,10 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "tokens": 1,
         "labels": 1,
         "loss_weights": 1,
+        "mtp_tokens": 1,
+        "mtp_labels": 1,
+        "mtp_weights": 1,
     }
-    losses: ClassVar[tuple[str, ...]] = ("language",)
     plain_options: ClassVar[Mapping[str, Any]] = {
         "linear_attention": "quadratic",
         "rms_norm": "plain",
@@ -132,6 +139,19 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
         if asked and not any(softmax):
             raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
+
+    @property
+    def losses(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("language", "mtp") if self.mtp_layers else ("language",)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the first and the last pipeline stage both use the word embedding."""
+        return self.tied or self.mtp_layers > 0
+
+    def prediction_layers(self, stage: Stage) -> range:
+        """The numbers of the layers that a stage's modules of multi-token prediction have."""
+        return range(self.layers, self.layers + self.mtp_layers * stage.last)
 
     @property
     def loss_tiling(self) -> Tiling:
@@ -180,42 +200,45 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
         shape = (batch, seq_len)
-        return {
+        inputs = {
             "tokens": torch.randint(self.vocabulary, shape, generator=generator),
             "labels": torch.randint(self.vocabulary, shape, generator=generator),
             "loss_weights": torch.full(shape, 1 / (batch * seq_len)),
         }
+        return self._with_further_tokens(inputs)
+
+    def _with_further_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A whole batch with what multi-token prediction needs of it."""
+        if not self.mtp_layers:
+            return inputs
+        attended = self.attended(inputs["tokens"].shape[1])
+        tokens, labels, weights = (inputs[name] for name in ("tokens", "labels", "loss_weights"))
+        return inputs | shifted_inputs(tokens, labels, weights, attended, self.mtp_layers)
 
     def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        return causal_language_batches(self.vocabulary, batch, seq_len, seed)
+        return map(self._with_further_tokens, causal_language_batches(self.vocabulary, batch, seq_len, seed))
 
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
-        hidden = {"B": batch, "L": seq_len, "H": self.hidden}
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
-        kept = {"kept": 1} if self.keeps_operators else {}
-        for run, again in self.recomputed_runs(layers):
+        predictions = [([layer], self.recomputes_layers) for layer in self.prediction_layers(stage)]
+        for run, again in [*self.recomputed_runs(layers), *predictions]:
             for layer in run:
-                mixer, feeding = self.mixing(layer), self.feeding(layer)
                 # what drops the output's elements keeps a mask, which the last matmul runs again for; tiles
-                # are one function, which runs whole
-                stops = layer == run[-1] and self.recompute_early_stop
+                # are one function, which runs whole; the layer of a prediction has a norm behind it
+                stops = layer == run[-1] and self.recompute_early_stop and layer in layers
                 spared = stops and not self.dropout and not self.mlp_tiling.dims
-                between = hidden | {"F": mixer.width(self)}
-                once = {"gathered_once": 1} if mixer.gathers_once(self) else {}
-                last = spared and feeding is None
-                of_layer = [
-                    Site("linear_in", 1, between | once, again),
-                    Site("linear_out", 1, between | kept, again and not last),
-                ]
-                if feeding is not None:
-                    of_layer += feeding.sites(self, batch, seq_len, again, spared)
-                for site in (*of_layer, *mixer.sites(self, batch, seq_len, again)):
+                for site in self._layer_sites(layer, batch, seq_len, again, spared):
                     alike[site.kind, tuple(site.dims.items()), site.recomputed, site.experts] += site.count
         sites = [Site(kind, n, dict(d), again, call) for (kind, d, again, call), n in alike.items() if n]
-        sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.tied)
+        sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.shares_embedding)
+        if predictions:
+            of_head = {"vocabulary_logits": len(predictions), "cross_entropy": len(predictions)}
+            sites = [replace(s, count=s.count + of_head.get(s.kind, 0)) for s in sites]
+            hidden = {"B": batch, "L": seq_len, "H": self.hidden, "V": rows}
+            sites.append(Site("embedding", len(predictions), hidden))
         loss = _CROSS_ENTROPY_SITES.get(self.cross_entropy, "cross_entropy")
         sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
         in_tiles, tiles = ("vocabulary_logits", loss), self.loss_tiling.dims
@@ -223,12 +246,27 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         sites.append(Site("parameters", 1, self.parameters(rows, stage)))
         return sites
 
+    def _layer_sites(self, layer: int, batch: int, seq_len: int, again: bool, spared: bool) -> Iterator[Site]:
+        """What a layer asks of a strategy for one batch; the other arguments are those of
+        :meth:`FeedForward.sites`."""
+        mixer, feeding = self.mixing(layer), self.feeding(layer)
+        between = {"B": batch, "L": seq_len, "H": self.hidden, "F": mixer.width(self)}
+        once = {"gathered_once": 1} if mixer.gathers_once(self) else {}
+        kept = {"kept": 1} if self.keeps_operators else {}
+        if not isinstance(mixer, LatentAttention):  # which opens otherwise
+            yield Site("linear_in", 1, between | once, again)
+        yield Site("linear_out", 1, between | kept, again and not (spared and feeding is None))
+        if feeding is not None:
+            yield from feeding.sites(self, batch, seq_len, again, spared)
+        yield from mixer.sites(self, batch, seq_len, again)
+
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
         """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
         and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
-        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; and those
-        of routed ``experts``, which are not among those that can be split."""
-        h, layers = self.hidden, stage.layers(self.layers)
+        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
+        routed ``experts`` are not among those that can be split."""
+        h, predictions = self.hidden, self.prediction_layers(stage)
+        layers = [*stage.layers(self.layers), *predictions]
         blocks: Counter[str] = Counter()
         feeding = [each for i in layers if (each := self.feeding(i)) is not None]
         for block in (*map(self.mixing, layers), *feeding):
@@ -236,11 +274,14 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         experts = blocks["experts"]
         of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
         whole = of_norm * (len(layers) + len(feeding) + stage.last) + blocks["whole"]
+        whole += (3 * of_norm + 2 * h * h) * len(predictions)
         if self.biases:
             whole += h * len(layers)  # of the projections that close mixers
         if stage.first:
             whole += (self.learned_positions or 0) * h
         tables = stage.first or stage.last if self.tied else stage.first + stage.last
+        if predictions and not self.tied:
+            tables += not stage.first  # the copy of the embedding
         vocabulary = tables * rows * h
         split = blocks["split"] + vocabulary
         counts = {"elements": split + whole + experts, "split": split, "vocabulary": vocabulary}
@@ -264,7 +305,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
             return {"x": torch.randn(batch, seq_len, self.hidden, generator=generator, dtype=torch.float64)}
 
-        outputs = {"loss": None, "language_loss": None, "hidden": 1, "token_loss": 1}
+        losses = {"loss": None} | {f"{name}_loss": None for name in self.losses}
+        outputs = losses | {"hidden": 1, "token_loss": 1}
         # of the first layer the attention, of the last the block: they may differ
         return {
             "attention": ModelPart(

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.dropout import bias_dropout_add
-from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.projection import mark_library
-from spbench.impls.kernels.rms_norm import RMSNorm
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
+from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.strategies.base import Strategy
@@ -71,10 +70,7 @@ class DecoderBlock(nn.Module):
 
 def make_norm(model: DecoderModel) -> nn.Module:
     """The norm of the model, of hidden states [..., H]."""
-    weighted, epsilon = model.weighted_norms, model.norm_epsilon
-    if model.norm == "layer":
-        return LayerNorm(model.hidden, epsilon, weighted=weighted)
-    return RMSNorm(model.hidden, weighted=weighted, eps=epsilon, way=model.rms_norm)
+    return norm_of(model, model.hidden, weighted=model.weighted_norms)
 
 
 class LoneDecoderLayer(nn.Module):

@@ -16,6 +16,7 @@ from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.places import Places, places_in_documents
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
+from spbench.impls.models.blocks.token_prediction import TokenPrediction
 from spbench.impls.strategies.base import Strategy, Unsupported
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class Decoder(nn.Module):
 
     ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
     ``hidden`` [B, L, H], before the final norm, and on the last stage ``loss``, this rank's share, the same
-    as ``language_loss``, and ``token_loss`` [B, L].
+    as ``language_loss``, and ``token_loss`` [B, L]; with multi-token prediction also ``mtp_loss``, which
+    ``loss`` contains.
     """
 
     def __init__(self, model: DecoderModel, strategy: Strategy, seq_len: int, stage: Stage):
@@ -36,12 +38,15 @@ class Decoder(nn.Module):
         self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
         strategy.pack(self.attended)
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
-        if stage.first or (stage.last and model.tied):  # the last holds a copy, under the same name
+        if stage.first or (stage.last and model.shares_embedding):  # a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
         self.positions = _learned_positions(model, seq_len) if stage.first else None
         layers = stage.layers(model.layers)
         self.blocks = nn.ModuleDict({str(i): DecoderBlock(model, strategy, i) for i in layers})
         self.runs = [([str(i) for i in run], again) for run, again in model.recomputed_runs(layers)]
+        self.predictions = [str(i) for i in model.prediction_layers(stage)]
+        for name in self.predictions:  # among the blocks, which backends gather one by one
+            self.blocks[name] = TokenPrediction(model, strategy, int(name))
         if stage.last:
             self.norm = make_norm(model)
             if not model.tied:
@@ -56,7 +61,7 @@ class Decoder(nn.Module):
     @property
     def tied(self) -> Tensor | None:
         """The word embedding where the first and the last stage both hold it."""
-        if not self.model.tied:
+        if not self.model.shares_embedding:
             return None
         weight: Tensor = self.embedding.weight  # type: ignore[assignment]
         return weight
@@ -81,7 +86,12 @@ class Decoder(nn.Module):
                 x = recomputed(self._run, self.strategy.random, x, places, names, on_host=self.on_host, **how)
             else:
                 x = self._run(x, places, names)
-        outputs = {"hidden": x, **(self._losses(x, inputs) if self.stage.last else {})}
+        outputs = {"hidden": x}
+        if self.stage.last:
+            further = self._further(x, inputs, places)
+            outputs |= self._losses(x, inputs)
+            if further:
+                outputs |= self._further_losses(further, inputs, outputs["loss"])
         del mask
         return outputs
 
@@ -105,15 +115,43 @@ class Decoder(nn.Module):
             x = x + self.positions(self.strategy.shard(whole, 0))
         return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
+    def _further(self, x: Tensor, inputs: Mapping[str, Tensor], places: Places) -> list[Tensor]:
+        """What each module of multi-token prediction gives the head [B, L, H]."""
+        results = []
+        for place, name in enumerate(self.predictions):
+            embedded = self.embedding(inputs["mtp_tokens"][..., place].contiguous())
+            module = self.blocks[name]
+            if self.model.recomputes_layers:
+                how = self.model.recomputation
+                given = x, embedded, places
+                x, normalised = recomputed(module, self.strategy.random, *given, on_host=self.on_host, **how)
+            else:
+                x, normalised = module(x, embedded, places)
+            results.append(normalised)
+        return results
+
     def _losses(self, x: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        weight = self.head if (tied := self.tied) is None else tied
-        x, labels, weights = self.norm(x), inputs["labels"], inputs["loss_weights"]
-        if tiling := self.model.loss_tiling:
-            loss, token_loss = loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
-        else:
-            token_loss = self._token_loss(x, weight, labels)
-            loss = (token_loss * weights).sum()
+        loss, token_loss = self._loss(self.norm(x), inputs["labels"], inputs["loss_weights"])
         return {"loss": loss, "language_loss": loss, "token_loss": token_loss}
+
+    def _further_losses(
+        self, further: list[Tensor], inputs: Mapping[str, Tensor], loss: Tensor
+    ) -> dict[str, Tensor]:
+        """The loss with those of multi-token prediction, and these alone."""
+        labels, weights = (inputs[f"mtp_{name}"] for name in ("labels", "weights"))
+        total = loss.new_zeros(())
+        for place in reversed(range(len(further))):
+            each, _ = self._loss(further.pop(), *(x[..., place].contiguous() for x in (labels, weights)))
+            total = total + each * (self.model.mtp_weight / self.model.mtp_layers)
+        return {"loss": loss + total, "mtp_loss": total}
+
+    def _loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of x [B, L, H], a scalar, and that of each token [B, L]."""
+        weight: Tensor = self.embedding.weight if self.model.tied else self.head  # type: ignore[assignment]
+        if tiling := self.model.loss_tiling:
+            return loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
+        token_loss = self._token_loss(x, weight, labels)
+        return (token_loss * weights).sum(), token_loss
 
     def _token_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = self.strategy.vocabulary_logits(x, weight, None)

@@ -60,7 +60,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels
             in the first call; see :class:`Autotuning`. 0 KiB: it did so before.
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
-            and a matrix product each, as Hugging Face's and torchtitan's models have; else those of the same
+            and a matmul each, as Hugging Face's and torchtitan's models have; else those of the same
             input are one product.
         attention_views: attention takes queries, keys and values as their projection has made them, as where
             flash-attn's functions are called with parts of one product: the part that RoPE does not copy
@@ -70,7 +70,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             softmax attention, between its projections (arXiv 2205.05198, section 5); "operators": each layer
-            but for softmax attention and every other matrix product (torchtitan's "selective" by "op").
+            but for softmax attention and every other matmul (torchtitan's "selective" by "op").
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
             "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": one of
             each ``recompute_layers`` layers of a stage, the last of them.

@@ -132,7 +132,7 @@ class ExpertOptions:
     @property
     def expert_width(self) -> int:
         """Features of one routed expert."""
-        return self.expert_inner or self.inner  # type: ignore[attr-defined,no-any-return]
+        return self.expert_inner or self.inner  # type: ignore[attr-defined]
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts, and not an MLP."""

@@ -5,22 +5,21 @@ sigmoid(g x) S(x). Each E_e is an MLP as the model's; the tokens of a rank meet 
 some, by way of a dispatcher (:mod:`spbench.impls.dispatchers`).
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, T = B L
-tokens of this rank, E experts, k experts a token, R rows of this rank's experts, F features of an expert (this
-rank's).
+tokens of this rank, E experts, k experts a token, R rows of this rank's experts, F features of an expert,
+this rank's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.collectives import gather_flags
-from spbench.impls.dispatchers.dispatcher import Dispatcher, ExpertCall
+from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall
 from spbench.impls.dispatchers.sent_tokens import positions_of, sent_tokens
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project
@@ -30,6 +29,7 @@ from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedF
 from spbench.impls.models.blocks.router import Routed, Router
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import LEARNED
+from spbench.impls.row_collectives import gather_flags
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear
 
@@ -133,8 +133,13 @@ class MixtureModule(nn.Module):
     def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
         sent = self._sent_tokens(routed.chosen, batch, length)
         there = self.dispatcher.dispatch(tokens, routed.weights, routed.chosen, sent)
+        rows = self._by_experts(there)
+        rows = self.dispatcher.send_back(rows, there.state)
+        return self.dispatcher.to_tokens(rows, there.state)
+
+    def _by_experts(self, there: Dispatched) -> Tensor:
         rows = self._experts(there.rows, there.weights, there.lengths)
-        return self.dispatcher.combine(rows, there.state)
+        return self.dispatcher.to_ranks(rows, there.state)
 
     # -- where tokens go ---------------------------------------------------------------------------------
 
@@ -165,7 +170,10 @@ class MixtureModule(nn.Module):
     def _experts(self, x: Tensor, weights: Tensor, lengths: Sequence[int]) -> Tensor:
         """Rows x [R, H] of experts with that many each -> [R, H], times their weights [R]."""
         if self.model.expert_weighting == "input":
-            x, weights = x * weights.to(x.dtype)[:, None], None
+            return self._matmuls(x * weights.to(x.dtype)[:, None], None, lengths)
+        return self._matmuls(x, weights, lengths)
+
+    def _matmuls(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
         experts: list[Expert] = [*self.experts.values()]  # type: ignore[list-item]
         if self.model.experts_matmul == "grouped":
             return self._grouped(experts, x, weights, lengths)
@@ -183,7 +191,8 @@ class MixtureModule(nn.Module):
     ) -> Tensor:
         y = grouped_project(x, [each.opens.weight for each in experts], lengths)
         if self.model.expert_biases:
-            y = add_grouped_bias(y, [each.opens.bias.flatten() for each in experts], lengths)  # type: ignore[union-attr]
+            opening = [each.opens.bias.flatten() for each in experts]  # type: ignore[union-attr]
+            y = add_grouped_bias(y, opening, lengths)
         y = y.unflatten(-1, experts[0].opens.weight.shape[:2])
         y = grouped_project(self._activated(y, weights), [each.closes.weight for each in experts], lengths)
         if not self.model.expert_biases:
@@ -213,11 +222,11 @@ class _Shared(torch.autograd.Function):
     """A bias that each of ``parts`` ranks adds a part of; each has its whole gradient."""
 
     @staticmethod
-    def forward(ctx: object, bias: Tensor, parts: int) -> Tensor:
+    def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
         return bias / parts
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

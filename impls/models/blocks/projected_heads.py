@@ -45,7 +45,7 @@ class ProjectedHeads(HeadSource):
         self.mixer, self.places = mixer, places
         model = mixer.model
         self.heads, self.groups = model.heads, model.kv_heads or model.heads
-        self.head_size = model.head_size
+        self.head_size = self.value_size = model.head_size
         self.attended = mixer.kind.attended(places.attended, places.seq_len)
         self.sinks = mixer.sinks
 

@@ -33,7 +33,7 @@ def recomputed(
     on_host: HostCheckpoints | None = None,
 ) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what
-    every other matrix product made, attention, and sums that are scattered (torchtitan's selective
+    every other matmul made, attention, and sums that are scattered (torchtitan's selective
     checkpointing by "op"). With ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it
     runs again as far as the last tensor that its backward needs, as torch's own default is. ``reentrant``:
     what torch's reentrant checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class BackwardFrame:
-    """A block [B, L, H] -> [B, L, H] that is recomputed, with the tensors of a reentrant checkpoint's frame.
+    """A block [B, L, H] -> [B, L, H], or several of these, that is recomputed, with the tensors of a
+    reentrant checkpoint's frame.
 
     ``CheckpointFunction.backward`` (torch/utils/checkpoint.py, use_reentrant=True, the default of Hugging
     Face's ``gradient_checkpointing_enable``; ArcticTraining's ``CheckpointFunctionWithCPUOffload`` is a copy)
@@ -31,9 +32,11 @@ class BackwardFrame:
         self._runs += 1
         x = x.view_as(x)  # its gradient is that of this use alone
         y = self.block(x, *others)
+        results = y if isinstance(y, tuple) else (y,)
         if self._runs > 1:  # in backward, whose graph is that of the first run
-            self.held += (x.detach(), y.detach())
+            self.held += (x.detach(), *(each.detach() for each in results))
         elif x.requires_grad:
-            y.register_hook(self.held.append)
+            for each in results:
+                each.register_hook(self.held.append)
             x.register_hook(lambda _: self.held.clear())
         return y

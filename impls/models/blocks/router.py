@@ -48,6 +48,11 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(model.experts)) if model.router_linear_bias else None
         bias = torch.zeros(model.experts, dtype=torch.float32) if model.router_bias else None
         self.register_buffer("choice_bias", bias, persistent=False)
+        replicas = ("dp",) if model.aux_loss == "global" else ()
+        #: over whose ranks tokens are counted for the auxiliary loss
+        self.balanced = (*replicas, *strategy.position_axes)
+        # made now, not in the first step
+        self.group = strategy.place.group(*self.balanced) if model.aux_loss != "none" else None
 
     def forward(self, x: Tensor, batch: int, forced: Tensor | None) -> Routed:
         """``forced``: the experts of each token [T, k], whatever the scores; x is of ``batch`` samples."""
@@ -124,13 +129,12 @@ class Router(nn.Module):
         """E times the sum over experts of their share of tokens and of their mean score."""
         model, place = self.model, self.strategy.place
         axes = self.strategy.position_axes
-        over = ("dp", *axes) if model.aux_loss == "global" else axes
         parts = batch if model.aux_loss == "sequence" else 1
         scores = _plain_aux_scores(logits, model.router)
         counts = chosen.view(parts, -1, model.experts).sum(1)
-        counts = all_reduce(counts, place.group(*over))
+        counts = all_reduce(counts, self.group)
         here = len(logits) // parts
-        tokens = here * place.size(*over)
+        tokens = here * place.size(*self.balanced)
         mean_scores = scores.view(parts, -1, model.experts).sum(1) / (here * place.size(*axes))
         shares = counts / (tokens * model.experts_per_token)
         return (shares * mean_scores).sum() * (model.aux_weight * model.experts / parts)

@@ -6,6 +6,7 @@ rank's features of it between projections), Z heads (this rank's), G heads of ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -133,60 +134,58 @@ class SoftmaxAttention:
         if self.gated:
             gate = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.attention_width}
             sites.append(Site("linear_in", 1, gate, again))
+        return [*sites, self.meeting(model, batch, seq_len, heads, again)]
+
+    def meeting(
+        self, model: DecoderOptions, batch: int, seq_len: int, heads: Mapping[str, int], again: bool
+    ) -> Site:
+        """Where positions meet, with these dims of its heads."""
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         again = again or model.recompute == "selective"
         kept = {"kept": 1} if model.keeps_operators else {}
         heeded = self.heeded(model.attended(seq_len), seq_len)
-        return [*sites, Site(kind, 1, {"B": batch, "L": seq_len} | heads | kept | heeded, again)]
+        return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)
 
 
-class SoftmaxAttentionMixer(nn.Module):
-    """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
+class AttentionMixer(nn.Module):
+    """What mixers of softmax attention share: how heads attend, RoPE, and the projection that closes the
+    layer. A derived class makes the projections that open it."""
 
     def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
-        hidden, kv_heads = model.hidden, model.kv_heads or model.heads
-        self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear
-        if model.separate_projections:
-            width = kv_heads * model.head_size
-            outputs = model.attention_width, width, width
-            self.project = strategy.separate_linear_in(hidden, outputs, bias=kind.bias)
-        elif kind.by_groups(model):
-            self.project = strategy.grouped_query_linear_in(
-                hidden, model.head_size, model.heads, kv_heads, bias=kind.bias
-            )
-        else:
-            self.project = strategy.grouped_linear_in(hidden, model.attention_width, 3)
-        if model.qk_norm:
-            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
-        if model.qk_norm and model.norm == "layer":
-            self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
-        self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
-        self.sinks = strategy.feature_parameter(torch.zeros(model.heads)) if kind.sinks else None
-        self.out = strategy.linear_out(model.attention_width, hidden)
 
-    def forward(self, x: Tensor, places: Places) -> Tensor:
-        o = self.strategy.projected_attention(x, ProjectedHeads(self, places))
+    def close(self) -> None:
+        """Make what follows the projections that open the layer: parameters lie in the order of their use."""
+        model, strategy = self.model, self.strategy
+        self.sinks = strategy.feature_parameter(torch.zeros(model.heads)) if self.kind.sinks else None
+        self.out = strategy.linear_out(self.kind.width(model), model.hidden)
+
+    def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
+        attended = self.kind.attended(places.attended, places.seq_len)
+        if self.model.recompute == "selective":
+            return recomputed(self._attend, self.strategy.random, q, k, v, attended)
+        return self._attend(q, k, v, attended)
+
+    def beside_heads(self, o: Tensor) -> Tensor:
+        """The heads' features one after another [B, L, Z A], from o [B, Z, L, A]."""
         y = o.transpose(1, 2)
         del o
         if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
             # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
-        y = y.flatten(2)
-        return self.out.project(y if self.gate is None else y * self.gate(x)[0].sigmoid())
+        return y.flatten(2)
 
-    def attend_whole(self, x: Tensor, places: Places) -> Tensor:
-        """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
-        q, k, v = self._projected(x)
-        q, k = self.turned(q, places), self.turned(k, places)
-        q = q.flatten(1, -3)
-        if self._made_contiguous:
-            q, k, v = (x.contiguous() for x in (q, k, v))
-        attended = self.kind.attended(places.attended, places.seq_len)
-        if self.model.recompute == "selective":
-            return recomputed(self._attend, self.strategy.random, q, k, v, attended)
-        return self._attend(q, k, v, attended)
+    def rotated(self, x: Tensor, places: Places) -> Tensor:
+        """[..., L, features that turn] -> the same."""
+        base, size = self.kind.rotary_base, x.shape[-1]
+        assert base is not None
+        if self.model.fuses("rope"):
+            return fused_rotary(x, places.angles(size, base))
+        if self.model.fused:
+            return rotated_by_angles(x, places.angles(size, base))
+        return rotated(x, *places.rotary(size, base))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
         if not self.kind.needs_all_positions:
@@ -219,6 +218,44 @@ class SoftmaxAttentionMixer(nn.Module):
         by_megatron = self.model.library == "megatron-local"
         return "in_float32" if by_megatron and not self.model.fuses("masked_softmax") else "fused"
 
+
+class SoftmaxAttentionMixer(AttentionMixer):
+    """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
+
+    def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
+        super().__init__(kind, model, strategy)
+        hidden, kv_heads = model.hidden, model.kv_heads or model.heads
+        self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear
+        if model.separate_projections:
+            width = kv_heads * model.head_size
+            outputs = model.attention_width, width, width
+            self.project = strategy.separate_linear_in(hidden, outputs, bias=kind.bias)
+        elif kind.by_groups(model):
+            self.project = strategy.grouped_query_linear_in(
+                hidden, model.head_size, model.heads, kv_heads, bias=kind.bias
+            )
+        else:
+            self.project = strategy.grouped_linear_in(hidden, model.attention_width, 3)
+        if model.qk_norm:
+            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
+        if model.qk_norm and model.norm == "layer":
+            self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
+        self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
+        self.close()
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        y = self.beside_heads(self.strategy.projected_attention(x, ProjectedHeads(self, places)))
+        return self.out.project(y if self.gate is None else y * self.gate(x)[0].sigmoid())
+
+    def attend_whole(self, x: Tensor, places: Places) -> Tensor:
+        """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
+        q, k, v = self._projected(x)
+        q, k = self.turned(q, places), self.turned(k, places)
+        q = q.flatten(1, -3)
+        if self._made_contiguous:
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        return self.attend_to(q, k, v, places)
+
     @property
     def _made_contiguous(self) -> bool:
         """Whether queries, keys and values are, so that the memory of their projection is given up. Attention
@@ -238,18 +275,8 @@ class SoftmaxAttentionMixer(nn.Module):
         size = int(self.model.head_size * self.kind.rotary_share)
         # Megatron-Core's own RoPE joins what was turned and what was not, also where that is nothing
         if size == self.model.head_size and (self.model.fuses("rope") or not self.model.fused):
-            return self._rotated(x, places)
-        return torch.cat((self._rotated(x[..., :size], places), x[..., size:]), -1)
-
-    def _rotated(self, x: Tensor, places: Places) -> Tensor:
-        """[..., L, features that turn] -> the same."""
-        base, size = self.kind.rotary_base, x.shape[-1]
-        assert base is not None
-        if self.model.fuses("rope"):
-            return fused_rotary(x, places.angles(size, base))
-        if self.model.fused:
-            return rotated_by_angles(x, places.angles(size, base))
-        return rotated(x, *places.rotary(size, base))
+            return self.rotated(x, places)
+        return torch.cat((self.rotated(x[..., :size], places), x[..., size:]), -1)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""

@@ -43,6 +43,8 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
     o, lse = flash_attention(q, k, v, 0.5, True)
     return {
         "flash_attention": (q, k, v, 0.5, True),
+        "flash_attention with smaller values": (q, k, v, 0.5, True),
+        "flash_attention_backward with smaller values": (v, q, k, v, v, lse, 0.5, True),
         "flash_attention_backward": (o, q, k, v, o, lse, 0.5, True),
         "masked_scale": (x, kept, 1.25),
         "bias_dropout_add": (x, row, y, kept, 1.25),
@@ -123,9 +125,13 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
         "squared_relu": (x,),
         "squared_relu_backward": (y, x),
         "rotary": (q, torch.ones(4, 8, dtype=sums), True),
+        "rotary_": (q.clone(), torch.ones(2, 8, dtype=sums), True),
+        "latent_keys_values": (x, y[..., :4], torch.ones(3, 4, dtype=sums), 2, 1),
+        "latent_keys_values_backward": (q, k[..., :3], torch.ones(2, 6, dtype=sums)),
         "cross_entropy_statistics": (x, labels, 0),
         "cross_entropy_gradient_": (x.clone(), statistics, labels, 0),
         "dropout_flash_attention": (q, k, k, 0.5, 3),
+        "dropout_flash_attention with smaller values": (q, k, k[..., :5], 0.5, 3),
         "dropout_flash_attention_backward": (q, q, k, k, q, lse, 0.5, 3),
     }
 

@@ -1,4 +1,4 @@
-"""Recomputation of all but some operators, and projections that are a matrix product each."""
+"""Recomputation of all but some operators, and projections that are a matmul each."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.simulator.program import ATTENTION
-from spbench.bench.measure.trace.operator_prices import PRODUCTS
+from spbench.bench.measure.trace.operator_prices import MATMULS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 B, L, Z, A, LAYERS = 2, 64, 12, 4, 2
@@ -18,7 +18,7 @@ SCORES = 2 * B * Z * L * L * A
 
 
 def flops(backend: str = "ddp", **options: Any) -> tuple[float, float]:
-    """FLOPs of a step of gpt3-tiny: of matrix products, and of attention kernels."""
+    """FLOPs of a step of gpt3-tiny: of matmuls, and of attention kernels."""
     cell = Cell(
         model="gpt3-tiny",
         strategy="single",
@@ -55,4 +55,4 @@ def test_full_recomputation_repeats_the_forward_of_layers() -> None:
 
 
 def test_every_product_has_its_flops() -> None:
-    assert PRODUCTS.keys() >= TORCH_PRODUCTS | TRANSFORMER_ENGINE_PRODUCTS
+    assert MATMULS.keys() >= TORCH_PRODUCTS | TRANSFORMER_ENGINE_PRODUCTS

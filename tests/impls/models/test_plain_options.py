@@ -14,17 +14,24 @@ WHAT = {
     *("convolution", "pattern", "softmax_every", "kind", "window", "sinks", "documents", "documents_seed"),
     *("norm", "norm_epsilon", "pre_norm", "embedding_norm", "qk_norm", "attention_norm", "output_gate"),
     *("mlp", "biases", "qkv_bias", "parallel_residual", "position", "rotary_base", "rotary_share"),
-    *("tied", "binary_head", "linformer"),
+    *("tied", "binary_head", "linformer", "mtp_layers", "mtp_weight"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("experts", "experts_per_token", "expert_inner", "shared_inner", "shared_gate", "dense_layers"),
+    *("expert_pattern", "expert_biases", "expert_weighting", "router", "router_scores", "router_normalized"),
+    *("router_scale", "router_groups", "router_group_topk", "router_bias", "router_linear_bias"),
+    *("router_dtype", "aux_loss", "aux_weight", "z_weight", "capacity", "capacity_padded", "routing"),
 }
 #: options that change how, which the oracle may keep, with the reason
 HARMLESS = {
     "separate_projections": "names and shapes of parameters differ, which the oracle must share",
     "mask_shape": "a shape of the padding mask, which an input has",
     "loader_mask": "a tensor that no operator reads",
+    "padded_values": "zeros that add nothing; a variant compares them with gradients of all weights",
     "autotune_copies": "of a compiler that the plain loss does not call",
     "autotune_flush_kib": "of a compiler that the plain loss does not call",
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
+    "recompute_modules": "of recomputation, which is off",
 }
 #: options of one model
 KEPT = {

@@ -30,8 +30,8 @@ def figure(value: float) -> dict[str, Any]:
 
 def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
     assert found(changed(launch_overhead_s={"value": None, "source": "unknown"})) == {
-        "matrix products, fp32": "not known: they count as at the peak",
-        "attention, every kernel": "not known: it counts as matrix products",
+        "matmuls, fp32": "not known: they count as at the peak",
+        "attention, every kernel": "not known: it counts as matmuls",
         "memory": "not known: it counts as at the datasheet's bandwidth",
         "launch of a kernel": "not known: it takes no time",
         "computing beside a collective": "not known: loses nothing",
@@ -41,10 +41,10 @@ def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
         "copy from pageable memory": "not known: as pinned memory",
         "update on the host's cores": "not known: it cannot be timed",
         "memory of the host": "not known: it has no limit",
-        "send, within a node": "1e-09 GB/s",
-        "other collectives, within a node": "not known: by latency and bandwidth of a send's hops",
-        "send, between nodes": "1e-09 GB/s",
-        "other collectives, between nodes": "not known: by latency and bandwidth of a send's hops",
+        "send, intra-node": "1e-09 GB/s",
+        "other collectives, intra-node": "not known: by latency and bandwidth of a send's hops",
+        "send, inter-node": "1e-09 GB/s",
+        "other collectives, inter-node": "not known: by latency and bandwidth of a send's hops",
     }
 
 
@@ -63,7 +63,7 @@ def test_rates_by_kind_of_work_in_words() -> None:
     rate = {"head_size": 64, "mask": "whole", "limit_flops_per_s": figure(2e14), "half_length": figure(300.0)}
     on = changed(
         peak_flops_per_s={"bf16": figure(3e14)},
-        products={"bf16": {"share": figure(0.8), "bandwidth_bytes_per_s": figure(3e12)}},
+        matmul={"bf16": {"share": figure(0.8), "bandwidth_bytes_per_s": figure(3e12)}},
         attention={
             "default": "triton",
             "kernels": {"triton": [rate], "cudnn": [rate | {"direction": "forward"}]},
@@ -71,19 +71,17 @@ def test_rates_by_kind_of_work_in_words() -> None:
         overlap_loss=figure(0.25),
     )
     words = found(on)
-    assert words["matrix products, bf16"] == "0.8 of 300 TFLOP/s, and 3000 GB/s of operands"
+    assert words["matmuls, bf16"] == "0.8 of 300 TFLOP/s, and 3000 GB/s of operands"
     assert words["attention, triton, the default"] == "200 TFLOP/s / (1 + 300 / length), head 64, whole"
     assert words["attention, cudnn"] == "200 TFLOP/s / (1 + 300 / length), head 64, whole, forward"
-    assert words["attention, other kernels"] == "not known: it counts as matrix products"
+    assert words["attention, other kernels"] == "not known: it counts as matmuls"
     assert words["computing beside a collective"] == "loses 0.25 s a second"
-    assert {kind.source for kind in kinds_of_work(on) if kind.work.startswith("matrix")} == {"made up: twice"}
+    assert {kind.source for kind in kinds_of_work(on) if kind.work.startswith("matmul")} == {"made up: twice"}
 
 
 def test_a_fitted_share_is_said_to_be_fitted() -> None:
-    (products,) = (
-        kind for kind in kinds_of_work(load_cluster("a100-lasp")) if kind.work == "matrix products, bf16"
-    )
-    assert products[1:] == ("0.623 of 312 TFLOP/s", "calibration.bf16, fitted on 3 cells")
+    (matmuls,) = (kind for kind in kinds_of_work(load_cluster("a100-lasp")) if kind.work == "matmuls, bf16")
+    assert matmuls[1:] == ("0.623 of 312 TFLOP/s", "calibration.bf16, fitted on 3 cells")
 
 
 def test_a_host_by_kind_of_work() -> None:

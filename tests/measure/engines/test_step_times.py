@@ -77,18 +77,18 @@ def test_a_sample_is_one_call(burst: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert samples == pytest.approx([_LONG_S] * 2)  # not the burst's
 
 
-#: of one layer, forward: products of 2 x 32 tokens, H 128
+#: of one layer, forward: matmuls of 2 x 32 tokens, H 128
 TINY = {"model": "bert-tiny", "batch": 2, "seq_len": 32, "cluster": "a100-nodes"}
 
 
 def test_parts_make_up_what_they_are_of() -> None:
     sizes = Sizes(sp=8, dp=2)
     found = VirtualEngine().measure(Cell(strategy="ring_self_attention", sizes=sizes, **TINY))
-    computing = sum(found.parts[f"{name}_s"] for name in ("products", "attention", "memory_bound"))
+    computing = sum(found.parts[f"{name}_s"] for name in ("matmul", "attention", "memory_bound"))
     assert computing == pytest.approx(found.breakdown["compute_s"])
-    links = found.parts["within_nodes_s"] + found.parts["across_nodes_s"]
+    links = found.parts["intra_node_s"] + found.parts["inter_node_s"]
     assert links == pytest.approx(found.breakdown["exposed_communication_s"])
-    assert found.parts["across_nodes_s"] > 0
+    assert found.parts["inter_node_s"] > 0
     assert found.bound == bound_of({**found.breakdown, **found.parts})
     # most of so small a step is launching it, and of this cluster's host nothing was measured
     assert found.rates == "transferred"
@@ -122,10 +122,10 @@ def test_without_a_peak_there_is_no_utilization() -> None:
 @pytest.mark.parametrize(
     ("seconds", "bound"),
     [
-        ({"products_s": 3, "attention_s": 2, "memory_bound_s": 1}, "products"),
-        ({"products_s": 1, "within_nodes_s": 2, "across_nodes_s": 3, "bubble_s": 2}, "links across nodes"),
-        ({"products_s": 3, "overhead_s": 2, "host_s": 2}, "host"),
-        ({"products_s": 3, "overhead_s": 2}, "products"),
+        ({"matmul_s": 3, "attention_s": 2, "memory_bound_s": 1}, "matmul"),
+        ({"matmul_s": 1, "intra_node_s": 2, "inter_node_s": 3, "bubble_s": 2}, "inter-node links"),
+        ({"matmul_s": 3, "overhead_s": 2, "host_s": 2}, "host"),
+        ({"matmul_s": 3, "overhead_s": 2}, "matmul"),
         ({"compute_s": 9, "hidden_communication_s": 9, "bubble_s": 1}, "bubble"),
         ({}, ""),
     ],
@@ -144,9 +144,9 @@ def test_rates_are_a_datasheets_unless_products_were_measured() -> None:
     assert with_figures().rates_of("fp32") == "datasheet"
     assert with_figures(memory_efficiency=share).rates_of("fp32") == "datasheet"
     assert with_figures(compute_efficiency=share).rates_of("fp32") == "sourced"
-    products = {"fp32": {"share": share}}
-    assert with_figures(products=products).rates_of("fp32") == "sourced"
-    assert with_figures(products=products).rates_of("bf16") == "datasheet"
+    matmuls = {"fp32": {"share": share}}
+    assert with_figures(matmul=matmuls).rates_of("fp32") == "sourced"
+    assert with_figures(matmul=matmuls).rates_of("bf16") == "datasheet"
 
 
 def test_what_is_fitted_to_step_times_is_no_source() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,14 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.engine import engines
+from spbench.bench.measure.processes import starting
 from spbench.bench.measure.processes.child import GRACE_S, Child
-from spbench.bench.measure.processes.starting import START_METHOD, Surroundings, starting_context
+from spbench.bench.measure.processes.starting import (
+    START_METHOD,
+    Surroundings,
+    beginning_server,
+    starting_context,
+)
 
 pytestmark = pytest.mark.skipif(START_METHOD != "forkserver", reason="processes are spawned here")
 
@@ -37,6 +44,28 @@ if __name__ == "__main__":
     process = starting_context().Process(target=exec, args=(threads,))
     process.start()
     process.join()
+"""
+
+#: the same of a server that is forked from this process, which holds a file and prints through something
+FORKED = """
+import contextlib, io, os
+from spbench.bench.measure.processes.starting import beginning_server, starting_context
+
+text = '''
+import os, torch
+server = f"/proc/{os.getppid()}"
+files = [os.readlink(f"{server}/fd/{number}") for number in os.listdir(f"{server}/fd")]
+print(torch.imported_by, len(os.listdir(f"{server}/task")), any(file.endswith("held") for file in files))
+'''
+held = open("held", "w")
+with contextlib.redirect_stdout(io.StringIO()):
+    with beginning_server():
+        import torch
+        torch.imported_by = "its parent"
+    process = starting_context().Process(target=exec, args=(text, {}))
+    process.start()
+    process.join()
+print(process.exitcode, "OPENBLAS_NUM_THREADS" in os.environ)
 """
 
 
@@ -151,6 +180,32 @@ def test_the_server_imports_nothing_of_the_folder_it_is_in_and_starts_no_thread(
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("threads of the server: 1\n", "")
+
+
+def test_a_command_forks_the_server_from_itself_with_what_it_has_imported(tmp_path: Path) -> None:
+    """So torch is imported once. The server has one thread, and no file that the command holds."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("its parent 1 False\n0 False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("threads", "start"), [(["1"], starting._forked), (["1", "2"], util.spawnv_passfds)], ids=["one", "two"]
+)
+def test_a_command_with_threads_has_another_process_start_the_server(
+    monkeypatch: pytest.MonkeyPatch, threads: list[str], start: Callable[..., int]
+) -> None:
+    starts: list[Callable[..., int]] = []
+    monkeypatch.setattr(starting, "_run_server", starts.append)
+    monkeypatch.setattr(starting, "_server_is_shared", False)
+    monkeypatch.setattr(os, "listdir", {"/proc/self/task": threads}.__getitem__)
+    with beginning_server():
+        assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
+    assert starts == [start]
 
 
 def test_a_server_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import ATTENTION, KERNEL, MATRIX_PRODUCT
+from spbench.bench.measure.simulator.program import ATTENTION, KERNEL, MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
@@ -81,27 +81,27 @@ def attention_seconds(
 
 def test_a_product_by_shape_pays_for_its_operands() -> None:
     """In its precision alone: FLOPs / (peak x share) + bytes / bandwidth."""
-    products = {"bf16": {"share": figure(0.5), "bandwidth_bytes_per_s": figure(4.0)}}
+    matmuls = {"bf16": {"share": figure(0.5), "bandwidth_bytes_per_s": figure(4.0)}}
     b = ProgramBuilder((1, 1, 1, 1))
     for precision in ("bf16", "fp32"):
-        b.kernel("mm", flops=3000, nbytes=8, precision=precision, category=MATRIX_PRODUCT)
+        b.kernel("mm", flops=3000, nbytes=8, precision=precision, category=MATMUL)
     b.kernel("add", nbytes=8, precision="bf16")
-    costs = Costs(with_card(products=products), Calibration(compute_efficiency=0.5))
+    costs = Costs(with_card(matmul=matmuls), Calibration(compute_efficiency=0.5))
     assert costs.kernels(b.program()).tolist() == pytest.approx([3000 / 250 + 2, 6000.0, 8e-30])
 
 
 def test_one_share_of_products_takes_the_place_of_the_cards() -> None:
     """In its precision, for attention too where nothing is known of that."""
-    card = with_card(products={"bf16": {"share": figure(0.5)}}, compute_efficiency=figure(0.25))
+    card = with_card(matmul={"bf16": {"share": figure(0.5)}}, compute_efficiency=figure(0.25))
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=1000, nbytes=8, precision="bf16", category=MATRIX_PRODUCT)
+    b.kernel("mm", flops=1000, nbytes=8, precision="bf16", category=MATMUL)
     b.kernel("flash", flops=1000, precision="bf16", category=ATTENTION)
-    b.kernel("mm", flops=1, category=MATRIX_PRODUCT)
+    b.kernel("mm", flops=1, category=MATMUL)
     assert Costs(card, Calibration()).kernels(b.program()).tolist() == [2, 2, 4]
 
 
 def test_attention_by_direction_and_length() -> None:
-    """Causal, 4 positions are half of the limit: 4 (4 + 1) / 2 pairs of 8 features, 2 products forward and 5
+    """Causal, 4 positions are half of the limit: 4 (4 + 1) / 2 pairs of 8 features, 2 matmuls forward and 5
     backward of 2 FLOPs each."""
     on = with_card(attention=ATTENTION_RATES)
     forward, backward = attention_seconds(on, "flash", 4, 4, True)

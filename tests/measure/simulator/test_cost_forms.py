@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import ATTENTION, MATRIX_PRODUCT
+from spbench.bench.measure.simulator.program import ATTENTION, MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from tests.measure.simulator.step_programs import cluster, timed
 
@@ -47,9 +47,9 @@ def test_a_floor_and_a_launch_overhead_exclude_each_other() -> None:
 
 
 def test_attention_has_an_efficiency_of_its_own() -> None:
-    """Which replaces that of matrix products; elsewhere both are the calibration's."""
+    """Which replaces that of matmuls; elsewhere both are the calibration's."""
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=3, category=MATRIX_PRODUCT)
+    b.kernel("mm", flops=3, category=MATMUL)
     b.kernel("flash", flops=5, category=ATTENTION)
     one = [b.program()], [[0]]
     plain = cluster()

@@ -29,11 +29,11 @@ def figure(value: float) -> dict[str, Any]:
 
 def test_products_pay_for_their_operands_and_the_floor() -> None:
     """n = 128: 2 n^3 FLOPs at half of 1000 a second, and 3 x 4 n^2 bytes at 100 a second."""
-    products = {"fp32": {"share": figure(0.5), "bandwidth_bytes_per_s": figure(100.0), "measured": {8: 7.0}}}
-    on = with_figures(cluster(rate=1000.0), device={"products": products, "kernel_floor_s": figure(1e5)})
+    matmuls = {"fp32": {"share": figure(0.5), "bandwidth_bytes_per_s": figure(100.0), "measured": {8: 7.0}}}
+    on = with_figures(cluster(rate=1000.0), device={"matmul": matmuls, "kernel_floor_s": figure(1e5)})
     (curve,) = product_curves(on)
     flops, nbytes = 2 * 128**3, 12 * 128**2
-    assert (curve.panel, curve.name, curve.measured) == ("Matrix products", "fp32", {8: 7.0})
+    assert (curve.panel, curve.name, curve.measured) == ("Matmuls", "fp32", {8: 7.0})
     assert curve.rates[0] == flops / 1e5  # of 8389 + 1966 seconds, which are less than the floor
     assert curve.rates[2] == pytest.approx(64 * flops / (64 * flops / 500 + 16 * nbytes / 100))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from spbench.bench.measure.simulator.program import Group, coordinates, offset, 
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.simulation import Simulation
+from spbench.impls.axes import Place
 from tests.measure.simulator.step_programs import (
     INFINITE,
     chain,
@@ -34,6 +37,24 @@ def test_a_group_is_translated_to_other_ranks() -> None:
     strided = Group.of([1, 3, 5], (6,))
     assert [strided.members(rank, (6,)) for rank in (3, 4)] == [(1, 3, 5), (0, 2, 4)]
     assert Group.of([0, 8], mesh).members(13, mesh) == (13, 21)  # first and last stage, of other peers
+
+
+def test_a_group_along_folded_axes_is_translated_to_other_ranks() -> None:
+    """Whether its ranks are a block of the mesh or not, every group of a kind is the same to its members."""
+    for order in (("dp", "pp", "tp"), ("tp", "pp", "dp")):
+        for dp, tp, folds in product((2, 3), (2, 6), ((2, 1), (3, 1), (4, 1), (2, 2))):
+            sizes = {axis: {"dp": dp, "pp": 2, "tp": tp}[axis] for axis in order}
+            sizes |= dict(zip(("ep", "etp"), folds, strict=True))
+            if dp * tp % prod(folds):
+                continue
+            mesh = tuple(sizes[axis] for axis in order)
+            for axes in (("ep",), ("etp",), ("edp",), ("ep", "etp")):
+                places = [Place.of_rank(sizes, rank) for rank in range(prod(mesh))]
+                if places[0].size(*axes) == 1:
+                    continue
+                (group,) = {Group.of(place.members(*axes), mesh, pipeline=1) for place in places}
+                for rank, place in enumerate(places):
+                    assert sorted(group.members(rank, mesh)) == place.members(*axes)
 
 
 def test_a_peer_is_translated_to_other_ranks() -> None:

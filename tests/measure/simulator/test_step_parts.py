@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.measure.simulator.program import ATTENTION, MATRIX_PRODUCT, Group
+from spbench.bench.measure.simulator.program import ATTENTION, MATMUL, Group
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.step_parts import Flops
 from tests.measure.simulator.step_programs import chain, cluster, everyone, ring, timed
@@ -12,7 +12,7 @@ from tests.measure.simulator.step_programs import chain, cluster, everyone, ring
 
 def test_kernels_are_told_apart_by_their_kind() -> None:
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=2, category=MATRIX_PRODUCT)
+    b.kernel("mm", flops=2, category=MATMUL)
     b.kernel("flash", flops=3, category=ATTENTION)
     b.kernel("softmax", nbytes=5, category=ATTENTION)  # computes nothing: it moves scores
     b.kernel("add", nbytes=7)
@@ -20,21 +20,21 @@ def test_kernels_are_told_apart_by_their_kind() -> None:
     b.kernel("copy", nbytes=11)
     found = timed([b.program()], [[0]], cluster(memory=1))
     assert found.parts == {
-        "products_s": 2,
+        "matmul_s": 2,
         "attention_s": 3,
         "memory_bound_s": 12,
-        "within_nodes_s": 0,
-        "across_nodes_s": 0,
+        "intra_node_s": 0,
+        "inter_node_s": 0,
     }
     assert found.breakdown["compute_s"] == 17
 
 
 def test_a_charge_for_blocks_is_a_part_of_products() -> None:
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=2, strided=3, category=MATRIX_PRODUCT)
-    b.kernel("mm", flops=5, category=MATRIX_PRODUCT)
+    b.kernel("mm", flops=2, strided=3, category=MATMUL)
+    b.kernel("mm", flops=5, category=MATMUL)
     found = timed([b.program()], [[0]], strided_element_s=0.5)
-    assert (found.parts["products_s"], found.parts["in_blocks_s"]) == (8.5, 1.5)
+    assert (found.parts["matmul_s"], found.parts["in_blocks_s"]) == (8.5, 1.5)
 
 
 def test_ranks_of_several_programs_count_alike() -> None:
@@ -47,14 +47,14 @@ def test_transfers_of_a_ring_leave_the_node_where_it_ends() -> None:
     """Of four ranks on two nodes the second sends to the third, and the fourth to the first. A rank waits for
     its own send and for what it receives, of which one leaves the node."""
     found = timed([ring(4, 1, 8, overlap=False)], [range(4)], cluster(devices=2, node_bandwidth=2, nics=2))
-    assert found.parts["across_nodes_s"] > found.parts["within_nodes_s"] > 0
+    assert found.parts["inter_node_s"] > found.parts["intra_node_s"] > 0
     alone = timed([ring(4, 1, 8, overlap=False)], [range(4)], cluster(devices=4))
-    assert alone.parts["across_nodes_s"] == 0
+    assert alone.parts["inter_node_s"] == 0
     for each in (found, alone):
-        both = each.parts["within_nodes_s"] + each.parts["across_nodes_s"]
+        both = each.parts["intra_node_s"] + each.parts["inter_node_s"]
         assert both == pytest.approx(each.breakdown["exposed_communication_s"])
     spread = timed([ring(4, 1, 8, overlap=False)], [range(4)])  # a device a node
-    assert spread.parts["within_nodes_s"] == 0
+    assert spread.parts["intra_node_s"] == 0
 
 
 def pairs(stride: int) -> Group:
@@ -67,7 +67,7 @@ def test_a_collective_is_across_nodes_where_its_members_are_on_several(stride: i
     b = ProgramBuilder((1, 1, 2, 2))
     b.wait(b.collective("all_gather", 4, pairs(stride)))
     found = timed([b.program()], [range(4)], cluster(devices=2))
-    assert found.parts["across_nodes_s" if across else "within_nodes_s"] == found.step_time_s > 0
+    assert found.parts["inter_node_s" if across else "intra_node_s"] == found.step_time_s > 0
 
 
 def test_waits_for_another_stream_are_across_nodes_while_it_sends_there() -> None:
@@ -82,19 +82,19 @@ def test_waits_for_another_stream_are_across_nodes_while_it_sends_there() -> Non
     found = timed([b.program()], [range(4)], cluster(devices=2, memory=1, node_bandwidth=2))
     whole = found.breakdown["exposed_communication_s"]
     assert whole == found.step_time_s
-    outside = found.parts["across_nodes_s"]
+    outside = found.parts["inter_node_s"]
     assert 0 < outside < whole
     # the copy takes 3 s, and each collective as long as its links are slow
-    inside = found.parts["within_nodes_s"] - 3
+    inside = found.parts["intra_node_s"] - 3
     assert outside > inside > 0
 
 
 def test_flops_are_told_apart_by_phase_and_kind() -> None:
     b = ProgramBuilder((1, 1, 1, 2))
-    b.kernel("outside", flops=100, category=MATRIX_PRODUCT)
+    b.kernel("outside", flops=100, category=MATMUL)
     for phase in ("forward", "backward", "forward"):
         b.phase(phase)
-        b.kernel("mm", flops=2, category=MATRIX_PRODUCT)
+        b.kernel("mm", flops=2, category=MATMUL)
         b.kernel("flash", flops=3, category=ATTENTION)
         b.kernel("add", flops=50)
         b.wait(b.collective("all_reduce", 1, everyone(2)))

@@ -42,16 +42,16 @@ def card(*rates: dict[str, Any]) -> Cluster:
 
 
 def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> None:
-    by_products = [("attention by triton", "matrix products", "substituted")]
-    assert of_kernels(card(), "triton", attention(16)) == by_products
-    assert of_kernels(with_card(), "triton", attention(16)) == by_products
-    assert of_kernels(with_card(), "flash", attention(16)) == [("attention", *by_products[0][1:])]
+    by_matmuls = [("attention by triton", "matmuls", "substituted")]
+    assert of_kernels(card(), "triton", attention(16)) == by_matmuls
+    assert of_kernels(with_card(), "triton", attention(16)) == by_matmuls
+    assert of_kernels(with_card(), "flash", attention(16)) == [("attention", *by_matmuls[0][1:])]
     assert of_kernels(card(rate(10.0)), "triton", attention(16)) == []
     # one share of the peak for all kernels is a figure of attention
     assert of_kernels(with_card(attention_efficiency=figure(0.5)), "triton", attention(16)) == []
     # rates are of half precisions
     single = attention(16, dtype=torch.float32)
-    assert of_kernels(card(rate(10.0)), "triton", single) == by_products
+    assert of_kernels(card(rate(10.0)), "triton", single) == by_matmuls
 
 
 def test_the_rate_of_another_card_or_of_other_calls_is_named() -> None:
@@ -97,7 +97,7 @@ def bus(ranks: int | None = None, substitute: str = "") -> dict[str, Any]:
 
 
 def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
-    work = "all_to_all within a node"
+    work = "all_to_all intra-node"
     by_datasheet = of_links(linked(4, substitute="the datasheet"), 4)
     assert by_datasheet == {(work, "the datasheet", "substituted"): pytest.approx(6.0)}
     assert [*of_links(linked(4), 4)] == [(work, "the bandwidth of a send", "extrapolated")]
@@ -108,7 +108,7 @@ def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
     by_any = of_links(linked(4, any=[bus()]), 4)
     assert [*by_any] == [(work, "the rate of other collectives", "extrapolated")]
     by_datasheet = of_links(linked(4, substitute="the datasheet"), 4, sends=True)
-    assert by_datasheet == {("send within a node", "the datasheet", "substituted"): pytest.approx(8.0)}
+    assert by_datasheet == {("send intra-node", "the datasheet", "substituted"): pytest.approx(8.0)}
     assert of_links(linked(4), 4, sends=True) == {}
     # two nodes: within each, and between them
     both = of_links(linked(2, substitute="the datasheet"), 4)
@@ -129,14 +129,12 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
 
 def test_prices_in_words_are_those_of_the_largest_shares() -> None:
     def measured(share: float, work: str, grade: str = "substituted") -> dict[str, Any]:
-        return {"priced_by": [Substitute(work, "products", grade)._asdict() | {"share": share}]}  # type: ignore[arg-type]
+        return {"priced_by": [Substitute(work, "matmuls", grade)._asdict() | {"share": share}]}  # type: ignore[arg-type]
 
     some = [measured(0.2, "a"), measured(0.5, "a"), measured(0.1, "b", "extrapolated"), {}]
-    assert (
-        priced_by_in_words(some) == "no rate of its own: a (50%): products. Extrapolated: b (10%): products"
-    )
+    assert priced_by_in_words(some) == "no rate of its own: a (50%): matmuls. Extrapolated: b (10%): matmuls"
     many = [measured(0.1 * n, f"w{n}") for n in range(1, 6)]
-    assert priced_by_in_words(many).endswith("w3 (30%): products; 2 more")
+    assert priced_by_in_words(many).endswith("w3 (30%): matmuls; 2 more")
     assert priced_by_in_words([{}]) == ""
 
 
@@ -153,7 +151,7 @@ def test_another_value_of_a_figure_drops_what_was_said_of_the_one_before(tmp_pat
 
 def test_what_packaged_clusters_lack_a_rate_of() -> None:
     assert without_own_rates(load_cluster("dgx-h100")) == ["triton"]
-    assert {"links within a node", "flash_attention_2"} < {*without_own_rates(load_cluster("a100-pcie-80gb"))}
+    assert {"intra-node links", "flash_attention_2"} < {*without_own_rates(load_cluster("a100-pcie-80gb"))}
     assert "attention" in without_own_rates(load_cluster("l40s"))
     assert without_own_rates(load_cluster("dgx-a100-datasheet")) == ["all, by the datasheet alone"]
     assert without_own_rates(load_cluster("local")) == []

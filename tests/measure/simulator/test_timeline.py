@@ -19,7 +19,7 @@ from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
     KERNEL,
-    MATRIX_PRODUCT,
+    MATMUL,
     RECV,
     SEND,
     WAIT,
@@ -66,7 +66,7 @@ def test_matrix_products_have_shapes_flops_and_bytes() -> None:
     ]
     assert program.shape.tolist() == [[3, 4, 6, 5], [3, 4, 6, 5], [1, 4, 6, 5]]
     assert program.precision.tolist() == [0, 0, 2]
-    assert set(program.category) == {MATRIX_PRODUCT}
+    assert set(program.category) == {MATMUL}
 
 
 def test_blocks_of_wider_matrices_are_counted() -> None:

@@ -24,7 +24,7 @@ from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
 MODEL = ErrorModel(
     intervals={
         ANY: {ANY: Interval(0, 0.5, 2, 2)},
-        "sourced": {ANY: Interval(0, 0.1, 1, 1), "products": Interval(0, 0.1, 1, 1)},
+        "sourced": {ANY: Interval(0, 0.1, 1, 1), "matmul": Interval(0, 0.1, 1, 1)},
         "datasheet": {ANY: Interval(-0.3, 0.4, 1, 1)},
     },
     strategies=["ulysses"],
@@ -46,7 +46,7 @@ def row(
         "seq_len": 64,
         **(cell or {}),
     }
-    simulated = {"step_time_s": step_time_s, "rates": "sourced", "bound": "products", **measured}
+    simulated = {"step_time_s": step_time_s, "rates": "sourced", "bound": "matmul", **measured}
     return {"key": json.dumps(asked), "cell": asked, "status": "ok", "measurement": simulated}
 
 
@@ -54,7 +54,7 @@ def test_a_simulated_time_has_an_interval_and_says_what_it_rests_on() -> None:
     measured = with_band(row(), MODEL)["measurement"]
     assert measured["step_time_low_s"] == pytest.approx(2 * 0.905, rel=1e-3)
     assert measured["step_time_high_s"] == pytest.approx(2 * 1.105, rel=1e-3)
-    assert measured["band"] == "sourced rates, products: 1 source, 1 row"
+    assert measured["band"] == "sourced rates, matmul: 1 source, 1 row"
     assert measured["step_time_s"] == 2.0
 
 
@@ -66,7 +66,7 @@ def test_other_rows_stay_as_they_are(without: dict[str, Any]) -> None:
 
 def test_rows_are_read_with_the_intervals_of_the_package() -> None:
     entry = flat(row())
-    low, high, words = packaged_model().band("sourced", "products", "ulysses")
+    low, high, words = packaged_model().band("sourced", "matmul", "ulysses")
     assert (entry["step_time_low_s"], entry["step_time_high_s"]) == (2 * low, 2 * high)
     assert entry["band"] == words
     assert low <= 1 <= high

@@ -22,7 +22,7 @@ def drawn(
     within: float = 0.05,
     mean: float = 0.0,
     rates: str = "sourced",
-    bound: str = "products",
+    bound: str = "matmul",
 ) -> list[StepObservation]:
     """Errors with an effect of their source and one of their own, both normal."""
     random = Random(seed)
@@ -35,7 +35,7 @@ def drawn(
     return found
 
 
-def width(model: ErrorModel, rates: str = "sourced", bound: str = "products") -> float:
+def width(model: ErrorModel, rates: str = "sourced", bound: str = "matmul") -> float:
     low, high, _ = model.band(rates, bound, "a")
     return math.log(high / low)
 
@@ -70,25 +70,25 @@ def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:
 
 
 def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_within() -> None:
-    low, high, _ = ErrorModel.fit(drawn(1, mean=0.5)).band("sourced", "products", "a")
+    low, high, _ = ErrorModel.fit(drawn(1, mean=0.5)).band("sourced", "matmul", "a")
     assert low < math.exp(-0.5) < high == 1.0  # simulated times are too long
-    low, high, _ = ErrorModel.fit(drawn(1, mean=-0.15)).band("sourced", "products", "a")
+    low, high, _ = ErrorModel.fit(drawn(1, mean=-0.15)).band("sourced", "matmul", "a")
     assert 1 / low < high
-    low, high, _ = ErrorModel.fit(drawn(1)).band("sourced", "products", "a")
+    low, high, _ = ErrorModel.fit(drawn(1)).band("sourced", "matmul", "a")
     assert low * high == pytest.approx(1)
 
 
 def test_what_was_never_measured_falls_back_and_says_so() -> None:
     model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted", between=0.5)])
-    assert model.interval("sourced", "products")[1] == "sourced rates, products: 8 sources, 160 rows"
+    assert model.interval("sourced", "matmul")[1] == "sourced rates, matmul: 8 sources, 160 rows"
     interval, words = model.interval("sourced", "host")
     assert interval == model.intervals["sourced"][ANY]
     assert words == "sourced rates, no measured step bound by host: all 8 sources, 160 rows"
-    interval, words = model.interval("datasheet", "products")
+    interval, words = model.interval("datasheet", "matmul")
     assert interval == model.intervals[ANY][ANY]
     assert words == "no measured step on datasheet rates: all 8 sources, 320 rows"
     one = ErrorModel.fit(drawn(1, ["only"], rows=1))
-    assert one.interval("sourced", "products")[1].endswith(": 1 source, 1 row")
+    assert one.interval("sourced", "matmul")[1].endswith(": 1 source, 1 row")
 
 
 def test_without_a_measured_step_there_is_no_model() -> None:
@@ -102,11 +102,11 @@ def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
     errors = drawn(1, within=0.01)
     errors += [StepObservation(o.source, o.rates, o.bound, "b", o.log_error + 0.2) for o in errors]
     model = ErrorModel.fit(errors)
-    known, other = model.band("sourced", "products", "b"), model.band("sourced", "products", "c")
+    known, other = model.band("sourced", "matmul", "b"), model.band("sourced", "matmul", "c")
     assert other[0] < known[0]
     assert other[1] > known[1]
     assert other[2] == f"{known[2]}; none of this strategy"
-    assert model.band("sourced", "products", "a+b") == known  # both were measured
+    assert model.band("sourced", "matmul", "a+b") == known  # both were measured
     assert model.of_strategies == pytest.approx(0.1, rel=0.2)
 
 
@@ -114,7 +114,7 @@ def test_ties_are_of_differences_within_a_source() -> None:
     """Sources err by a factor of 1.5, and splits of a run by 2%."""
     random = Random(1)
     errors = [
-        StepObservation(source, "sourced", "products", "a", effect + random.gauss(0, 0.02), f"{source} {run}")
+        StepObservation(source, "sourced", "matmul", "a", effect + random.gauss(0, 0.02), f"{source} {run}")
         for source in SOURCES
         for effect in [random.gauss(0, 0.4)]
         for run in range(5)
@@ -132,10 +132,10 @@ def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
     other way round. A row of another run is compared with none."""
     rows = []
     for number, source in enumerate(SOURCES):
-        first = StepObservation(source, "sourced", "products", "a", 0.0, "run", 0.0)
+        first = StepObservation(source, "sourced", "matmul", "a", 0.0, "run", 0.0)
         error = 0.1 if number % 2 else 0.0
-        second = StepObservation(source, "sourced", "products", "b", error, "run", math.log(1.08))
-        rows += [first, second, StepObservation(source, "sourced", "products", "b", 0.0, "other run", 5.0)]
+        second = StepObservation(source, "sourced", "matmul", "b", error, "run", math.log(1.08))
+        rows += [first, second, StepObservation(source, "sourced", "matmul", "b", 0.0, "other run", 5.0)]
     model = ErrorModel.fit(rows)
     said = "of 8 measured pairs 5 to 10% apart, 50% were in the simulated order"
     assert model.order("sourced", 1.08) == model.order("sourced", 1 / 1.08) == said
@@ -148,8 +148,8 @@ def test_the_file_holds_the_model_to_six_digits() -> None:
     model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted")])
     again = ErrorModel.from_dict(model.as_dict())
     assert again.as_dict() == model.as_dict()
-    assert again.band("sourced", "products", "a")[:2] == pytest.approx(
-        model.band("sourced", "products", "a")[:2], rel=1e-5
+    assert again.band("sourced", "matmul", "a")[:2] == pytest.approx(
+        model.band("sourced", "matmul", "a")[:2], rel=1e-5
     )
 
 
@@ -159,7 +159,7 @@ def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
     assert width(model, "substituted") >= width(model)
     # nor narrower than what such times were off by
     off = drawn(2, ["other"], between=0.0, within=0.001, mean=-1.4, rates="substituted")
-    assert ErrorModel.fit([*drawn(1), *off]).band("substituted", "products", "a")[1] > math.exp(1.39)
+    assert ErrorModel.fit([*drawn(1), *off]).band("substituted", "matmul", "a")[1] > math.exp(1.39)
     # whichever part of the step seems to bound it, by prices of which one is missing
     links = drawn(3, ["links"], between=0.0, within=0.001, mean=-1.4, bound="links", rates="substituted")
     both = ErrorModel.fit([*drawn(1), *lucky, *links])

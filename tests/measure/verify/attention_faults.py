@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.collectives import all_reduce, reduce_from_group, ring
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.key_value_rows import KeyValueRows
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingOutput, RingScores, RingSelfAttention
@@ -189,9 +191,13 @@ def _one_chunk_further(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
     return _honest_decay(decay, chunks + 1 if chunks else 0, q)
 
 
-def _own_part(gradients: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    d_k, d_v = gradients[group.rank()].permute(2, 1, 3, 0, 4).unbind()
+def _own_part(gradients: Tensor, layout: KeyValueRows, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    d_k, d_v = (x.permute(1, 2, 0, 3) for x in layout.separate(gradients[group.rank()]))
     return d_k, d_v
+
+
+def _scaled_by_values(q: Tensor, k: Tensor, v: Tensor, scale: float, *how: Any) -> Any:
+    return _honest_forward(q, k, v, v.shape[-1] ** -0.5, *how)
 
 
 def _blocks(kind: type[Any], *further: Any) -> Callable[..., Tensor]:
@@ -223,7 +229,7 @@ def _rotated_in_order(self: Any, honest: Any, q: Tensor, k: Tensor, v: Tensor, m
 
     def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         parts = _honest_gather(k, v, group)
-        keys = parts[..., 0, :, :]  # [N, L/N, B, Z, A]
+        keys, _ = KeyValueRows.like(k, v).separate(parts)  # [N, L/N, B, Z, A]
         turned = rotated(keys.flatten(0, 1).movedim(0, -2), off)
         keys.copy_(turned.movedim(-2, 0).view_as(keys))
         return parts
@@ -253,6 +259,13 @@ LogSumExpInHalfPrecision = planted(
 )
 MergeWithoutRescaling = planted(
     "MergeWithoutRescaling", RingAttention, attend=patching(blockwise, merge=_added)
+)
+# a ring path that drops the scale of latent attention (prime-rl issue 2681)
+ScaleOfValues = planted(
+    "ScaleOfValues",
+    RingAttention,
+    heeds=HEEDS_ALL,
+    attend=patching(blockwise, attention_to_block=_scaled_by_values),
 )
 DecayOffByOneChunk = planted(
     "DecayOffByOneChunk",

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.collectives import copy_to_group, joined, reduce_from_group, start_all_gather
+from spbench.impls.collectives import (
+    copy_to_group,
+    gather_from_group,
+    joined,
+    reduce_from_group,
+    start_all_gather,
+)
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels import cross_entropy
 from spbench.impls.kernels.decay import DecayMask
@@ -62,6 +68,13 @@ ColumnInputGradientNotReduced = planted(
     "ColumnInputGradientNotReduced", TP, linear_in=_layer(_InputNotReduced)
 )
 ParameterWithoutGradient = planted("ParameterWithoutGradient", TP, linear_out=_layer(_Frozen))
+# latent attention's key that all heads share: each rank's heads make only a part of its gradient
+SharedKeyOfOwnHeads = planted("SharedKeyOfOwnHeads", TP, features_for_heads=lambda self, honest, x: x)
+SharedKeyOfOwnPositions = planted(
+    "SharedKeyOfOwnPositions",
+    MegatronSP,
+    features_for_heads=lambda self, honest, x: gather_from_group(x, 1, self.group),
+)
 
 
 # losses over a split vocabulary

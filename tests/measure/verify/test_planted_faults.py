@@ -29,6 +29,7 @@ from tests.measure.verify.attention_model import AttentionModel
 
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
+LATENT = model_preset("mla-tiny")
 ROTARY = AttentionModel("causal_attention", rotary=True)
 TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
 IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
@@ -83,6 +84,9 @@ FAULTS: list[tuple[type[Strategy], Model, str, Names] | tuple[type[Strategy], Mo
     (attention.StaleBlockInRingBackward, CAUSAL, "attention", INPUTS),
     (attention.BackwardOfBlocksAlone, CAUSAL, "attention", INPUTS),
     (attention.MergeWithoutRescaling, CAUSAL, "attention", ANY),
+    (attention.ScaleOfValues, LATENT, "attention", OUTPUTS),
+    (layers.SharedKeyOfOwnHeads, LATENT, "attention", ("gradient",)),
+    (layers.SharedKeyOfOwnPositions, LATENT, "attention", ("gradient",)),
     (attention.DecayOffByOneChunk, LINEAR, "attention", ANY),
     (attention.StripesInAnotherOrder, CAUSAL, "attention", ANY, STRIPED),
     (attention.ZigzagUnderContiguousBlocks, CAUSAL, "attention", ANY, ZIGZAG),

@@ -10,7 +10,7 @@ import spbench
 
 
 class FlopMeter(spbench.Meter):
-    """Matrix products as torch's flop counter counts them: 2 for a multiplication and an addition."""
+    """Matmuls as torch's flop counter counts them: 2 for a multiplication and an addition."""
 
     name = "flops"
 

@@ -16,7 +16,7 @@ from spbench.bench.tools.advise.ranking import NAMED, SearchResult, Seen, comple
 from tests.tools.advise.questions import asked
 
 TIE = packaged_model().tie("sourced")
-PARTS = {"products_s": 0.6, "attention_s": 0.2, "memory_bound_s": 0.1, "within_nodes_s": 0.05}
+PARTS = {"matmul_s": 0.6, "attention_s": 0.2, "memory_bound_s": 0.1, "intra_node_s": 0.05}
 
 
 def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) -> Seen:
@@ -33,7 +33,7 @@ def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) ->
         "formula": [{"sent_bytes": 2**20, "axis": "sp", "collective": "all_to_all"}],
         "breakdown": {"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
         "parts": {**PARTS, **parts},
-        "bound": "products",
+        "bound": "matmul",
         "rates": "sourced",
     }
     return Seen(cell, Outcome("ok", measurement=measurement), "all_layers")
@@ -48,7 +48,7 @@ def advice(*best: Seen, **more: Any) -> Advice:
 
 FAST = seen("ulysses+ring_attention", {"cp": 2, "sp": 4}, 1.0)
 SIMPLE = seen("ulysses", {"sp": 8}, 1.0 + 0.5 * (TIE - 1), attention_s=0.3)
-FAR = seen("single", {"dp": 8}, 1.1 * TIE, within_nodes_s=0.4)
+FAR = seen("single", {"dp": 8}, 1.1 * TIE, intra_node_s=0.4)
 
 
 def test_of_ties_the_simplest_is_first() -> None:
@@ -105,8 +105,8 @@ def test_a_tie_is_said_to_be_one() -> None:
 
 def test_what_a_fitted_charge_alone_tells_apart_is_a_tie() -> None:
     """The ring takes twice the time, most of the difference by the charge; another one takes it by itself."""
-    charged = seen("ring_self_attention", {"sp": 8}, 2.0, products_s=1.6, in_blocks_s=1.0)
-    slow = seen("single", {"dp": 8}, 1.9, products_s=1.6)
+    charged = seen("ring_self_attention", {"sp": 8}, 2.0, matmul_s=1.6, in_blocks_s=1.0)
+    slow = seen("single", {"dp": 8}, 1.9, matmul_s=1.6)
     answer = advice(FAST, slow, charged)
     assert [each.cell.strategy for each in answer.ranked] == [
         "ring_self_attention",

@@ -145,5 +145,5 @@ class Trace:
 
 def points_of(found: Findings) -> int:
     """How many measurements a log has."""
-    measured = (found.products, found.attention, found.passes, found.launch_gaps_s, found.collectives)
+    measured = (found.matmuls, found.attention, found.passes, found.launch_gaps_s, found.collectives)
     return sum(map(len, measured))

@@ -27,8 +27,8 @@ def machine(
     """Products at 100 and 400 FLOP/s, attention at 50, sums at 12 and 24 B/s, each message 1 ms and then a
     second more than the one before."""
     points = [
-        RatePoint("matrix product", "[5, 5] x [5, 5]", 5, "fp32", ranks, [0.5, 2.5, 9.0], flops=250),
-        RatePoint("matrix product", "[10, 10] x [10, 10]", 10, "fp32", ranks, [5.0], flops=2000),
+        RatePoint("matmul", "[5, 5] x [5, 5]", 5, "fp32", ranks, [0.5, 2.5, 9.0], flops=250),
+        RatePoint("matmul", "[10, 10] x [10, 10]", 10, "fp32", ranks, [5.0], flops=2000),
         RatePoint("attention forward", "[1, 1, 5, 1]", 5, "fp32", ranks, [2.0], flops=100),
         RatePoint("sum", "16 B", 16, "fp32", ranks, [2.0], nbytes=48),
         RatePoint("sum", "4 B", 4, "fp32", ranks, [1.0], nbytes=12),

@@ -16,8 +16,8 @@ from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of
 from spbench.bench.tools.calibrate.log_findings import (
     Findings,
     TimedCollective,
+    TimedMatmul,
     TimedPass,
-    TimedProduct,
     findings_of,
     is_same_card,
 )
@@ -118,21 +118,21 @@ def test_too_few_sizes_have_no_latency() -> None:
 
 def test_products_come_back(tmp_path: Path) -> None:
     cluster = loaded(made_of(tmp_path, a=mamf_log(800e12, 4e12, SHAPES)))
-    assert cluster.device.products is not None
-    rate = cluster.device.products["bf16"]
+    assert cluster.device.matmul is not None
+    rate = cluster.device.matmul["bf16"]
     assert rate.share.value == pytest.approx(800 / 989.4, rel=5e-3)
     assert rate.bandwidth_bytes_per_s.value == pytest.approx(4e12, rel=5e-3)
 
 
 def test_one_product_is_a_share_for_all_shapes() -> None:
     base = load_cluster("a100-sxm-80gb")
-    product = TimedProduct.of_shape("bf16", 8192, 8192, 8192, 2 * 8192**3 / 156e12)
-    rate = loaded(cluster_of_logs({"a": Findings("b", products=[product])}, base)).device.products
+    product = TimedMatmul.of_shape("bf16", 8192, 8192, 8192, 2 * 8192**3 / 156e12)
+    rate = loaded(cluster_of_logs({"a": Findings("b", matmuls=[product])}, base)).device.matmul
     assert rate is not None
     assert rate["bf16"].share.value == 0.5  # of 312
     # the bandwidth that the base has from elsewhere does not stay beside it
-    assert base.device.products is not None
-    assert base.device.products["bf16"].bandwidth_bytes_per_s.value is not None
+    assert base.device.matmul is not None
+    assert base.device.matmul["bf16"].bandwidth_bytes_per_s.value is not None
     assert rate["bf16"].bandwidth_bytes_per_s.value is None
 
 
@@ -200,7 +200,7 @@ def test_alone_a_cluster_has_what_the_logs_say(tmp_path: Path) -> None:
     assert cluster.device.peak_flops_per_s["bf16"].value == pytest.approx(800e12, rel=5e-3)
     assert cluster.device.memory_bandwidth_bytes_per_s.value == pytest.approx(2.68e12)
     assert (cluster.devices_per_node, cluster.network.bandwidth_bytes_per_s.value) == (8, None)
-    assert "send, within a node" in made.missing
+    assert "send, intra-node" in made.missing
 
 
 def test_a_fitted_scalar_does_not_correct_a_measured_rate(tmp_path: Path) -> None:
@@ -247,14 +247,14 @@ def test_times_of_any_reader_are_positive() -> None:
 
 
 def test_what_is_missing() -> None:
-    product = TimedProduct.of_shape("bf16", 8192, 8192, 8192, 2e-3)
-    made = cluster_of_logs({"a": Findings("b", products=[product])}, load_cluster("dgx-h100"))
+    product = TimedMatmul.of_shape("bf16", 8192, 8192, 8192, 2e-3)
+    made = cluster_of_logs({"a": Findings("b", matmuls=[product])}, load_cluster("dgx-h100"))
     assert made.missing == [
-        *("matrix products, fp16", "matrix products, fp32", "attention", "memory", "gaps between kernels"),
-        "send, within a node",
-        *(f"{kind}, within a node" for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
-        "send, between nodes",
-        *(f"{kind}, between nodes" for kind in ("all_reduce", "all_gather", "reduce_scatter")),
+        *("matmuls, fp16", "matmuls, fp32", "attention", "memory", "gaps between kernels"),
+        "send, intra-node",
+        *(f"{kind}, intra-node" for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
+        "send, inter-node",
+        *(f"{kind}, inter-node" for kind in ("all_reduce", "all_gather", "reduce_scatter")),
     ]
 
 

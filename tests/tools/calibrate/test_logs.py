@@ -16,7 +16,7 @@ from spbench.bench.tools.calibrate.log_findings import (
     Findings,
     LogFile,
     TimedCollective,
-    TimedProduct,
+    TimedMatmul,
     findings_of,
 )
 from tests.tools.calibrate.logs import FACTORS, Trace, flash_log, mamf_log, nccl_log, points_of
@@ -82,7 +82,7 @@ BEST = (
 @pytest.mark.parametrize("text", [*SHAPES, *BEST])
 def test_shapes_of_mamf_finder(tmp_path: Path, text: str) -> None:
     found = of_text(tmp_path, f"python mamf-finder.py\n** Dtype: torch.float16\n{text}\n")
-    (product,) = found.products
+    (product,) = found.matmuls
     assert product.precision == "fp16"
     assert product.flops == 2 * 1024 * 2048 * 4096
     assert product.nbytes == 2 * (1024 * 4096 + 4096 * 2048 + 1024 * 2048)
@@ -92,7 +92,7 @@ def test_shapes_of_mamf_finder(tmp_path: Path, text: str) -> None:
 
 def test_the_best_is_not_counted_beside_the_shapes() -> None:
     found = findings_of(SAMPLES / "mamf_finder.txt")
-    assert (len(found.products), found.card) == (7, "NVIDIA H100 80GB HBM3")
+    assert (len(found.matmuls), found.card) == (7, "NVIDIA H100 80GB HBM3")
 
 
 def test_speeds_of_flash_attention(tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_products_of_a_trace(tmp_path: Path) -> None:
     trace.launch("aten::mm", [(64, 32), (32, 16)], 1.0, dtype="float", kernel="sm90_gemm_f32f32_tf32f32")
     trace.launch("aten::mm", [(64, 32), (32, 16)], 1.0, dtype="c10::Float8_e4m3fn")
     elements = 64 * 32 + 32 * 16 + 64 * 16
-    assert traced(tmp_path, trace).products == [
-        TimedProduct("bf16", 2 * 64 * 32 * 16, 2 * elements, 2e-6),
-        TimedProduct("fp32", 2 * 64 * 32 * 16, 4 * elements, 3e-6),
-        TimedProduct("fp64", 8 * 64 * 32 * 16, 32 * elements, 4e-6),
+    assert traced(tmp_path, trace).matmuls == [
+        TimedMatmul("bf16", 2 * 64 * 32 * 16, 2 * elements, 2e-6),
+        TimedMatmul("fp32", 2 * 64 * 32 * 16, 4 * elements, 3e-6),
+        TimedMatmul("fp64", 8 * 64 * 32 * 16, 32 * elements, 4e-6),
     ]
 
 
@@ -134,7 +134,7 @@ def test_an_operator_has_the_time_of_all_its_kernels(tmp_path: Path) -> None:
     trace.launch("aten::mm", [(64, 32), (32, 16)], 2.0)
     second = {**trace.events[1], "ts": 2000.0, "dur": 5.0}
     trace.events.append(second)
-    assert [p.seconds for p in traced(tmp_path, trace).products] == [7e-6]
+    assert [p.seconds for p in traced(tmp_path, trace).matmuls] == [7e-6]
 
 
 def inputs(causal: int, value: str, **further: str) -> list[str]:
@@ -230,7 +230,7 @@ def test_a_trace_without_shapes_has_gaps(tmp_path: Path) -> None:
     for event in trace.events:
         event["args"].pop("Input Dims", None)
     found = traced(tmp_path, trace)
-    assert (found.products, len(found.launch_gaps_s)) == ([], 2)
+    assert (found.matmuls, len(found.launch_gaps_s)) == ([], 2)
     assert "profile with record_shapes=True" in found.remarks[0]
 
 
@@ -275,7 +275,7 @@ def trace_with(**changes: object) -> str:
         (trace_with().replace('"dur": 2.0', '"dur": -2.0'), "1 events of a GPU have a duration below 0"),
         ("** Dtype: bfloat16\nTried 0 shapes => the best outcomes were:", "without a shape and its TFLOPS"),
         (mamf_log(1e15, 1e12, [(1, 1, 1)]).replace("** Dtype", "Dtype"), "must name one dtype"),
-        (mamf_log(1e15, 1e12, [(1, 1, 1)], "float8_e4m3fn"), "products of float8_e4m3fn have no place"),
+        (mamf_log(1e15, 1e12, [(1, 1, 1)], "float8_e4m3fn"), "matmuls of float8_e4m3fn have no place"),
         ("### causal=True, headdim=64, batch_size=32, seqlen=512 ###\n", "was it cut off?"),
         (trace_with()[:-40], "damaged JSON of a trace"),
         (trace_with(cat="python").replace('"kernel"', '"python"'), "without kernels of a GPU"),

@@ -32,7 +32,7 @@ def test_ranks_measure_together_and_agree(pool: RankPool, n: int) -> None:
     assert all(rank == found[0] for rank in found)
     points = found[0]["points"]
     assert Counter(point.operation for point in points) == {
-        "matrix product": 4,
+        "matmul": 4,
         **dict.fromkeys(("attention forward", "attention forward and backward", "sum", "training step"), 1),
         **dict.fromkeys(COLLECTIVES if n > 1 else (), 2),  # 3 bytes are less than an element a rank
     }
@@ -66,7 +66,7 @@ def test_calls_that_would_take_long_are_left_out(pool: RankPool) -> None:
     cell = SMALL.model_copy(update={"sizes": Sizes()})
     brief = replace(TINY, longest_call_s=1e-12)
     points = pool.run({"sp": 1}, _on_rank, cell, brief)[0]["points"]
-    assert [point.extent for point in points if point.operation == "matrix product"] == [4, 4]
+    assert [point.extent for point in points if point.operation == "matmul"] == [4, 4]
 
 
 def test_a_size_for_which_a_rank_has_no_memory_ends_the_series_on_all(pool: RankPool) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.simulator.program import MATRIX_PRODUCT, MEMORY_BOUND
+from spbench.bench.measure.simulator.program import MATMUL, MEMORY_BOUND
 from spbench.bench.tools.calibrate import operator_times as clocked
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml
@@ -21,21 +21,21 @@ from spbench.bench.tools.calibrate.operator_times import (
     BACKWARD,
     BARE,
     LADDER,
+    MATMUL_IN_STEP,
     MODULE,
     OPERATOR,
-    PRODUCT,
     STEP,
     VIEW,
     WITH_NODE,
     host_figures,
+    matmul_fit,
     operator_times,
     points_of,
-    product_fit,
 )
 from tests.tools.calibrate.machines import machine
 
 _GELU = ("gelu", MEMORY_BOUND, 800, 0, 2, (0, 0, 0, 0), (400,))
-_MM = ("mm", MATRIX_PRODUCT, 300, 2_000, 2, (1, 10, 10, 10), (100,))
+_MM = ("mm", MATMUL, 300, 2_000, 2, (1, 10, 10, 10), (100,))
 _SCALAR = ("mul", MEMORY_BOUND, 0, 0, 2, (0, 0, 0, 0), (0,))
 
 
@@ -44,7 +44,7 @@ def operator(name: str, nbytes: int, seconds: float) -> RatePoint:
 
 
 def product(flops: float, nbytes: int, seconds: float) -> RatePoint:
-    return RatePoint(PRODUCT, "mm", nbytes, "fp32", 2, [seconds], flops=int(flops), nbytes=nbytes)
+    return RatePoint(MATMUL_IN_STEP, "mm", nbytes, "fp32", 2, [seconds], flops=int(flops), nbytes=nbytes)
 
 
 def test_each_call_is_timed_under_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_a_step_is_its_operators_their_results_freeing_and_the_rest() -> None:
     # 2 x (1 + 3) + 5 + 0.5 inside, then 2 x (2 + 3) + 5 + 0.5
     assert rest.samples_s == [6.5, 0.5]
     assert (gelu.operation, gelu.nbytes, gelu.samples_s) == (OPERATOR + "gelu", 800, [4.0, 5.0])
-    assert (mm.operation, mm.flops, mm.samples_s) == (PRODUCT, 2_000, [5.0, 5.0])
+    assert (mm.operation, mm.flops, mm.samples_s) == (MATMUL_IN_STEP, 2_000, [5.0, 5.0])
 
 
 def test_a_busy_moment_is_no_negative_time() -> None:
@@ -95,10 +95,10 @@ def test_products_have_a_rate_and_a_bandwidth() -> None:
     sizes = [(1e8, 10**6), (1e9, 4 * 10**6), (4e8, 9 * 10**6)]
     points = [product(flops, n, flops / 2e9 + n / 5e8) for flops, n in sizes]
     small = product(1e3, 100, 1.0)  # nothing but a call
-    fit = product_fit([*points, small], "fp32")
+    fit = matmul_fit([*points, small], "fp32")
     assert fit is not None
     assert [1 / c for c in fit.coefficients] == pytest.approx([2e9, 5e8])
-    assert product_fit(points, "bf16") is None
+    assert matmul_fit(points, "bf16") is None
 
 
 #: operators, views, nodes and modules of three steps
@@ -144,8 +144,8 @@ def test_the_file_has_the_figures(tmp_path: Path) -> None:
     assert found.host.synchronous
     assert (found.host.operator_s.value, found.host.step_s.value) == (2.0, 10.0)
     assert device.operators["gelu"].value == [[4096, 0.001], [65536, 0.1235]]
-    assert device.products is not None
-    rate = device.products["fp32"]
+    assert device.matmul is not None
+    rate = device.matmul["fp32"]
     assert rate.share.value == pytest.approx(200 / 400)  # of the best product
     assert rate.bandwidth_bytes_per_s.value == pytest.approx(1e6)
     assert len(found.measured) == len(plain.points)  # a busy moment's step of 0 s is none of them

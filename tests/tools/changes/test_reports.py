@@ -122,7 +122,7 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
     ((verdict, where, quantity, *_, change, moved),) = tables(markdown)[0]
     assert (verdict, where, quantity) == ("❌ worse", cell.key, "step_time_s")
     assert 0 < float(change.rstrip("%")) <= 5
-    assert re.fullmatch(r"(memory-bound operators|matrix products) \+[0-9.]+ us", moved)
+    assert re.fullmatch(r"(memory-bound operators|matmuls) \+[0-9.]+ us", moved)
     (failure,) = cases(junit)[cell.key].result
     assert "step_time_s" in failure.message
 
@@ -210,14 +210,14 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
 def test_results_alone_have_times_with_intervals_and_rates_of_three_digits(
     tmp_path: Path, command_line: Run
 ) -> None:
-    rests = {"step_time_s": 2.34567, "tokens_per_s": 12345.6, "rates": "sourced", "bound": "products"}
+    rests = {"step_time_s": 2.34567, "tokens_per_s": 12345.6, "rates": "sourced", "bound": "matmul"}
     made = folder(tmp_path / "alone", [made_up("a", **rests)])
     _, shown, _ = command_line("export", "--to", "markdown", str(made))
     assert re.search(r"\| 2\.35 s [-+±]\d+%", shown)
     assert "| 12300 |" in shown
     _, shown, _ = command_line("export", "--to", "junit", str(made))
     assert "step time: 2.35 s" in shown
-    assert "(sourced rates, products: " in shown
+    assert "(sourced rates, matmul: " in shown
     _, shown, _ = command_line("export", "--to", "hud", str(made))
     (metric,) = [r["metric"] for r in json.loads(shown) if r["metric"]["name"] == "step_time_s"]
     assert float(metric["extra_info"]["step_time_low_s"]) <= 2.34567

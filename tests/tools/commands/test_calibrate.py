@@ -70,7 +70,7 @@ def measure(command_line: Run, samples: int = 5) -> None:
     sizes = {row["nbytes"] for row in rows if row["operation"] == "all_to_all"}
     assert sizes == {"64", "4096"}
     assert {row["wrong"] for row in rows} == {"0"}
-    assert len([row for row in rows if row["operation"] == "matrix product"]) == 4 * samples
+    assert len([row for row in rows if row["operation"] == "matmul"]) == 4 * samples
 
 
 def test_a_measured_cluster_can_be_simulated(

@@ -27,13 +27,11 @@ def test_all_samples_together(folder: Path, command_line: Run) -> None:
     assert code == 0, err
     assert "\n\nours.yaml\n\n" in out
     missing = next(line for line in out.splitlines() if line.startswith("still missing: "))
-    assert missing.startswith(
-        "still missing: matrix products, fp16; matrix products, fp32; all_gather, within"
-    )
-    assert missing.endswith("reduce_scatter, between nodes: what dgx-h100 says is used")
+    assert missing.startswith("still missing: matmuls, fp16; matmuls, fp32; all_gather, within")
+    assert missing.endswith("reduce_scatter, inter-node: what dgx-h100 says is used")
     text = Path("ours.yaml").read_text()
     assert text.startswith(
-        f"# spbench calibrate --from {' '.join(LOGS)} --extends dgx-h100\n# device.products.bf16"
+        f"# spbench calibrate --from {' '.join(LOGS)} --extends dgx-h100\n# device.matmul.bf16"
     )
     assert " points, off by " in text.split("extends:")[0]
     cluster = load_cluster("ours.yaml")
@@ -47,7 +45,7 @@ def test_it_can_be_run_on_and_listed(folder: Path, command_line: Run) -> None:
     code, out, err = command_line("run", *words, "--dry-run")
     assert code == 0, err
     assert "a.yaml" in out
-    assert "| all_reduce, within a node, 8 ranks" in command_line("list", "cluster", "a.yaml")[1]
+    assert "| all_reduce, intra-node, 8 ranks" in command_line("list", "cluster", "a.yaml")[1]
 
 
 def test_as_json(folder: Path, command_line: Run) -> None:

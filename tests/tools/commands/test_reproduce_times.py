@@ -19,7 +19,7 @@ from tests.tools.commands.conftest import Run
 
 RESULTS = Path("results", "reproduction")
 #: of a row, what a time rests on
-RESTS = {"rates": "datasheet", "bound": "products"}
+RESTS = {"rates": "datasheet", "bound": "matmul"}
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_scenarios_run_on_the_clusters_of_their_names(
     assert code == 0
     assert asked == [("usp", (cluster.as_posix(),), Path("results", "runs", "datasheets", "usp"))]
     (line,) = lines_of(RESULTS / "datasheets.csv")  # of times alone
-    assert (line["quantity"], line["rates"], line["bound"]) == ("step_time_ms", "datasheet", "products")
+    assert (line["quantity"], line["rates"], line["bound"]) == ("step_time_ms", "datasheet", "matmul")
     # which is enough for bands
     assert reproduce("bands")[0] == 0
-    interval = json.loads((RESULTS / "bands.json").read_text())["intervals"]["datasheet"]["products"]
+    interval = json.loads((RESULTS / "bands.json").read_text())["intervals"]["datasheet"]["matmul"]
     assert (interval["sources"], interval["rows"]) == (1, 1)
     assert interval["half_width"] == pytest.approx(0.223144)  # log(0.8)
 

@@ -29,7 +29,7 @@ def row(
 
 
 def simulated(step_time_s: float = 2.0, **measured: Any) -> dict[str, Any]:
-    rests = {"rates": "sourced", "bound": "products", "mfu": 0.41234, "breakdown": PARTS}
+    rests = {"rates": "sourced", "bound": "matmul", "mfu": 0.41234, "breakdown": PARTS}
     return row(step_time_s, **{**rests, **measured})
 
 
@@ -59,11 +59,11 @@ def test_ties_are_marked_in_tables_and_told_in_records() -> None:
 
 
 def test_records_have_every_field_in_full() -> None:
-    (record,) = flat_rows([simulated(parts={"products_s": 0.7})])
+    (record,) = flat_rows([simulated(parts={"matmul_s": 0.7})])
     assert (record["step_time_s"], record["tokens_per_s"], record["mfu"]) == (2.0, 123456.7, 0.41234)
     assert record["step_time_low_s"] <= 2.0 <= record["step_time_high_s"]
-    assert (record["products_s"], record["host_s"], record["bound"]) == (0.7, 0.1, "products")
-    assert record["band"].startswith("sourced rates, products: ")
+    assert (record["matmul_s"], record["host_s"], record["bound"]) == (0.7, 0.1, "matmul")
+    assert record["band"].startswith("sourced rates, matmul: ")
 
 
 @pytest.mark.parametrize(("formula", "shown"), [(2**20 + 2**-20, None), (2**20 + 1, "1.00"), (2**21, "2.00")])

@@ -49,7 +49,7 @@ def test_the_cell_that_is_left_is_written(trace: Run) -> None:
     assert content["otherData"]["world_size"] == 2
     breakdown, parts, rests, where, _, title, *table = out.splitlines()
     assert rests.startswith("priced by something else, with shares of the step: ")
-    assert "all_reduce between nodes" in rests
+    assert "all_reduce inter-node" in rests
     assert ": the bandwidth of a send" in rests
     step = shown_time(content["otherData"]["step_time_s"])
     assert re.match(rf"step time {step} \S+.*, most of it [a-z -]+; mean over ranks: ", breakdown)

@@ -381,7 +381,7 @@ def test_overlaps_and_variables_of_bridge() -> None:
     apart = {"comm_overlap.tp_comm_overlap": False, "comm_overlap.align_param_gather": False}
     apart |= {"model.pipeline_model_parallel_size": 2, "model.virtual_pipeline_model_parallel_size": 2}
     assert settings(whole_bridge(apart))["training.align_param_gather"] is False
-    with pytest.raises(UserError, match="hidden in products"):
+    with pytest.raises(UserError, match="hidden in matmuls"):
         whole_bridge({"comm_overlap.tp_comm_overlap": True}).cell()
     variables = whole_bridge({"env_vars.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     assert variables.cell().training.cuda_alloc_conf == "expandable_segments:True"

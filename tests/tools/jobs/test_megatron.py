@@ -198,7 +198,7 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
         ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2",
          "--num-experts 8, --expert-model-parallel-size 2: a mixture of experts (MoE): not modelled"),
-        ("--fp8-format hybrid", "--fp8-format hybrid: products in 8 bits: not modelled"),
+        ("--fp8-format hybrid", "--fp8-format hybrid: matmuls in 8 bits: not modelled"),
         ("--hiden-size 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hiden-size (did you mean "
          "--hidden-size?); --allow-unknown leaves it out"),
         ("--hidden 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hidden (did you mean "

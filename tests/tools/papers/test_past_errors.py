@@ -1,4 +1,4 @@
-"""Published times beside ours: as observations of the error model, in a table, and by the order of splits."""
+"""Published times beside ours: as observations of the error model, in a table and by the order of layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cell(**changes: Any) -> Cell:
 
 def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> Comparison:
     numbers = {"published": 100.0, "reproduced": 110.0, "relative_error": 0.1}
-    texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "products"}
+    texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "matmul"}
     line = {"table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
     return Comparison.of_line(line)
 
@@ -84,7 +84,7 @@ def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
     ]
     usp, upipe, sourced, rsa, fitted, whole = time_lines(records, {each.key: each for each in split})
     assert (usp["times"], usp["median error"], usp["worst"]) == (2, "13.3%", "16.7%")
-    assert (usp["runs split"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
+    assert (usp["runs compared"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
     assert usp["within 80% intervals"] == "0 of 2"  # of 1%, which UPipe's errs
     assert (upipe["times"], upipe["tau"], upipe["within 80% intervals"]) == (1, "", "1 of 1")
     assert (sourced["times"], sourced["within 80% intervals"]) == (3, "50%")
@@ -111,7 +111,7 @@ def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
         write_part(page, "bands", "other", "new\n")
 
 
-# -- the order of splits -------------------------------------------------------------------------------------
+# -- the order of layouts ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_splits_of_one_run_are_set_in_order() -> None:
         [*records, timed(other, 1, 1), timed(elsewhere, 1, 1)],
         {c.key: c for c in (*split, other, elsewhere)},
     )
-    assert (line["table"], line["seq_len"], line["GPUs"], line["splits"]) == ("t", 64, 4, 3)
+    assert (line["table"], line["seq_len"], line["GPUs"], line["layouts"]) == ("t", 64, 4, 3)
     assert line["tau"] == "-0.33"
     assert (line["fastest published"], line["fastest ours"]) == ("sp4", "sp4")
     assert line["published time of ours"] == "+100.0%"

@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
-from spbench.bench.tools.report.report_verdict import most_misses
+from spbench.bench.tools.report.report_markdown import most_misses
 
 
 def record(

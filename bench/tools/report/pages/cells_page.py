@@ -32,11 +32,11 @@ def pages(gathered: Gathered) -> Iterator[Page]:
     data = {
         "columns": columns,
         "shown": [name for name in _SHOWN if name in columns],
-        "rows": [[row[name] for name in columns] for row in rows],
+        "values": [_column([row[name] for row in rows]) for name in columns],
     }
     details = _pooled([finite(_details(cell)) for cell in gathered.cells])
-    committed = """These are the committed results. `spbench reproduce all` measures every cell (9 minutes on
-two cores), and this page then has all of them with all of their numbers."""
+    committed = """These are the committed results. `spbench reproduce all` measures every cell (about half
+an hour on two cores), and this page then has all of them with all of their numbers."""
     yield Page(
         "cells.html",
         "Cells",
@@ -56,12 +56,32 @@ two cores), and this page then has all of them with all of their numbers."""
     )
 
 
+def _column(values: Sequence[Any]) -> dict[str, Any]:
+    """The values of a column as they are, or where most are repeated, the distinct ones (``of``) and which of
+    them each line has (``at``)."""
+    texts = [json.dumps(value) for value in values]
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    if 2 * len(places) > len(texts):
+        return {"values": values}
+    return {"of": [json.loads(text) for text in places], "at": [places[text] for text in texts]}
+
+
 def _pooled(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The details with each part once: many cells have the same settings and closed form."""
-    pool: dict[str, int] = {}
-    numbers = [[pool.setdefault(json.dumps(part), len(pool)) for part in each.values()] for each in details]
+    """The details with each part once, and the names of columns and settings once: many cells have the same
+    settings and closed form. A part is the number of its names in ``heads``, and its values or lines."""
+    heads, pool = dict[str, int](), dict[str, int]()
+
+    def numbered(part: Mapping[str, Any]) -> int:
+        is_table = "lines" in part
+        head = json.dumps({"names": part["columns"] if is_table else [*part], "table": is_table})
+        content = part["lines"] if is_table else [*part.values()]
+        text = json.dumps([heads.setdefault(head, len(heads)), content])
+        return pool.setdefault(text, len(pool))
+
+    cells = [[numbered(part) for part in each.values()] for each in details]
     titles = list(details[0]) if details else []
-    return {"titles": titles, "parts": [json.loads(part) for part in pool], "cells": numbers}
+    parts, named = ([json.loads(text) for text in texts] for texts in (pool, heads))
+    return {"titles": titles, "heads": named, "parts": parts, "cells": cells}
 
 
 def _form(rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -98,7 +118,11 @@ def _details(cell: CellResult) -> dict[str, Any]:
         "Sent bytes a rank, by phase and collective": _compact(measured.get("communication") or []),
         "The strategy's closed form": _compact(_counted(measured.get("formula") or [])),
         "Memory held at the peak, by category (bytes)": measured.get("peak_held") or {},
-        "Time of a step (s)": {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})},
+        "Time of a step (s)": {
+            name: seconds and float(f"{seconds:.6g}")  # the page shows five digits
+            for times in (measured.get("breakdown"), measured.get("parts"))
+            for name, seconds in (times or {}).items()
+        },
         "Losses by step": _compact(measured.get("losses") or []),
         "Settings": {
             f"{section}.{name}": value

@@ -15,8 +15,16 @@ from spbench.bench.tools.papers.validation import records_by_source, validation_
 from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
-from spbench.bench.tools.report.report_markdown import code, dated, link, listed, plain, quantity_words
-from spbench.bench.tools.report.report_verdict import badge, most_misses
+from spbench.bench.tools.report.report_markdown import (
+    badge,
+    code,
+    dated,
+    link,
+    listed,
+    most_misses,
+    plain,
+    quantity_words,
+)
 from spbench.bench.tools.report.what_changed import changes
 from spbench.plots.series import grouped
 

@@ -10,8 +10,7 @@ from spbench.bench.tools.papers.paper_findings import by_answer, errors_by_role
 from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part, folded
-from spbench.bench.tools.report.report_markdown import code, dated, link, plain, quantity_words
-from spbench.bench.tools.report.report_verdict import badge
+from spbench.bench.tools.report.report_markdown import badge, code, dated, link, plain, quantity_words
 
 _LONG = 12
 _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}

@@ -1,6 +1,8 @@
 // The table of cells. Its filters, order, search and columns stand in the address.
 "use strict";
-const { columns, shown, rows } = window.spbenchCells;
+const { columns, shown, values } = window.spbenchCells;
+const byColumn = values.map(({ values, of, at }) => values ?? at.map((place) => of[place]));
+const rows = (byColumn[0] ?? []).map((_, line) => byColumn.map((column) => column[line]));
 const details = window.spbenchDetails;
 const form = document.querySelector("form.filters"), selects = [...form.querySelectorAll("select")];
 
@@ -79,19 +81,20 @@ function download() {
 }
 
 // Of a part of the details: a table, or names with values
-function part([title, { columns, lines, ...pairs }]) {
-  if (!lines && !Object.keys(pairs).length) return "";
+function part(title, [head, content]) {
+  const { names, table } = details.heads[head];
+  if (!content.length) return "";
   const row = (values, name) => element("tr", {}, ...values.map((value) => element(name, { textContent: name === "th" ? value.replaceAll("_", " ") : spelled(value) })));
-  const content = lines
-    ? element("div", { className: "scroll", tabIndex: 0 }, element("table", {}, element("thead", {}, row(columns, "th")), element("tbody", {}, ...lines.map((line) => row(line, "td")))))
-    : element("dl", {}, ...Object.entries(pairs).flatMap(([name, value]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, spelled(value))]));
-  return element("section", {}, title ? element("h2", {}, title) : "", content);
+  const shown = table
+    ? element("div", { className: "scroll", tabIndex: 0 }, element("table", {}, element("thead", {}, row(names, "th")), element("tbody", {}, ...content.map((line) => row(line, "td")))))
+    : element("dl", {}, ...names.flatMap((name, at) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, spelled(content[at]))]));
+  return element("section", {}, title ? element("h2", {}, title) : "", shown);
 }
 
 table.on("click", "td.opener button", (event) => {
   const button = event.target, row = table.row(button.closest("tr")), open = row.child.isShown();
   if (open) row.child.hide();
-  else row.child(element("div", { className: "detail" }, ...details.cells[row.data().at(-1)].map((at, n) => part([details.titles[n], details.parts[at]])))).show();
+  else row.child(element("div", { className: "detail" }, ...details.cells[row.data().at(-1)].map((at, n) => part(details.titles[n], details.parts[at])))).show();
   button.setAttribute("aria-expanded", String(!open));
   button.textContent = open ? "+" : "\u2212";
 });

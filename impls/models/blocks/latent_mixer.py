@@ -1,0 +1,152 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1) as what mixes the tokens in a
+layer.
+
+The input is projected down to a latent vector a position, from which the keys and values of all heads are
+projected up; queries come from a latent of their own, or from the input. Each latent is normalised. RoPE
+turns further features of each query, and one further key, which all heads share. So queries and keys have
+another head size than values, and the scale of the softmax is that of all features of a key.
+
+A rank of tensor parallelism has all weights that project down, and its heads' part of those that project up,
+as in Megatron-Core (core/transformer/multi_latent_attention.py). There the pairs that RoPE turns are
+neighbours; here they are halves, as everywhere in this package, which changes neither shapes nor costs.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads
+(this rank's), Q and C features of the latents of queries and of keys and values; of a head N features of a
+query and key without a position and R that RoPE turns, A of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spbench.impls.kernels.latent_rotary import keys_and_values, turned_queries
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.norms import norm_of
+from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.softmax_mixer import AttentionMixer, SoftmaxAttention
+from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.layers import Linear
+
+
+@dataclass(frozen=True)
+class LatentAttention(SoftmaxAttention):
+    """A layer of latent attention; see :class:`LatentOptions`.
+
+    Attributes:
+        kv_rank, q_rank: C and Q; q_rank None: queries are projected from the hidden state.
+        plain_size, turned_size, value_size: N, R and A.
+        padded: values get zeros up to N + R features.
+    """
+
+    kv_rank: int = 512
+    q_rank: int | None = None
+    plain_size: int = 128
+    turned_size: int = 64
+    value_size: int = 128
+    padded: bool = False
+
+    @property
+    def key_size(self) -> int:
+        """Features of a query and a key."""
+        return self.plain_size + self.turned_size
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return LatentAttentionMixer(self, model, strategy)
+
+    def width(self, model: DecoderOptions) -> int:
+        return model.heads * self.value_size
+
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        h, heads, of_norm = model.hidden, model.heads, 2 if model.norm == "layer" else 1
+        up = (self.q_rank or h) * heads * self.key_size + self.kv_rank * heads * (
+            self.plain_size + self.value_size
+        )
+        down = h * (self.kv_rank + self.turned_size) + of_norm * self.kv_rank
+        if self.q_rank is not None:
+            down += (h + of_norm) * self.q_rank
+        return {"split": up + self.width(model) * h + self.sinks * heads, "key_value": 0, "whole": down}
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        def opens(features: int, to: int) -> Site:
+            return Site("linear_in", 1, {"B": batch, "L": seq_len, "H": features, "F": to}, again)
+
+        tokens, heads = {"B": batch, "L": seq_len}, model.heads
+        sites = [
+            opens(self.q_rank or model.hidden, heads * self.key_size),
+            opens(self.kv_rank, heads * (self.plain_size + self.value_size)),
+            Site("linear_in", 1, tokens | {"H": self.turned_size, "gathered_once": 1}, again),
+        ]
+        sizes = {"Z": heads, "A": self.key_size}
+        if not self.padded and self.key_size != self.value_size:
+            sizes |= {"A": self.value_size, "D": self.key_size}
+            if not self.needs_all_positions:
+                sizes["unlike_values"] = 1
+        return [*sites, self.meeting(model, batch, seq_len, sizes, again)]
+
+
+class LatentAttentionMixer(AttentionMixer):
+    """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
+
+    kind: LatentAttention
+
+    def __init__(self, kind: LatentAttention, model: DecoderOptions, strategy: Strategy):
+        super().__init__(kind, model, strategy)
+        hidden, heads = model.hidden, model.heads
+        self.q_down = self.q_norm = None
+        if kind.q_rank is not None:
+            self.q_down = Linear(hidden, kind.q_rank, bias=False)
+            self.q_norm = norm_of(model, kind.q_rank)
+        self.q_up = strategy.grouped_linear_in(kind.q_rank or hidden, heads * kind.key_size, 1)
+        self.kv_down = Linear(hidden, kind.kv_rank + kind.turned_size, bias=False)
+        self.kv_norm = norm_of(model, kind.kv_rank)
+        self.kv_up = strategy.grouped_linear_in(kind.kv_rank, heads * (kind.plain_size + kind.value_size), 1)
+        self.close()
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        q, k, v = self._projected(x, places)
+        if self.kind.padded:
+            v = F.pad(v, (0, self.kind.key_size - self.kind.value_size))
+        o = self.attend_to(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), places)
+        del q, k, v
+        return self.out.project(self.beside_heads(o[..., : self.kind.value_size]))
+
+    def _projected(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A]."""
+        of_queries = x
+        if self.q_down is not None and self.q_norm is not None:
+            of_queries = self.q_norm(self.q_down.project(x))
+        latent, shared = self.kv_down.project(x).split([self.kind.kv_rank, self.kind.turned_size], -1)
+        # all heads use this key, whichever rank has them
+        shared = self.strategy.features_for_heads(shared)
+        if self.model.fused:
+            latent = latent.contiguous()  # libraries' norms take no views
+        return self._up(of_queries, self.kv_norm(latent), shared, places)
+
+    def _up(
+        self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, from the normalised latents [B, L, Q or H] and [B, L, C] and the shared key [B, L, R]."""
+        kind = self.kind
+        q, kv = self.q_up.project(of_queries, None), self.kv_up.project(latent, None)
+        heads, base = q.shape[-1] // kind.key_size, kind.rotary_base
+        if base is not None and self.model.fuses("rope"):
+            angles = places.angles(kind.turned_size, base)
+            q = turned_queries(q, angles, heads)
+            return q.unflatten(-1, (heads, -1)), *keys_and_values(kv, shared, angles, heads, kind.plain_size)
+        q, kv = (y.unflatten(-1, (heads, -1)) for y in (q, kv))
+        k, v = kv.split([kind.plain_size, kind.value_size], -1)
+        if not self.model.attention_views:
+            v = v.contiguous()  # so that the memory of the projection is given up
+        shared = self._turned(shared.unsqueeze(2), places).expand(-1, -1, heads, -1)
+        plain, turned = q.split([kind.plain_size, kind.turned_size], -1)
+        return torch.cat((plain, self._turned(turned, places)), -1), torch.cat((k, shared), -1), v
+
+    def _turned(self, x: Tensor, places: Places) -> Tensor:
+        """x [B, L, Z, R] turned by RoPE, if the layer has it."""
+        if self.kind.rotary_base is None:
+            return x
+        return self.rotated(x.transpose(1, 2), places).transpose(1, 2)

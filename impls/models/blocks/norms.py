@@ -1,0 +1,16 @@
+"""The norm that a decoder's options describe."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.kernels.rms_norm import RMSNorm
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
+
+
+def norm_of(model: DecoderOptions, features: int, *, weighted: bool = True) -> nn.Module:
+    """The kind of norm that the model has, of [..., features]."""
+    if model.norm == "layer":
+        return LayerNorm(features, model.norm_epsilon, weighted=weighted)
+    return RMSNorm(features, weighted=weighted, eps=model.norm_epsilon, way=model.rms_norm)

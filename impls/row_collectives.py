@@ -1,0 +1,86 @@
+"""Collectives of rows, of which each rank has another number, as tokens on their way to experts.
+
+====================  =======================  ==========================  =================================
+function              forward                  backward                    use: x before, result after
+====================  =======================  ==========================  =================================
+all_to_all_rows       all-to-all               all-to-all                  rows for each rank
+all_gather_rows       all-gather               reduce-scatter              rows, for another use on each rank
+reduce_scatter_rows   reduce-scatter           all-gather                  parts of a sum, rows
+====================  =======================  ==========================  =================================
+
+Every rank knows all numbers of rows. Without a group, or with one rank, they do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spbench.impls.collectives import (
+    Group,
+    all_gather,
+    joined,
+    reduce_scatter,
+    start_all_gather,
+    with_gradient,
+)
+
+
+def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """The rows [sum of ``received``, ...] that each rank has for this one, of x [sum of ``sent``, ...], which
+    has the next ``sent[i]`` rows for rank i."""
+    return with_gradient(_rows_exchanged, _rows_exchanged_back, x, tuple(sent), tuple(received), group)
+
+
+def all_gather_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
+    """As :func:`all_gather` along the first dim, where rank i has ``rows[i]``. What is sent is as long as the
+    longest."""
+    if group is None or group.size() == 1:
+        return x
+    whole = all_gather(_padded(x, max(rows)), 0, group)
+    return whole if len(set(rows)) == 1 else torch.cat(_own_rows(whole, rows))
+
+
+def reduce_scatter_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
+    """As :func:`reduce_scatter` along the first dim, where rank i gets ``rows[i]``."""
+    if group is None or group.size() == 1:
+        return x
+    if len(set(rows)) > 1:
+        x = torch.cat([_padded(part, max(rows)) for part in x.split(list(rows))])
+    return reduce_scatter(x, 0, group)[: rows[group.rank()]]
+
+
+def gather_flags(x: Tensor, group: Group) -> Tensor:
+    """What has no gradient, of all ranks one after another along the first dim."""
+    if group is None or group.size() == 1:
+        return x
+    parts, arrival = start_all_gather(x, group)
+    arrival.wait()
+    return joined(parts, 0)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    if len(x) == rows:
+        return x
+    return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+def _own_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    return [part[:n] for part, n in zip(whole.chunk(len(rows)), rows, strict=True)]
+
+
+def _rows_exchanged(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
+    return y
+
+
+def _rows_exchanged_back(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    return _rows_exchanged(x, received, sent, group)
