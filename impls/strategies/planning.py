@@ -91,7 +91,8 @@ class ParameterHooks:
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
             folded = kind == "experts" and self._folds_experts
-            if axes := ("edp",) if folded else self._summed_over(self.split_over(kind)):
+            split = () if kind == "experts" else self.split_over(kind)
+            if axes := ("edp",) if folded else self._summed_over(split):
                 partial[axes] += held
         return partial
 
