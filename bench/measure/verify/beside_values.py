@@ -53,8 +53,8 @@ def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
 
 
 def check_elements(truth: VerifiedRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
-    """Every element of a parameter must lie on some rank, for the same reason; heads of keys and values may lie
-    on more ranks than those of queries beside them."""
+    """Every element of a parameter must lie on some rank, for the same reason. Heads of keys and values may
+    lie on more ranks than those of queries, which are in the same parameter."""
     kept = checked.backend.gradient_places()
     counts = []
     for name, shape in truth.shapes.items():
