@@ -23,7 +23,7 @@ from spbench.bench.measure.engines.unlike_ranks import (
     marked_axis,
     roles_by_load,
 )
-from spbench.bench.measure.trace.communication import CommunicationMeter, as_number
+from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
