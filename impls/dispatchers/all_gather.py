@@ -25,7 +25,7 @@ class AllGather(Dispatcher):
     """All-gather and reduce-scatter over ep and etp."""
 
     name = "all_gather"
-    summary = "all-gather of every rank's tokens, each rank takes those of its experts"
+    summary = "all-gather of every rank's tokens, each rank takes the tokens of its experts"
     source = "Megatron-LM's MoEAllGatherTokenDispatcher"
     by_counts = False
 

@@ -135,10 +135,10 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         self.check_experts()
         asked = [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name, None)]
         if self.swiglu == "in_place" and not (self.gated_mlp and self.activation == "silu"):
-            raise ValueError("swiglu: in_place is of MLPs with a gate and SiLU, which this model has none of")
+            raise ValueError("swiglu: in_place needs an MLP with a gate and SiLU, which this model lacks")
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
         if asked and not any(softmax):
-            raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
+            raise ValueError(f"{asked[0]} needs softmax attention, which no layer of this model has")
 
     @property
     def losses(self) -> tuple[str, ...]:  # type: ignore[override]

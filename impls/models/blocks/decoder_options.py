@@ -154,33 +154,33 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             if name not in FUSIONS:
                 raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
         if self.unfused and not self.fused:
-            raise ValueError("unfused is of libraries that fuse; library torch does not, so leave it out")
+            raise ValueError("unfused needs a library that fuses; library torch does not, so leave it out")
         if self.checkpointing and self.recompute != "none":
             raise ValueError(
                 f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
             )
         if self.recompute_early_stop and not self.recomputes_layers:
-            raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
+            raise ValueError("recompute_early_stop needs recompute: full; set that, or leave it out")
         if self.recompute_reentrant and (self.keeps_operators or not self.recomputes_layers):
-            raise ValueError("recompute_reentrant is of recompute: full; set that, or leave it out")
+            raise ValueError("recompute_reentrant needs recompute: full; set that, or leave it out")
         if self.recompute_reentrant and self.recompute_early_stop:
             raise ValueError("a reentrant checkpoint runs whole; leave recompute_early_stop out")
         if self.checkpoints != "device" and (self.keeps_operators or not self.recomputes_layers):
             raise ValueError(
-                f"checkpoints: {self.checkpoints} is of recompute: full; set that, or leave it out"
+                f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
         if self.separate_projections and self.fused:
-            raise ValueError(f"separate_projections is of library: torch, not of {self.library}")
+            raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
             raise ValueError("autotune_flush_kib and autotune_copies are at least 0")
         if self.cross_entropy != "native" and self.autotune_flush_kib:
-            raise ValueError("autotune_flush_kib is of cross_entropy: native; set that, or leave it out")
+            raise ValueError("autotune_flush_kib needs cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
-            raise ValueError("autotune_copies are made beside autotune_flush_kib; set that too")
+            raise ValueError("autotune_copies stand beside autotune_flush_kib; set that too")
         if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
-            raise ValueError("swiglu: in_place is of library: torch, and not of recompute: operators")
+            raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:
-            raise ValueError("recompute: operators keeps products, and mlp_tile keeps none; leave one out")
+            raise ValueError("recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):

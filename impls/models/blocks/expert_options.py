@@ -97,7 +97,7 @@ class ExpertOptions:
             return
         check_choices(self, {**_CHOICES, "dispatcher": dispatchers()})
         if not self.expert_pattern or set(self.expert_pattern) - {0, 1}:
-            raise ValueError(f"expert_pattern is of 0 and 1, not {self.expert_pattern}")
+            raise ValueError(f"expert_pattern has 0 and 1, not {self.expert_pattern}")
         if bool(self.router_groups) != bool(self.router_group_topk):
             raise ValueError("router_groups and router_group_topk need each other; set both or none")
         if self.router_groups and (

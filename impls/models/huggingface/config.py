@@ -159,8 +159,14 @@ def _config(content: Mapping[str, Any]) -> Config:
             raise ValueError(f"field {field} is missing") from error
         wrong = problem["msg"].replace("Input should", "it must")
         raise ValueError(f"field {field} = {_shown(problem['input'])}: {wrong}") from error
+    _check_sizes(config)
+    return config
+
+
+def _check_sizes(config: Config) -> None:
     for field, value in config:
         most = LARGEST_OF["layers"] if "layer" in field else LARGEST
-        if type(value) is int and value > most:
+        if isinstance(value, Config):
+            _check_sizes(value)
+        elif type(value) is int and value > most:
             raise ValueError(f"field {field} = {value}: it must be at most {most}")
-    return config
