@@ -86,8 +86,7 @@ class DecoderBlock(nn.Module):
             with remade(normal, partial(self.mlp_norm, x.detach())):
                 fed: Tensor = mlp(normal)
                 return fed
-        result: Tensor = mlp(normal)
-        return result
+        return mlp(normal)
 
 
 def make_norm(model: DecoderModel) -> nn.Module:
