@@ -99,7 +99,7 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
     if effort != "proved":
         return FewLayers((few, some), None, more, cuts is not None)
     if any(_cuts(each, rank) != cuts for each in (proof, some, cell)):
-        raise NotAlike("its backend cuts buffers of all layers otherwise than those of few")
+        raise NotAlike("its backend cuts the buffers of all layers and of few otherwise")
     return FewLayers((few, some), proof, more, cuts is not None)
 
 

@@ -99,7 +99,7 @@ def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
     """
     classes = meters()
     if missing := [name for name in names if name not in classes]:
-        raise KeyError(f"unknown meter {missing[0]!r}; known: {', '.join(classes) or 'none'}")
+        raise KeyError(f"unknown meter {missing[0]!r}; choices: {', '.join(classes) or 'none'}")
     return [classes[name] for name in names]
 
 
