@@ -76,11 +76,11 @@ def _run_server(start: Callable[..., int] = util.spawnv_passfds) -> None:
     _make_folder_of_sockets()
     with interrupts_blocked(), environment_with(environment_of_child()):
         forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
-        before, util.spawnv_passfds = util.spawnv_passfds, start
+        before, starting.spawnv_passfds = starting.spawnv_passfds, start
         try:
             forkserver.ensure_running()
         finally:
-            util.spawnv_passfds = before
+            starting.spawnv_passfds = before
 
 
 def _forked(_: bytes, arguments: list[str], files: Sequence[int]) -> int:
