@@ -106,10 +106,10 @@ def test_where_names_have_no_room_there_is_a_legend() -> None:
 
 
 def test_names_stand_to_the_right_of_lines_where_there_is_no_room_beside_them() -> None:
-    """The first line lies so near to the others that its name has no room within them."""
-    near = {
-        name: [100 * n * r for r in (1, 10, 100)] for n, name in ((1, "a ring"), (1.4, "scores"), (4, "a"))
-    }
+    """The second line lies so near to the others that its name has no room between them."""
+    steep = [8, 256, 16384]
+    times = {"first": 8, "the second one": 4, "third": 1}
+    near = {name: [n * y for y in steep] for name, n in times.items()} | {"flat": [8, 8, 8]}
     figure = PanelGrid("near").add([[panel("a", near, axis="log")]]).draw(7.0)
     assert {label.get_text() for label in labels(figure)} == {*near}
     assert not figure.legends

@@ -86,7 +86,7 @@ class DecoderBlock(nn.Module):
             with remade(normal, partial(self.mlp_norm, x.detach())):
                 fed: Tensor = mlp(normal)
                 return fed
-        return mlp(normal)  # type: ignore[no-any-return]
+        return mlp(normal)
 
 
 def make_norm(model: DecoderModel) -> nn.Module:

@@ -80,7 +80,7 @@ class NemotronHConfig(Config):
     def model(self) -> HybridModel:
         pattern, heads = self.hybrid_override_pattern, self.num_attention_heads
         if set(pattern) - set("M*-E"):
-            raise not_covered("hybrid_override_pattern", pattern, "known are M, *, - and E")
+            raise not_covered("hybrid_override_pattern", pattern, "a letter is M, *, - or E")
         if len(pattern) != self.num_hidden_layers:
             raise not_covered("num_hidden_layers", self.num_hidden_layers, "the pattern has another number")
         if re.search("^[-E]|[-E][-E]", pattern):
