@@ -4,6 +4,7 @@ committed published numbers."""
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ SCENARIOS = {
 }
 
 
+@cache
 def rows_of(scenario: str) -> list[Row]:
     """Rows that are like those of a run: of each cell, longer times and more memory for longer sequences."""
     rows = []
@@ -75,10 +77,15 @@ def rows_of(scenario: str) -> list[Row]:
     return rows
 
 
+@cache
+def committed() -> pd.DataFrame:
+    frames = [pd.read_csv(path) for path in sorted(REPRODUCTION.glob("*.csv"))]
+    return pd.concat([frame for frame in frames if {"scenario", "published", "table"} <= {*frame}])
+
+
 def comparison_of(scenario: str) -> pd.DataFrame:
     """The committed comparison of a scenario, as in its comparison.csv."""
-    frames = [pd.read_csv(path) for path in sorted(REPRODUCTION.glob("*.csv"))]
-    known = pd.concat([frame for frame in frames if {"scenario", "published", "table"} <= {*frame}])
+    known = committed()
     some = known[known["scenario"] == scenario].reset_index(drop=True)
     return some.assign(claim=some["table"], numerator=some["cell"], denominator="")
 

@@ -39,17 +39,17 @@ from spbench.bench.measure.engines.plan import planned_step
 from spbench.bench.measure.engines.repeating_runs import DeepList
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
 
 #: how a trace is made; see :func:`measure.engines.tracing.trace`
-Effort = Literal["whole", "proved", "guess"]
+Effort = Literal["whole", "proved", "guess", "few"]
 #: the layers of the shallowest model: with fewer, a first or last one would be beside each other
 _FEWEST = 3
 #: the fewest layers of which tracing all takes longer than tracing 3 and 5, and 4 for the proof
-LEAST: dict[Effort, int] = {"proved": 20, "guess": 9}
+LEAST: dict[Effort, int] = {"proved": 20, "guess": 9, "few": 9}
 
 
 class FewLayers(NamedTuple):
@@ -96,10 +96,10 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
     left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
     few, proof, some = (with_layers(cell, n * unit + left_over) for n in range(_FEWEST, _FEWEST + 3))
     cuts, more = _cuts(few, rank), layers - _FEWEST
-    if effort == "guess":
+    if effort != "proved":
         return FewLayers((few, some), None, more, cuts is not None)
     if any(_cuts(each, rank) != cuts for each in (proof, some, cell)):
-        raise NotAlike("its backend cuts buffers of all layers otherwise than those of few")
+        raise NotAlike("its backend cuts the buffers of all layers and of few otherwise")
     return FewLayers((few, some), proof, more, cuts is not None)
 
 

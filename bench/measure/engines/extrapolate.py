@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -33,12 +33,19 @@ class PeakModel:
     Args:
         trace: gives the memory log at a size.
         points: sizes within one program; as many as the degree of its sizes plus one.
+        few: as ``trace``, of few layers alone; these say which program runs.
 
     Raises:
         NotOneProgram: the points do not lie within one program.
     """
 
-    def __init__(self, trace: Callable[[int], MemoryLog], points: Sequence[int]):
+    def __init__(
+        self,
+        trace: Callable[[int], MemoryLog],
+        points: Sequence[int],
+        few: Callable[[int], MemoryLog] | None = None,
+    ):
+        self._few = few or trace
         logs = [trace(x) for x in points]
         if any(log.events != logs[0].events for log in logs):
             raise NotOneProgram(
@@ -66,9 +73,13 @@ class PeakModel:
         size_of = dict(zip(kinds, grown, strict=True))
         return [size_of.get(kind, kind[1]) for kind in zip(log.born_before_step(), log.sizes, strict=True)]
 
-    def same_program(self, log: MemoryLog) -> bool:
-        """Whether a guessed trace is of the program that was sampled."""
-        return log.events == self.log.events
+    @cached_property
+    def _program(self) -> list[int]:
+        return self._few(self.points[0]).events
+
+    def same_program(self, x: int) -> bool:
+        """Whether the program at size x is the one that was sampled."""
+        return self._few(x).events == self._program
 
     def __call__(self, x: int) -> int:
         """Peak allocated bytes at size x."""
@@ -79,17 +90,22 @@ class Programs:
     """Peak models over a range of sizes in which different programs run, each from some size on.
 
     Args:
-        trace: as for :class:`PeakModel`, at sizes in units.
+        trace, few: as for :class:`PeakModel`, at sizes in units.
         points: units to sample the first program at.
 
     Raises:
         NotOneProgram: no two neighbouring sizes seem to run the same program.
     """
 
-    def __init__(self, trace: Callable[[int], MemoryLog], points: Sequence[int]):
-        self.trace, self.points = trace, points
+    def __init__(
+        self,
+        trace: Callable[[int], MemoryLog],
+        points: Sequence[int],
+        few: Callable[[int], MemoryLog] | None = None,
+    ):
+        self.trace, self.points, self.few = trace, points, few
         self.starts = [0]
-        self.models = [PeakModel(trace, points)]
+        self.models = [PeakModel(trace, points, few)]
 
     def model(self, units: int) -> PeakModel:
         """The model of the program that runs at that size, as far as is known."""
@@ -103,7 +119,7 @@ class Programs:
             NotOneProgram: the other program's neighbouring sizes run yet others, or none below was sampled.
         """
         model = self.model(units)
-        if model.same_program(self.trace(units)):
+        if model.same_program(units):
             return True
         smaller = [p for p in model.points if p < units]
         if not smaller:
@@ -111,11 +127,11 @@ class Programs:
         below, above = max(smaller), units
         while above - below > 1:
             middle = (below + above) // 2
-            if model.same_program(self.trace(middle)):
+            if model.same_program(middle):
                 below = middle
             else:
                 above = middle
-        learned = PeakModel(self.trace, [above + i for i in range(len(self.points))])
+        learned = PeakModel(self.trace, [above + i for i in range(len(self.points))], self.few)
         at = bisect_right(self.starts, above)
         self.starts.insert(at, above)
         self.models.insert(at, learned)

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates, Engine
 from spbench.bench.measure.engines.extrapolate import Needs, NotOneProgram, Programs
-from spbench.bench.measure.engines.plan import rank_classes, usable_memory_bytes
+from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 
@@ -73,7 +75,6 @@ class Boundary:
         self.predicted = 0
         #: how many sizes were out of memory that were said to fit
         self.disappointed = 0
-        self._newest_whole: tuple[int, ClassTraces] | None = None
         self._sample()
 
     def _sample(self) -> None:
@@ -83,20 +84,17 @@ class Boundary:
         points = [smallest * n for n in range(1, quantity.degree + 2)]
         self.needs = Needs(cell, self._trace_at, self.capacity)
         try:
-            self.programs: Programs | None = Programs(lambda units: self._trace_at(units).memory, points)
+            self.programs: Programs | None = Programs(
+                lambda units: self._trace_at(units).memory,
+                points,
+                lambda units: self._trace_at(units, "few").memory,
+            )
         except NotOneProgram:
             self.programs = None
 
-    def _trace_at(self, units: int) -> Trace:
+    def _trace_at(self, units: int, effort: Effort = "guess") -> Trace:
         cell = self.candidates.at(units * self.unit)
-        return tracing.trace(cell, rank_classes(cell)[self.predicted].first, effort="guess")
-
-    def _whole(self, value: int) -> ClassTraces:
-        """The whole traces at a value; the newest are kept."""
-        if self._newest_whole is None or self._newest_whole[0] != value:
-            traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
-            self._newest_whole = value, traces
-        return self._newest_whole[1]
+        return tracing.trace(cell, rank_classes(cell)[self.predicted].first, effort=effort)
 
     def _last(self, fits: Callable[[int], bool]) -> int:
         """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
@@ -114,10 +112,8 @@ class Boundary:
             guess = self._last(self._seems_to_fit)
             if guess == self.low:
                 return guess
-            # probed next, so that its whole traces cost nothing where they are of the sampled program
-            log = self._whole(guess * self.unit).traces[self.predicted].memory
             try:
-                if self.programs.model(guess).same_program(log) or self.programs.confirm(guess):
+                if self.programs.confirm(guess):
                     return guess
             except NotOneProgram:
                 # programs change too often there, as with tiles, of which a longer sequence has more
@@ -160,7 +156,7 @@ class Boundary:
 
     def probe(self, value: int) -> bool:
         """Trace the whole step at that value; returns whether it fits."""
-        traces = self._whole(value)
+        traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
         self.newest = probe = Probe(value, traces, traces.memory_measurement())
         self.proof.append(proof_of(value, probe.measurement))
         fits = probe.measurement.status != "oom"

@@ -97,7 +97,8 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False, effort: Effort = "
         effort: how many layers are run. "whole": all. "proved": those of models of 3, 4 and 5 layers, from
             which a deep one is put together where that is proved to be exact; else all. "guess": those of
             models of 3 and 5 layers, from which a deep one is put together without a proof where it can be;
-            else all. Further meters, and the plain path (:data:`PLAIN_TRACE`), see all layers.
+            else all. "few": the model of 3 layers alone in place of a guess, which says as well which program
+            runs. Further meters, and the plain path (:data:`PLAIN_TRACE`), see all layers.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -117,6 +118,8 @@ def _put_together(cell: Cell, rank: int, events: bool, effort: Effort) -> Trace 
         few = few_layers(cell, rank, effort)
         if few is None:
             return None
+        if effort == "few":
+            return _kept(few.sources[0], rank, events)
         deep = DeepTrace(*(_kept(each, rank, events) for each in few.sources), grows=few.grows)
         if few.proof is not None:
             ours, theirs = deep.by(1), _kept(few.proof, rank, events)

@@ -17,13 +17,13 @@ from spbench.bench.measure.engines.plan import (
     plan,
     rank_classes,
     sending_class,
-    usable_memory_bytes,
 )
 from spbench.bench.measure.engines.rank_memory import limit_by_host
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
-from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis
+from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement
@@ -143,7 +143,8 @@ class ClassTraces:
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""
-        return merged(self.cell, self.by_class).model_copy(update={"imbalance": imbalance(self.cell)})
+        load = {"imbalance": imbalance(self.cell), **expert_load(self.cell)}
+        return merged(self.cell, self.by_class).model_copy(update=load)
 
     @property
     def timed(self) -> bool:

@@ -39,6 +39,10 @@ FILES_OF_RANK = 4
 #: what the server imports first and last
 _PRELOADED, _SERVER = "spbench.bench.measure.processes.preloaded", "spbench.bench.measure.processes.server"
 
+#: where multiprocessing looks up what starts a process, and what it finds there
+_multiprocessing: Any = util
+_SPAWNED: Callable[..., int] = util.spawnv_passfds
+
 #: a socket's path may have 107 bytes; multiprocessing puts sockets in a folder below the temporary one
 _LONGEST_TEMPORARY_FOLDER = 60
 
@@ -68,19 +72,19 @@ def beginning_server() -> Iterator[None]:
     if START_METHOD == "forkserver" and not _server_is_shared:
         forked = len(os.listdir("/proc/self/task")) == 1
         with suppress(OSError):  # raised again where a process is started
-            _run_server(_forked if forked else util.spawnv_passfds)
+            _run_server(_forked if forked else _SPAWNED)
 
 
-def _run_server(start: Callable[..., int] = util.spawnv_passfds) -> None:
+def _run_server(start: Callable[..., int] = _SPAWNED) -> None:
     """Have the server run; ``start`` is what multiprocessing calls for it."""
     _make_folder_of_sockets()
     with interrupts_blocked(), environment_with(environment_of_child()):
         forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
-        before, util.spawnv_passfds = util.spawnv_passfds, start
+        _multiprocessing.spawnv_passfds = start
         try:
             forkserver.ensure_running()
         finally:
-            util.spawnv_passfds = before
+            _multiprocessing.spawnv_passfds = _SPAWNED
 
 
 def _forked(_: bytes, arguments: list[str], files: Sequence[int]) -> int:
@@ -91,6 +95,7 @@ def _forked(_: bytes, arguments: list[str], files: Sequence[int]) -> int:
     if pid := os.fork():
         return pid
     try:
+        _multiprocessing.spawnv_passfds = _SPAWNED
         sys.stdout = sys.__stdout__  # not what a command prints through
         for number in {int(each) for each in os.listdir("/proc/self/fd")} - {0, 1, 2, *files}:
             with suppress(OSError):  # that of the listing

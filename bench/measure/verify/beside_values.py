@@ -56,8 +56,14 @@ def check_elements(truth: VerifiedRun, checked: VerifiedRun) -> tuple[str, Discr
     """Every element of a parameter must lie on equally many ranks, for the same reason."""
     kept = checked.backend.gradient_places()
     counts = []
-    for name, shape in truth.shapes.items():
-        whole = torch.zeros(shape, dtype=torch.int64, device=checked.device)
+    for name, shape in checked.shapes.items():
+        if name not in checked.experts:
+            count = torch.zeros(shape, dtype=torch.int64, device=checked.device)
+            if name in kept:
+                kept[name].of(count).add_(1)
+            counts.append(count.flatten())
+    for name in sorted(truth.experts):  # of which ranks have some alone, or parts
+        whole = torch.zeros(truth.shapes[name], dtype=torch.int64, device=checked.device)
         if name in kept:
             held = torch.zeros(checked.shapes[name], dtype=torch.int64, device=checked.device)
             kept[name].of(held).add_(1)
@@ -113,7 +119,7 @@ def check_bytes(
         *backend.traffic(step),
     ]
     plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], sizes)
-    for each in plan.difference(recorder.communication, 0):
+    for each in plan.difference(recorder.communication, 0, has_values=True):
         sent, formula = each["metered_bytes"], each["formula_bytes"]
         yield (
             f"{each['phase']} {each['collective']} over {each['axis']}",

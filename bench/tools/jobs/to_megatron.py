@@ -13,6 +13,8 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
 from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.models.blocks.expert_options import ExpertOptions
+from spbench.impls.models.blocks.latent_options import LatentOptions
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
@@ -22,6 +24,13 @@ from spbench.impls.strategies.nesting import PLUS
 _COMMUNICATION = {strategy: how for how, (strategy, _) in CONTEXT.items()} | dict([HIERARCHICAL])
 _OTHER_MODEL = "flags here for the model {}, which is no GPTModel"
 _KERNELS = {"flash": "flash", "cudnn": "fused", "unfused": "unfused"}
+_PREDICTION = {"mtp_layers", "mtp_weight"}
+#: options that count only where another one is not 0, by that one
+_WITH = {
+    "experts": ExpertOptions.__dataclass_fields__.keys() - {"recompute_modules"},
+    "kv_lora_rank": LatentOptions.__dataclass_fields__.keys() - _PREDICTION,
+    "mtp_layers": _PREDICTION,
+}
 
 #: an argument, its value (None or False: it is left out; True: a switch), and the setting it comes from
 _Row = tuple[str, Any, str]
@@ -52,7 +61,8 @@ def _written(value: Any) -> str:
 
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     """The settings that arguments say as they are, where they count."""
-    settings = {f"model_options.{name}": value for name, value in vars(model).items()}
+    unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
+    settings = {f"model_options.{name}": value for name, value in vars(model).items() if name not in unused}
     in_full = model.checkpointing or model.recompute == "full"
     if not in_full or model.recompute_method not in ("uniform", "block"):
         settings = {path: value for path, value in settings.items() if "recompute" not in path}

@@ -141,7 +141,7 @@ def in_precisions() -> Iterator[Any]:
         yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("name", "dtype"), [*in_precisions()])
 def test_kernels_are_the_plain_operators(
     name: str, dtype: torch.dtype, interpreter: ProcessPoolExecutor

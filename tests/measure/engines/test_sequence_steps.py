@@ -39,7 +39,7 @@ def cell_of(strategy: str, n: int, model: str, **changes: Any) -> Cell:
     return Cell.model_validate(options | {"seq_len": 24} | changes)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpointing", [slow(False), True])
 @pytest.mark.parametrize("n", [2, slow(3), slow(4)])
 @pytest.mark.parametrize(("strategy", "model"), REALLY)

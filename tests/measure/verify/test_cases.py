@@ -26,7 +26,7 @@ TINY = [name for name in models() if "-tiny" in name]
 PARALLEL = [cls for cls in strategies().values() if cls.axes]
 
 
-def ranks_for(strategy: type[Strategy], model: Model) -> int | None:
+def ranks_for(strategy: type[Strategy], model: Model, numbers: tuple[int, ...] = (3, 4, 2)) -> int | None:
     """Ranks on which a strategy runs a model: three, a first, a middle and a last one, or else four or two;
     None: it does not run it, but for :func:`refused` on any number."""
 
@@ -38,7 +38,7 @@ def ranks_for(strategy: type[Strategy], model: Model) -> int | None:
             return False
         return True
 
-    return next(filter(runs, (3, 4, 2)), None)
+    return next(filter(runs, numbers), None)
 
 
 def refused(strategy: str, model: str) -> set[int]:
@@ -67,23 +67,31 @@ def test_whole_models_in_float64(pool: RankPool, strategy: type[Strategy], model
     assert_green(pool, Case(strategy, preset, largest_part(preset)), ranks_for(strategy, preset) or 0)
 
 
+#: options of which a rank between others may have a part of its own
+OF_POSITIONS = {"documents", "window", "pattern", "mask_shape"}
+
+
 def variants() -> Iterator[Any]:
-    """Every variant of every model, with one strategy after another of those that run it."""
+    """Every variant of every model, with one strategy after another of those that run it, on two ranks where
+    a middle one is as the others."""
     for i, name in enumerate(TINY):
         for j, varying in enumerate(models()[name].variants()):
             model = model_preset(name, varying)
-            able = [cls for cls in PARALLEL if ranks_for(cls, model)]
+            numbers = (3, 4, 2) if OF_POSITIONS & {*varying} else (2, 3, 4)
+            first = (i + j) % len(PARALLEL)
+            in_turn = [*PARALLEL[first:], *PARALLEL[:first]]
+            cls, n = next((cls, n) for cls in in_turn if (n := ranks_for(cls, model, numbers)))
             spelled = " ".join(f"{option}={value}" for option, value in varying.items())
-            yield pytest.param(able[(i + j) % len(able)], name, varying, id=f"{name}-{spelled}")
+            yield pytest.param(cls, name, varying, n, id=f"{name}-{spelled}")
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("strategy", "name", "variant"), [*variants()])
+@pytest.mark.parametrize(("strategy", "name", "variant", "n"), [*variants()])
 def test_variants_in_float64(
-    pool: RankPool, strategy: type[Strategy], name: str, variant: Mapping[str, Any]
+    pool: RankPool, strategy: type[Strategy], name: str, variant: Mapping[str, Any], n: int
 ) -> None:
     model = model_preset(name, variant)
-    assert_green(pool, Case(strategy, model, largest_part(model)), ranks_for(strategy, model) or 0)
+    assert_green(pool, Case(strategy, model, largest_part(model)), n)
 
 
 def test_what_a_strategy_cannot_run_is_a_row(pool: RankPool) -> None:
@@ -132,9 +140,9 @@ def covering_all_collectives() -> list[type[Strategy]]:
 @pytest.mark.parametrize("strategy", covering_all_collectives())
 def test_bf16_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy]) -> None:
     """Whole models, for a lower precision is the strategy's business more than the model's."""
-    of = [model for model in ONE_OF_EACH_KIND if (strategy, model) in CAN_RUN]
-    for model in of or [next(model for cls, model in CAN_RUN if cls is strategy)]:
-        assert_green(pool, Case(strategy, model_preset(model), "model", "bf16"), 4)
+    of = [model for cls, model in CAN_RUN if cls is strategy]
+    model = next((model for model in ONE_OF_EACH_KIND if model in of), of[0])
+    assert_green(pool, Case(strategy, model_preset(model), "model", "bf16"), 4)
 
 
 @pytest.mark.slow

@@ -9,14 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.simulator.program import MATMUL, MEMORY_BOUND
 from spbench.bench.tools.calibrate import operator_times as clocked
-from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint, RateSweep
+from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml
 from spbench.bench.tools.calibrate.measured_cluster import cluster_of
 from spbench.bench.tools.calibrate.operator_times import (
@@ -160,16 +158,3 @@ def test_no_step_of_the_ladder_is_one_that_is_predicted() -> None:
     shapes = {(cell.model_options["hidden"], cell.seq_len) for cell in LADDER}
     cells = load_scenario("closed_loop").cells[""]
     assert not shapes & {(cell.model_options["hidden"], cell.seq_len) for cell in cells}
-
-
-def of_a_step(mesh: DeviceMesh) -> list[RatePoint]:
-    return [*clocked._of_step(mesh, SMALL, RateSweep(samples=1), [(4096.0, 0.0)])]
-
-
-def test_a_real_step_is_timed_by_its_operators(pool: RankPool) -> None:
-    ((step, *operators),) = pool.run({"sp": 1}, of_a_step)
-    assert (step.operation, step.extent > 50, len(step.samples_s)) == (STEP, True, 1)
-    kinds = {point.operation for point in operators}
-    assert MATMUL_IN_STEP in kinds
-    assert any(kind.startswith(OPERATOR) for kind in kinds)
-    assert sum(point.flops for point in operators) > 0
