@@ -30,10 +30,6 @@ GROUPED_MATMULS = {
     "te_grouped_accumulate_mm_": 1,
 }
 
-#: the workspace of TransformerEngine's, one of the size of its other matmuls for each of the streams on which it
-#: runs them (get_cublas_workspace of pytorch/cpp_extensions/gemm.py, common/util/multi_stream.cpp)
-GROUPED_WORKSPACE, GROUPED_STREAMS = "transformer_engine_grouped", 4
-
 
 def _multiply(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     y = x.new_empty(x.shape[0], weights[0].shape[1])

@@ -39,7 +39,6 @@ from spbench.impls.kernels.attention_buffers import inside_backward
 from spbench.impls.kernels.flash_attention import flash_attention_backward
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS, GROUPED_WORKSPACES
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, MAKES_PAGEABLE
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS, GROUPED_WORKSPACE
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
 #: of accumulations of gradients, which all have one number; those of other nodes are smaller
@@ -118,8 +117,6 @@ def _library(func: Any) -> str | None:
         return GROUPED_WORKSPACES if name.startswith("te_") else None
     if name in TRANSFORMER_ENGINE_PRODUCTS:
         return "transformer_engine"
-    if name in GROUPED_MATMULS:
-        return GROUPED_WORKSPACE if name.startswith("te_") else None
     return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
 
 
