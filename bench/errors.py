@@ -54,7 +54,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = MOST_SHOWN
 
 
 def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
-    """The end of an error about an unknown name: ``; did you mean 'x'? (known: x, y)``.
+    """The end of an error about an unknown name: ``; did you mean 'x'? (choices: x, y)``.
 
     Without a name close to ``word`` the question is left out; without known names the text is empty. Where
     there are very many names, the nearest are shown.
@@ -70,7 +70,7 @@ def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
         return guess
     text = ", ".join(names)
     if len(text) <= _MOST_KNOWN:
-        return f"{guess} (known: {text})"
+        return f"{guess} (choices: {text})"
     nearest = difflib.get_close_matches(word, names, n=3, cutoff=0.0)
     every = f"; all: {where}" if where else ""
     return f"{guess} (nearest of {len(names)}: {', '.join(nearest)}{every})"

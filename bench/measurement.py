@@ -170,6 +170,11 @@ class Measurement(Record):
             any, ``host_memory_bytes`` (the most so far).
         imbalance: where sequences are packed of documents or ranks have unlike work, the pairs of a query and
             a key of the rank that attends to most, over the mean of all ranks.
+        expert_imbalance: of models with experts, the tokens of the rank whose experts get most, over the mean
+            of all ranks.
+        dropped_tokens: of these, how often in a block and a step of all replicas an expert with full capacity
+            does not take a token.
+        routing: of these, how tokens go to experts; see :class:`RoutingPlan`.
         communication: rows of :meth:`CommunicationMeter.rows`, of the ranks that send most in its pipeline
             stage.
         formula: the closed form of what these send, rows of :meth:`Plan.formula`.
@@ -218,6 +223,9 @@ class Measurement(Record):
     node_host_memory_bytes: Bytes | None = None
     by_class: list[ClassMemory] = []
     imbalance: Number | None = None
+    expert_imbalance: Number | None = None
+    dropped_tokens: Count | None = None
+    routing: Text = ""
     communication: list[Sent] = []
     formula: list[Sent] = []
     formula_difference: list[dict[str, Any]] = []

@@ -259,7 +259,7 @@ def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
         KeyError: nothing has; with the names there are.
     """
     if name not in known:
-        raise KeyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}")
+        raise KeyError(f"unknown {kind} {name!r}; choices: {', '.join(sorted(known))}")
     return known[name]
 
 

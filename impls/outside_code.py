@@ -44,7 +44,7 @@ def raised(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
     except Exception as failure:  # an exception of users may have any __str__
-        text = f"its message cannot be made: {type(failure).__name__}"
+        text = f"its message cannot be built: {type(failure).__name__}"
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 

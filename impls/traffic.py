@@ -35,7 +35,8 @@ class Traffic:
 
     ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader. ``axes`` are
     those of the mesh over whose ranks it goes: all of them together, or ``run`` of them each
-    (:meth:`Place.subgroup`).
+    (:meth:`Place.subgroup`). ``varies``: the payload is that of an even routing of tokens, from which ranks
+    with values may depart.
     """
 
     phase: str
@@ -45,6 +46,7 @@ class Traffic:
     payload_bytes: int
     axes: tuple[str, ...] = ()
     run: int | None = None
+    varies: bool = False
 
     def over(self, *axes: str) -> Traffic:
         """The same over the ranks along these axes."""

@@ -209,4 +209,4 @@ def _bounds(comparison: DataFrame) -> list[str]:
 
 draw = Drawing("convergence", losses)
 draw_lasp_convergence = Drawing("lasp_convergence", losses)
-"""Losses with LASP beside those of one device: LASP (arXiv 2404.02882), convergence table."""
+"""Losses with LASP beside losses of one device: LASP (arXiv 2404.02882), convergence table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,50 +19,106 @@ from spbench.plots.style import shade
 #: more names, or longer ones, are read more easily in a legend
 _MOST, _LONGEST = 6, 24
 #: how far a label is from its point, and at least from other labels
-_OFFSET_POINTS, _CLEAR_POINTS = 5.5, 2.0
+_OFFSET_POINTS, _FAR_POINTS, _CLEAR_POINTS = 5.5, 12.0, 2.0
 #: the same from other lines, to which it would seem to belong: what is tried first, and what will do
 _OTHERS_POINTS = (6.5, 3.5)
 _SIZE_POINTS = 7
+#: the part of a panel's width that names to the right of the lines may take
+_MOST_ROOM = 0.2
+#: how far apart ends of lines must be there
+_APART_POINTS = 5.0
 #: a label stands beside one of the last so many points of its line
 _LAST_POINTS = 4
 #: places that are tried for a label, and combinations of places
 _MOST_PLACES, _MOST_TRIES = 40, 5000
 #: directions from a point in which a label may stand, the preferred first
 _DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 1), (1, -1), (-1, 0), (1, 1), (-1, -1))
+#: the same beyond the right end, where a panel got room for names
+_TO_THE_RIGHT = ((1, 0), (1, 0.5), (1, -0.5), (1, 1), (1, -1))
 
 _Points = NDArray[np.float64]
+#: right and up
+_Way = tuple[float, float]
 
 
 def can_be_labelled(lines: Sequence[Line2D]) -> bool:
-    """Whether the names of lines are few and short enough to stand beside them."""
-    names = {str(line.get_label()) for line in lines}
-    return bool(names) and len(names) <= _MOST and max(map(len, names)) <= _LONGEST
+    """Whether the names of lines are few enough in each panel, and short enough, to stand beside them."""
+    by_panel = [{str(line.get_label()) for line in some} for some in grouped(lines, _panel).values()]
+    longest = max((len(name) for names in by_panel for name in names), default=0)
+    return bool(by_panel) and max(map(len, by_panel)) <= _MOST and longest <= _LONGEST
 
 
 def label_lines(figure: Figure, lines: Sequence[Line2D]) -> bool:
     """Write the names of all lines into the first panel that has all and room for them, or else each into the
-    first panel that has room for it; the layout is final.
+    first panel that has room for it; if need be, panels get room to the right of the lines. The layout is
+    final but for that.
 
     Returns:
         whether all names have room; if not, nothing is written.
     """
+    if _labelled(figure, lines):
+        return True
+    before = _widened(figure, lines)
+    if before and _labelled(figure, lines, _TO_THE_RIGHT):
+        return True
+    for ax, limits in before.items():
+        ax.set_xlim(limits)
+    return False
+
+
+def _labelled(figure: Figure, lines: Sequence[Line2D], far: Sequence[_Way] = ()) -> bool:
     names = dict.fromkeys(str(line.get_label()) for line in lines)
-    panels = [some for ax, some in grouped(lines, lambda line: line.axes).items() if isinstance(ax, Axes)]
+    panels = list(grouped(lines, _panel).values())
     for clear in _OTHERS_POINTS:
         for some in [*panels, lines]:
             by_name = grouped(
                 [line for line in some if len(_display(line))], lambda line: str(line.get_label())
             )
-            if by_name.keys() == names.keys() and _placed(figure, by_name, clear):
+            if by_name.keys() == names.keys() and _placed(figure, by_name, clear, far):
                 return True
     return False
 
 
-def _placed(figure: Figure, lines: Mapping[str, Sequence[Line2D]], clear: float) -> bool:
+def _panel(line: Line2D) -> Axes:
+    ax = line.axes
+    assert isinstance(ax, Axes)
+    return ax
+
+
+def _widened(figure: Figure, lines: Sequence[Line2D]) -> dict[Axes, tuple[float, float]]:
+    """Make room for the longest name at the right end of each panel; returns the limits of before, nothing
+    if the names would take more than a part of a panel, or if lines end so close together that a reader
+    could not tell whose name is whose."""
+    pixels = figure.dpi / 72
+    texts = [_text(figure, str(line.get_label()), line) for line in lines]
+    room = max(text.get_window_extent().width for text in texts) + (_FAR_POINTS + _OFFSET_POINTS) * pixels
+    for text in texts:
+        text.remove()
+    panels = list(grouped(lines, _panel))
+    last = [(line.axes, *_display(line)[-1]) for line in lines if len(_display(line))]
+    for (one, x, y), (other, u, v) in combinations(last, 2):
+        if one is other and np.hypot(x - u, y - v) < _APART_POINTS * pixels:
+            return {}
+    if any(room > _MOST_ROOM * ax.get_window_extent().width for ax in panels):
+        return {}
+    before = {ax: ax.get_xlim() for ax in panels}
+    for ax, (low, high) in before.items():
+        there, back = ax.transData, ax.transData.inverted()
+        ends = [float(x) for line in lines if line.axes is ax for x, _ in _display(line)]
+        end = float(there.transform((high, 1))[0])
+        left = float(there.transform((low, 1))[0])
+        # so that after the change of scale the last point is as far from the end
+        new_end = left + (end - left) * (max(ends, default=left) - left) / (end - left - room)
+        if new_end > end:
+            ax.set_xlim(low, float(back.transform((new_end, 0))[0]))
+    return before
+
+
+def _placed(figure: Figure, lines: Mapping[str, Sequence[Line2D]], clear: float, far: Sequence[_Way]) -> bool:
     """Write each name beside one of its lines, if all have room."""
     texts = [_text(figure, name, some[0]) for name, some in lines.items()]
     places = [
-        [box for line in some for box in _free_boxes(line, text, clear)][:_MOST_PLACES]
+        [box for line in some for box in _free_boxes(line, text, clear, far)][:_MOST_PLACES]
         for some, text in zip(lines.values(), texts, strict=True)
     ]
     boxes = _solve(places, [], [_MOST_TRIES])
@@ -98,9 +154,13 @@ def _solve(choices: Sequence[Sequence[Bbox]], taken: Sequence[Bbox], tries: list
     return None
 
 
-def _free_boxes(line: Line2D, text: Text, clear: float) -> list[Bbox]:
+def _free_boxes(line: Line2D, text: Text, clear: float, far: Sequence[_Way]) -> list[Bbox]:
     """Where the name may stand, in pixels: in the panel, clear of all lines, and of other ones by ``clear``
-    points."""
+    points.
+
+    Args:
+        far: directions in which it may also stand farther from the line's end, beyond markers of other lines.
+    """
     ax = line.axes
     assert ax is not None
     pixels = ax.figure.dpi / 72
@@ -114,15 +174,17 @@ def _free_boxes(line: Line2D, text: Text, clear: float) -> list[Bbox]:
     ]
     own, others = _drawn(mine, pixels), _drawn([other for other in ax.lines if other not in mine], pixels)
     free = []
-    for x, y in _display(line)[: -1 - _LAST_POINTS : -1]:
-        for right, up in _DIRECTIONS:
-            left = x + right * _OFFSET_POINTS * pixels + (right - 1) / 2 * extent.width
-            foot = y + up * _OFFSET_POINTS * pixels + (up - 1) / 2 * extent.height
-            box = Bbox.from_bounds(left, foot, extent.width, extent.height)
-            inside = bounds.contains(box.x0, box.y0) and bounds.contains(box.x1, box.y1)
-            hit = _hit(box.padded(pixels), own) or _hit(box.padded(clear * pixels), others)
-            if inside and not hit:
-                free.append(box.padded(_CLEAR_POINTS * pixels / 2))
+    ends = _display(line)[: -1 - _LAST_POINTS : -1]
+    places = [(point, way, _OFFSET_POINTS) for point in ends for way in _DIRECTIONS]
+    places += [(point, way, _FAR_POINTS) for point in ends[:1] for way in far]
+    for (x, y), (right, up), points in places:
+        left = x + right * points * pixels + (right - 1) / 2 * extent.width
+        foot = y + up * _OFFSET_POINTS * pixels + (up - 1) / 2 * extent.height
+        box = Bbox.from_bounds(left, foot, extent.width, extent.height)
+        inside = bounds.contains(box.x0, box.y0) and bounds.contains(box.x1, box.y1)
+        hit = _hit(box.padded(pixels), own) or _hit(box.padded(clear * pixels), others)
+        if inside and not hit:
+            free.append(box.padded(_CLEAR_POINTS * pixels / 2))
     return free
 
 

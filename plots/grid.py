@@ -206,7 +206,7 @@ def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
     have no data."""
     page = grid.draw(PAGE_INCHES)
     if not any(map(_has_data, page.axes)):
-        raise NothingToDraw("no cell here is of what it shows")
+        raise NothingToDraw("no cell here has what it shows")
     paths = save(page, folder, name)
     if grid.page_only:
         return paths

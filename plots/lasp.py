@@ -34,7 +34,7 @@ from spbench.plots.style import MARKERS, Look, backend_name, length_text, looks,
 
 _MEMORY = PlottedQuantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
 #: the order of a baseline's matmuls of linear attention -> its name; LASP and LASP-2 have one order
-_ORDERS = {"left_product": "left product", "chunked": "right product"}
+_ORDERS = {"left_product": "QKᵀ first", "chunked": "KᵀV first"}
 _ONE_ORDER = ("lasp", "lasp2")
 _OPTIONS = ("kernel_fusion", "state_caching")
 

@@ -95,7 +95,6 @@ TABLES = {
     "scale": scale,
     "trackers": trackers,
     "others": times_of("test_spbench", "test_tinygrad", "test_calculon"),
-    "sweeps": times_of("test_scenario"),
 }
 
 

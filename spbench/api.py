@@ -51,7 +51,7 @@ def run(
         models: only those of these models.
         clusters: run them on these clusters instead of the scenario's.
         engines: run them on these engines instead of the scenario's.
-        world_sizes: only those of these numbers of ranks; one that the scenario lacks is made.
+        world_sizes: only those of these numbers of ranks; one that the scenario lacks is added.
         variant: of the scenario's settings, or "all"; None: the first.
         where: only cells with these values of settings, as ("training.backend", "zero1").
         output: a folder that keeps the rows in cells.jsonl as they come; what it has already is not measured

@@ -160,7 +160,7 @@ changes = click.option(
     type=SETTINGS,
     multiple=True,
     callback=_joined,
-    help="Give the chosen cells another value of a setting, such as training.backend=zero1 or sizes.tp=2.",
+    help="Another value of a setting of all that is asked, such as strategy_options.placement=zigzag.",
 )
 quiet = click.option(
     "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."
@@ -235,7 +235,7 @@ def choosing_cells(command: Function) -> Function:
             "Only these models; one of your own (FILE.py, config.json) in the place of all.",
         ),
         many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
-        many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is made."),
+        many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is added."),
         many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),
         changes,
         variant,

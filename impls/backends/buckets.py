@@ -81,7 +81,7 @@ class BucketedGradients:
     def finish(self) -> None:
         """After the last backward: wait for the sums and copy them back to the gradients."""
         late = [bucket for bucket in self.buckets if bucket.missing]
-        assert not late, "backward made no gradient for some parameters"
+        assert not late, "backward gave no gradient for some parameters"
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()

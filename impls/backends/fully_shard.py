@@ -204,7 +204,7 @@ class FullySharded(Backend):
 
     def synchronize(self) -> None:
         if self.host is not None:
-            assert not self.missing, "backward made no gradient for some parameters"
+            assert not self.missing, "backward gave no gradient for some parameters"
             return
         for name, p in self.sharded.items():  # reduce-scattered in backward
             assert p.grad is not None

@@ -78,5 +78,5 @@ class LateGradients:
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
-    assert p.grad is not None, "backward made no gradient for some parameters"
+    assert p.grad is not None, "backward gave no gradient for some parameters"
     return p.grad.flatten()

@@ -218,7 +218,7 @@ class MainGradients:
     def finish(self) -> None:
         """After the last backward: sum, or wait for the sums."""
         buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
-        assert not any(bucket.missing for bucket in buckets), "backward made no gradient for some parameters"
+        assert not any(bucket.missing for bucket in buckets), "backward gave no gradient for some parameters"
         for bucket in buckets:
             if not self.overlapped:
                 bucket.reduce(overlapped=False)

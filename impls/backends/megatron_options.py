@@ -55,7 +55,7 @@ class MegatronOptions(OptimizerOptions):
         if self.optimizer == "host" and not self.distributed_optimizer:
             raise ValueError("optimizer: host needs distributed_optimizer, as Megatron-Core's does")
         if self.overlap_cpu_optimizer_d2h_h2d and self.optimizer == "device":
-            raise ValueError("overlap_cpu_optimizer_d2h_h2d is of optimizer: host; set that, or leave it out")
+            raise ValueError("overlap_cpu_optimizer_d2h_h2d needs optimizer: host; set that, or leave it out")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:

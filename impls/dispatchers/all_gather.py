@@ -25,16 +25,17 @@ class AllGather(Dispatcher):
     """All-gather and reduce-scatter over ep and etp."""
 
     name = "all_gather"
-    summary = "all-gather of every rank's tokens, each rank takes those of its experts"
+    summary = "all-gather of every rank's tokens, each rank takes the tokens of its experts"
     source = "Megatron-LM's MoEAllGatherTokenDispatcher"
+    by_counts = False
 
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
         group = self.place.group("ep", "etp")
         whole = all_gather(x, 0, group)
         weights, chosen = all_gather(weights, 0, group), gather_flags(chosen, group)
         if self.ep > 1:
             weights, chosen = weights[:, self.mine].contiguous(), chosen[:, self.mine].contiguous()
-        lengths = sent.sum(0)[self.mine]
+        lengths = chosen.sum(0).cpu().numpy() if sent is None else sent.sum(0)[self.mine]
         rows, row_weights, places = permute(whole, weights, chosen, int(lengths.sum()), self.permutation)
         return Dispatched(rows, row_weights, lengths.tolist(), (places, len(whole)), (whole,))
 

@@ -57,7 +57,8 @@ class AllToAll(Dispatcher):
         received = chunks[self.etp_rank].sum(1)
         return _Lengths(own.tolist(), received.tolist(), chunks.sum((1, 2)).tolist(), chunks)
 
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
+        assert sent is not None
         lengths = self._lengths(sent)
         own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
         received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)

@@ -33,6 +33,7 @@ class ExpertCall:
         capacity, padded: see :class:`ExpertOptions`.
         precise_weights: whether the router's weights are in float32 at least.
         aux_loss: see :class:`ExpertOptions`.
+        learned: whether the router decides, so that what ranks with values send is not known before.
     """
 
     plan: RoutingPlan
@@ -41,6 +42,7 @@ class ExpertCall:
     padded: bool
     precise_weights: bool
     aux_loss: str
+    learned: bool
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of one of the router's weights."""
@@ -81,6 +83,8 @@ class Dispatcher(ABC):
     summary: ClassVar[str] = ""
     #: where the method is described
     source: ClassVar[str] = ""
+    #: whether what is sent depends on how many tokens each expert gets
+    by_counts: ClassVar[bool] = True
 
     def __init__(self, place: Place, experts: int, permutation: str):
         self.place, self.experts, self.permutation = place, experts, permutation
@@ -97,11 +101,12 @@ class Dispatcher(ABC):
         return slice(self.ep_rank * self.held, (self.ep_rank + 1) * self.held)
 
     @abstractmethod
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray) -> Dispatched:
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
         """Tokens x [T, H] with weights [T, E] to the experts that are chosen for them, bool [T, E].
 
         Args:
-            sent: how many tokens each rank along ep and etp sends to each expert [P, E].
+            sent: how many tokens each rank along ep and etp sends to each expert [P, E]; None, where a
+                router decides it, for a dispatcher that is not ``by_counts``.
         """
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:

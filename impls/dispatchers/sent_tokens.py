@@ -5,7 +5,8 @@ Letters: L positions of a sequence, E experts, P ranks along ep and etp together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 
 from spbench.impls.axes import Place
 from spbench.impls.dispatchers.dispatcher import ExpertCall
-from spbench.impls.folding import FOLDED_AXES, members
+from spbench.impls.folding import FOLDED_AXES, members, stage_ranks
 from spbench.impls.routing import capacity_of, taken
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def positions_of(strategy: Strategy, place: Place, length: int) -> np.ndarray:
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
+    if strategy.sequence_parts == 1:
+        return np.arange(length)
     with _disable_current_modes(), torch.no_grad():
         whole = torch.arange(length, device="cpu")
         return _planned_at(strategy.outermost, place).shard(whole, 0).numpy().copy()
@@ -57,28 +60,30 @@ def sent_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -
     return np.stack(sent)
 
 
-def tokens_of_ranks(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
-    """The rows that the experts of each rank of a pipeline stage get, int64 [ranks of the stage]."""
+def rows_of_ranks(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
+    """The rows that the experts of each rank of a pipeline stage get, int64 [ranks of the stage]; the
+    arguments are those of :func:`sent_tokens`."""
     place = strategy.place
-    sizes = {axis: n for axis, n in place.sizes.items() if axis != "pp"}
-    rows = []
-    for each in _stage_places(sizes):
-        held = call.plan.experts // each.size("ep")
-        first = each.rank("ep") * held
-        planned = _planned_at(strategy.outermost, each)
-        rows.append(int(sent_tokens(call, planned, batch, length)[:, first : first + held].sum()))
-    return np.array(rows)
+    sharing, ep, etp = place.size(*FOLDED_AXES), place.size("ep"), place.size("etp")
+    of_experts = _of_stage(call, strategy, batch, length).reshape(-1, sharing, call.plan.experts).sum(1)
+    # the ranks along etp have parts of the same experts
+    return of_experts.reshape(len(of_experts), ep, -1).sum(2).repeat(etp, axis=1).ravel()
 
 
-def tokens_of_experts(call: ExpertCall, batch: int, length: int) -> np.ndarray:
-    """The tokens that routers send to each expert, before capacity, of ``batch`` whole sequences [E]."""
-    return call.plan.tokens(np.arange(length), length, batch)
+def dropped_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> int:
+    """How often an expert with full capacity does not take a token, in one block and micro-batch of all
+    replicas; the arguments are those of :func:`sent_tokens`."""
+    if call.capacity is None:
+        return 0
+    calls = replace(call, capacity=None, padded=False), replace(call, padded=False)
+    sent, accepted = (int(_of_stage(each, strategy, batch, length).sum()) for each in calls)
+    return sent - accepted
 
 
-def _stage_places(sizes: dict[str, int]) -> Iterator[Place]:
-    ranks = Place(sizes).size(*(axis for axis in sizes if axis not in FOLDED_AXES))
-    for number in range(ranks):
-        yield Place.of_rank(sizes, number)
+def _of_stage(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
+    """How many tokens each rank of a pipeline stage sends to each expert [ranks of the stage, E]."""
+    ranks = range(stage_ranks(strategy.place.sizes))
+    return np.stack([_of_rank(call, strategy, number, batch, length) for number in ranks])
 
 
 def _of_rank(call: ExpertCall, strategy: Strategy, number: int, batch: int, length: int) -> np.ndarray:

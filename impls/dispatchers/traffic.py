@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spbench.impls.dispatchers.sent_tokens import sent_tokens
@@ -35,16 +36,11 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
         sent = sent_tokens(call, strategy, d["B"], d["L"])
         tokens = d["B"] * d["L"] // place.size(*axes)
         dispatcher = dispatchers()[call.dispatcher]
-        entries += dispatcher.traffic(call, place, d["H"], tokens, sent, element_bytes)
+        sends = dispatcher.traffic(call, place, d["H"], tokens, sent, element_bytes)
+        varies = call.learned and dispatcher.by_counts and not call.padded
+        entries += [replace(entry, varies=varies) for entry in sends]
     for entry in entries:
         yield entry.times(site.count)
         if site.recomputed and entry.phase == "forward":
-            again = Traffic(
-                "backward",
-                f"{entry.purpose}, again",
-                entry.collective,
-                entry.count,
-                entry.payload_bytes,
-                entry.axes,
-            )
+            again = replace(entry, phase="backward", purpose=f"{entry.purpose}, again")
             yield again.times(site.count)

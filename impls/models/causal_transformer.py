@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
-from spbench.impls.models.blocks.latent_options import TINY_LATENT, LatentOptions
+from spbench.impls.models.blocks.latent_options import LatentOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
@@ -213,7 +213,7 @@ PRESETS = {
         **_MIXTRAL, layers=32, hidden=4096, heads=32, inner=14336, vocabulary=32000
     ),
     "mixtral-8x22b": CausalTransformerModel(
-        **_MIXTRAL, layers=56, hidden=6144, heads=48, inner=16384, vocabulary=32768
+        **_MIXTRAL, layers=56, hidden=6144, heads=48, inner=16384, vocabulary=32000
     ),
     # Qwen/Qwen3-30B-A3B's and 235B-A22B's config.json (arXiv 2505.09388)
     "qwen3-30b-a3b": CausalTransformerModel(
@@ -222,13 +222,31 @@ PRESETS = {
     "qwen3-235b-a22b": CausalTransformerModel(
         **_QWEN3_MOE, layers=94, hidden=4096, heads=64, kv_heads=4, inner=12288, expert_inner=1536
     ),
-    # four experts a rank of 3, and groups of 3 experts
+    # the text model of meta-llama/Llama-4-Scout-17B-16E's config.json. Its attention is chunked in three of
+    # four layers, which to 8,192 positions is the same, and its norms of queries and keys have no weights:
+    # both are left out, and every layer has RoPE
+    "llama4-scout": CausalTransformerModel(
+        layers=48,
+        hidden=5120,
+        heads=40,
+        kv_heads=8,
+        inner=8192,
+        vocabulary=202048,
+        rotary_base=500_000.0,
+        norm_epsilon=1e-5,
+        experts=16,
+        experts_per_token=1,
+        expert_weighting="input",
+        shared_inner=8192,
+        router="sigmoid",
+        aux_loss="batch",
+        aux_weight=0.001,
+    ),
+    # 12 experts are shared out among 2, 3 or 4 ranks
     "moe-tiny": CausalTransformerModel(
         **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
     ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
-    # latent attention, and a module of multi-token prediction
-    "mla-tiny": CausalTransformerModel(**TINY_SIZES, **TINY_LATENT, mtp_layers=1),
     # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),
 }

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES
-from spbench.impls.models.blocks.feed_forward import FeedForward
+from spbench.impls.models.blocks.experts import MixtureOfExperts
+from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
@@ -34,7 +35,8 @@ LETTERS = {
     "G": "Gated DeltaNet",
     "M": "Mamba-2",
 }
-MLP = "-"
+#: what may stand behind a letter: the layer's MLP, or its experts
+MLP, EXPERTS = "-", "E"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class HybridModel(CausalTransformerModel):
     """The options of a hybrid.
 
     Attributes:
-        pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or,
-            where there are dashes, those with one behind their letter, as in Nemotron-H's patterns.
+        pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or
+            experts as options say. Where there are dashes or Es, layers with a dash behind their letter have
+            an MLP, those with an E experts, and the others neither, as in Nemotron-H's patterns.
         output_gate: whether the output of softmax attention has a gate, as Qwen3-Next's.
         window: of layers W alone; see :class:`CausalTransformerModel`.
         state_heads: Z of layers of Gated DeltaNet or Mamba-2.
@@ -71,9 +74,14 @@ class HybridModel(CausalTransformerModel):
     def __post_init__(self) -> None:
         check_choices(self, {"recurrence": WAYS})
         layers = self._layers
-        if not layers or any(layer[0] not in LETTERS or layer[1:] not in ("", MLP) for layer in layers):
+        behind = ("", MLP, EXPERTS)
+        if not layers or any(layer[0] not in LETTERS or layer[1:] not in behind for layer in layers):
             known = ", ".join(f"{letter} ({what})" for letter, what in LETTERS.items())
-            raise ValueError(f"pattern has letters of {known}, each with {MLP} or not, not {self.pattern!r}")
+            raise ValueError(
+                f"pattern has letters of {known}, each with {MLP}, {EXPERTS} or neither, not {self.pattern!r}"
+            )
+        if EXPERTS in self.pattern and not self.experts:
+            raise ValueError(f"pattern {self.pattern!r} has layers with experts; set experts")
         if ("W" in self.pattern) != (self.window is not None):
             raise ValueError(
                 f"pattern {self.pattern!r} with window {self.window}: layers W and a window need each other"
@@ -82,8 +90,8 @@ class HybridModel(CausalTransformerModel):
 
     @property
     def _layers(self) -> list[str]:
-        """Each layer of the pattern: its letter, and a dash if there is one behind it."""
-        return re.findall(f".{MLP}*", self.pattern)
+        """Each layer of the pattern: its letter, and what is behind it."""
+        return re.findall(f".[{EXPERTS}{MLP}]*", self.pattern)
 
     def _layer(self, number: int) -> str:
         layers = self._layers
@@ -94,8 +102,9 @@ class HybridModel(CausalTransformerModel):
         return math.lcm(len(self._layers), super().period)
 
     def feeding(self, layer: int) -> FeedForward | None:
-        has_mlp = MLP not in self.pattern or self._layer(layer).endswith(MLP)
-        return super().feeding(layer) if has_mlp else None
+        if MLP not in self.pattern and EXPERTS not in self.pattern:
+            return super().feeding(layer)
+        return {MLP: Mlp(), EXPERTS: MixtureOfExperts()}.get(self._layer(layer)[1:])
 
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
         letter = self._layer(layer)[0]
@@ -121,7 +130,8 @@ class HybridModel(CausalTransformerModel):
         documents = {"documents": (5, 1, 11, 7)}
         # windows in some layers alone, as gpt-oss; longer than documents, and shorter
         windows = {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)}
-        return [{"checkpointing": True}, three, documents, *([windows] if "S" in self.pattern else [])]
+        softmax = [windows] if "S" in self.pattern else []
+        return [{"checkpointing": True}, three, documents, *softmax, *self.expert_variants()]
 
     def shrunk(self) -> Self:
         # a layer of each kind, of which one of softmax attention, if any, comes first: its options need it
@@ -133,22 +143,86 @@ class HybridModel(CausalTransformerModel):
 _TINY_STATES: Mapping[str, Any] = {"state_heads": 12, "state_key_heads": 4, "key_size": 4, "value_size": 8}
 _TINY: Mapping[str, Any] = {**TINY_SIZES, **_TINY_STATES}
 
+#: of Qwen3-Next, but for what follows the mixers
+_QWEN3_NEXT: Mapping[str, Any] = {
+    "pattern": "GGGS",
+    "layers": 48,
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 2,
+    "head_dim": 256,
+    "qk_norm": True,
+    "output_gate": True,
+    "rotary_base": 1e7,
+    "rotary_share": 0.25,
+    "vocabulary": 151936,
+}
+#: what the sizes of gpt-oss share
+_GPT_OSS: Mapping[str, Any] = {
+    "pattern": "WS",
+    "window": 128,
+    "sinks": True,
+    "biases": True,
+    "hidden": 2880,
+    "heads": 64,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "inner": 2880,
+    "mlp": "clamped_swiglu",
+    "rotary_base": 150_000.0,
+    "vocabulary": 201088,
+    "norm_epsilon": 1e-5,
+    "experts_per_token": 4,
+    "expert_biases": True,
+    "router_scores": "chosen",
+    "router_linear_bias": True,
+    "aux_loss": "batch",
+    "aux_weight": 0.9,
+}
+
 PRESETS = {
-    # Qwen/Qwen3-Next-80B-A3B's config.json, but for the experts: here each layer has one MLP of as many
-    # features as the ten experts and the shared one that a token meets, 512 each
-    "qwen3-next-dense": HybridModel(
-        pattern="GGGS",
-        layers=48,
-        hidden=2048,
-        heads=16,
+    # Qwen/Qwen3-Next-80B-A3B-Instruct's config.json, without the layer that predicts a second token
+    "qwen3-next-80b-a3b": HybridModel(
+        **_QWEN3_NEXT,
+        inner=5120,
+        experts=512,
+        experts_per_token=10,
+        expert_inner=512,
+        shared_inner=512,
+        shared_gate=True,
+        router_normalized=True,
+        aux_loss="batch",
+        aux_weight=0.001,
+    ),
+    # the same but for the experts: each layer has one MLP of as many features as the ten experts and the
+    # shared one that a token meets
+    "qwen3-next-dense": HybridModel(**_QWEN3_NEXT, inner=5632),
+    # openai/gpt-oss-20b's and 120b's config.json (arXiv 2508.10925)
+    "gpt-oss-20b": HybridModel(**_GPT_OSS, layers=24, experts=32),
+    "gpt-oss-120b": HybridModel(**_GPT_OSS, layers=36, experts=128),
+    # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16's config.json
+    "nemotron-3-nano-30b-a3b": HybridModel(
+        pattern="MEMEMSEMEMEMSEMEMEMSEMEMEMSEMEMEMSEMEMEMEMSEMEMEMEME",
+        layers=29,
+        hidden=2688,
+        heads=32,
         kv_heads=2,
-        head_dim=256,
-        qk_norm=True,
-        output_gate=True,
-        rotary_base=1e7,
-        rotary_share=0.25,
-        inner=5632,
-        vocabulary=151936,
+        head_dim=128,
+        inner=1856,
+        mlp="squared_relu",
+        position="none",
+        state_heads=64,
+        state_key_heads=8,
+        value_size=64,
+        vocabulary=131072,
+        norm_epsilon=1e-5,
+        experts=128,
+        experts_per_token=6,
+        shared_inner=3712,
+        router="sigmoid",
+        router_normalized=True,
+        router_scale=2.5,
+        router_bias=True,
     ),
     # MiniMax-Text-01 (arXiv 2501.08313, section 2), but for the experts: one MLP of as many features as the
     # two that a token meets; lightning attention as TransNormerLLM has it, whose gate has no sigmoid

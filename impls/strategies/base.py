@@ -114,7 +114,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
             known = ", ".join(MEETINGS)
             raise TypeError(
-                f"{cls.__name__}.meets has {unknown[0]!r}, where positions cannot meet; known: {known}"
+                f"{cls.__name__}.meets has {unknown[0]!r}, where positions cannot meet; choices: {known}"
             )
 
     def __init__(

@@ -90,11 +90,15 @@ class ParameterHooks:
         """Those :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
-            folded = kind == "experts" and self._folds_experts
-            split = () if kind == "experts" else self.split_over(kind)
-            if axes := ("edp",) if folded else self._summed_over(split):
+            if axes := self._partial_axes_of(kind):
                 partial[axes] += held
         return partial
+
+    def _partial_axes_of(self, kind: ParameterKind) -> tuple[str, ...]:
+        """:meth:`partial_axes` of the parameters of a kind."""
+        if kind == "experts":
+            return ("edp",) if self._folds_experts else self.position_axes
+        return self._summed_over(self.split_over(kind))
 
     def _held_by_kind(self, site: Site) -> dict[ParameterKind, int]:
         held = {}

@@ -177,7 +177,7 @@ _FLAGS = {
     "run s.yaml --dry-run --set": "batch= model= training.backend= model_options.dropout= mesh= x.y=",
     "fit nosuch.json": "--set --seq-len --batch --gpus --cluster --where --micro-batch",
     "advise --model no.json": "--fixed --set --seq-len --gpus --why --only --without --batch-tokens --figure",
-    "verify --strategy no": "--strategy-option --backend-option --world-size --dtype --part --backend",
+    "verify --strategy no": "--set --world-size --dtype --part --backend",
     "calibrate --from no.txt": "--extends --output --lengths --precision --sides",
     "export --to junit no": "--base --commit --targets --output --to",
     "record no --history h": "--commit --repository --machine --suite",

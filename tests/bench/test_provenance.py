@@ -81,9 +81,9 @@ def test_a_row_stands_for_its_project() -> None:
 def test_rows_must_be_of_one_commit(which: str) -> None:
     rows = [{"provenance": {which: commit}} for commit in ("1", "2", "1-dirty")]
     check_same_code({"a": rows[:1], "b": rows[:1]})
-    with pytest.raises(UserError, match="b: rows were made by commit 2, those of a by 1, so that nothing"):
+    with pytest.raises(UserError, match="b: rows come from commit 2, rows of a from 1, so that nothing"):
         check_same_code({"a": rows[:1], "b": rows[1:2]})
-    with pytest.raises(UserError, match=r"a: rows were made by code that is in no commit \(1-dirty\)"):
+    with pytest.raises(UserError, match=r"a: rows come from code that is in no commit \(1-dirty\)"):
         check_same_code({"a": rows[2:]})
 
 
@@ -92,9 +92,9 @@ def test_rows_without_any_commit_are_of_one_code(row: dict[str, Any]) -> None:
     """Of spbench without its repository; not beside rows that have a commit."""
     check_same_code({"a": [row, row], "b": [row]})
     known = {"provenance": {"commit": "1"}}
-    with pytest.raises(UserError, match="b: rows were made by commit 1, those of a by unknown, so that"):
+    with pytest.raises(UserError, match="b: rows come from commit 1, rows of a from unknown, so that"):
         check_same_code({"a": [row], "b": [known]})
-    with pytest.raises(UserError, match="a: rows were made by commit unknown, those of a by 1, so that"):
+    with pytest.raises(UserError, match="a: rows come from commit unknown, rows of a from 1, so that"):
         check_same_code({"a": [known, row]})
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import replay
 
 
 def cell(ranks: int) -> Cell:

@@ -13,7 +13,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.engines import tracing, virtual
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import replay
 
 pytestmark = pytest.mark.micro
 

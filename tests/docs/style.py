@@ -5,12 +5,14 @@
     python -m tests.docs.style --tighten     # lower the counts of style.yaml to what the pages have
 
 Code, tables and the addresses of links are not prose; only the choice of words is checked in tables too.
+`--help` of every command is held to the same rules, literal texts in code to the choice of words.
 style.yaml limits the faults and the words of a page.
 `sentencex` (MIT) splits sentences, `markdown-it-py` (MIT) reads the pages.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections import Counter
@@ -146,9 +148,8 @@ def faults(markdown: str, opening: bool) -> Iterator[Fault]:
     if opening:
         yield from _opening(page)
     for text in page:
-        for match in _WORD.finditer(text.text):
-            better = next(b for word, b in WORDS.items() if re.fullmatch(word, match[0], re.IGNORECASE))
-            yield text.fault("word", match.start(), f"'{match[0]}' ({better}): ")
+        for position, why in word_faults(text.text):
+            yield text.fault("word", position, f"{why}: ")
         if text.place == "paragraph":
             yield from _paragraph_faults(text)
 
@@ -165,6 +166,25 @@ def _paragraph_faults(text: Text) -> Iterator[Fault]:
         if (count := words(sentence)) > SENTENCE_WORDS:
             yield Fault(line, "long sentence", f"{count} words: {text.printed(sentence)}")
         line += sentence.count("\n")
+
+
+def word_faults(text: str) -> Iterator[tuple[int, str]]:
+    """Positions of words that are the suite's own, each with what to write instead."""
+    for match in _WORD.finditer(text):
+        better = next(b for word, b in WORDS.items() if re.fullmatch(word, match[0], re.IGNORECASE))
+        yield match.start(), f"'{match[0]}' ({better})"
+
+
+def printed_texts(source: str) -> Iterator[tuple[int, str]]:
+    """The literal texts of several words in a module's code, with their lines; docstrings are left out."""
+    tree = ast.parse(source)
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, holders) and node.body]
+    documented = {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
+        if isinstance(value, str) and " " in value.strip():
+            yield node.lineno, value
 
 
 def pages() -> dict[str, Path]:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 import pytest
 import yaml
 
-from tests.docs.style import ALLOWED, counts, faults, page_faults, page_words, pages
+from spbench.bench.command_line.cli import COMMANDS
+from tests.docs.style import (
+    ALLOWED,
+    ROOT,
+    counts,
+    faults,
+    page_faults,
+    page_words,
+    pages,
+    printed_texts,
+    word_faults,
+)
 
 CONFIGURED: dict[str, Any] = yaml.safe_load(ALLOWED.read_text())
 
@@ -27,6 +39,36 @@ def test_faults_are_allowed_for_pages_alone() -> None:
 @pytest.mark.parametrize("name", CONFIGURED["words"])
 def test_pages_have_no_more_words_than_their_budget(name: str) -> None:
     assert 0 < page_words(name) <= CONFIGURED["words"][name]
+
+
+@pytest.mark.parametrize("name", COMMANDS.names())
+def test_help_keeps_to_the_rules(name: str) -> None:
+    command = COMMANDS.load(name)
+    helps = [each.help or "" for each in command.params if isinstance(each, click.Option)]
+    for text in [command.help or "", *helps]:
+        assert [f"{fault.kind}: {fault.text}" for fault in faults(text, opening=False)] == []
+
+
+#: literal texts that are no words for people, or have a word in another sense
+NOT_PRINTED = {"matrix product", "links within a node", "left product", "right product"}
+
+
+@pytest.mark.parametrize("folder", ["bench", "impls", "plots", "spbench"])
+def test_printed_texts_choose_the_same_words(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {why}: {text}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in printed_texts(path.read_text())
+        for _, why in word_faults(text)
+        if text not in NOT_PRINTED
+    ]
+    assert wrong == []
+
+
+def test_a_planted_word_in_code_is_seen() -> None:
+    code = '"""Made."""\nKEY = "made"\ndef f(x):\n    """Found."""\n    print(f"{x} was found in", "it")\n'
+    seen = [(line, why) for line, text in printed_texts(code) for _, why in word_faults(text)]
+    assert seen == [(5, "'found' (a verb that says how: searched, fitted, detected)")]
 
 
 _IN, _OF = "nested parenthesis", "begins with Of"

@@ -156,13 +156,13 @@ OVER_LENGTHS = {
         table(*(published(row, TOKENS, 300.0) for row in READINGS if row["cell"]["seq_len"] == 4096)),
         data={
             **{
-                f"ours {TOKENS} Ulysses, {way} product": [[(n, 64000) for n in LENGTHS]]
-                for way in ("left", "right")
+                f"ours {TOKENS} Ulysses, {matmul} first": [[(n, 64000) for n in LENGTHS]]
+                for matmul in ("QKᵀ", "KᵀV")
             },
-            f"published {TOKENS} Ulysses, left product": [[(4096, 300)]],
+            f"published {TOKENS} Ulysses, QKᵀ first": [[(4096, 300)]],
         },
-        absent=[f"published {TOKENS} Ulysses, right product"],
-        legend=["Ulysses, left product", "Ulysses, right product", "LASP", "published"],
+        absent=[f"published {TOKENS} Ulysses, KᵀV first"],
+        legend=["Ulysses, QKᵀ first", "Ulysses, KᵀV first", "LASP", "published"],
     ),
     "metered elements beside the exact formulas, not the paper's": Case(
         lasp.draw_lasp_communication,

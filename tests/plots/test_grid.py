@@ -99,10 +99,21 @@ def test_names_beside_lines_lie_over_no_line_and_over_no_other_name(inches: floa
 
 
 def test_where_names_have_no_room_there_is_a_legend() -> None:
-    alike = {name: [n, n, n, n] for n, name in ((100, "one"), (101, "two"), (102, "three"))}
+    alike = {name: [n, n, n, n] for n, name in enumerate(("one", "two", "three"), 100)}
     figure = PanelGrid("alike").add([[panel("a", alike)]]).draw()
     assert not labels(figure)
     assert legend(figure) == list(alike)
+
+
+def test_names_stand_to_the_right_of_lines_where_there_is_no_room_beside_them() -> None:
+    """The first line lies so near to the others that its name has no room within them."""
+    near = {
+        name: [100 * n * r for r in (1, 10, 100)] for n, name in ((1, "a ring"), (1.4, "scores"), (4, "a"))
+    }
+    figure = PanelGrid("near").add([[panel("a", near, axis="log")]]).draw(7.0)
+    assert {label.get_text() for label in labels(figure)} == {*near}
+    assert not figure.legends
+    assert_nothing_overlaps(figure)
 
 
 def test_ticks_are_short_and_regular() -> None:

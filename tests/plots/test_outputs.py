@@ -203,7 +203,7 @@ def test_the_scenarios_title_stands_above(scenario: object) -> None:
 def test_a_figure_of_nothing_is_an_error_without_files(
     tmp_path: Path, figure: Drawing, rows: list[dict[str, Any]], of: str
 ) -> None:
-    with pytest.raises(NothingToDraw, match=f"no cell here is of what it shows: {of}"):
+    with pytest.raises(NothingToDraw, match=f"no cell here has what it shows: {of}"):
         figure(rows, pd.DataFrame(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -114,7 +114,7 @@ WRONG = [
     ("strategy", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
     ("model", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
     ("strategy", "ends.py", "ends.py:2: cannot be imported: RuntimeError: os._exit(0) would end the command"),
-    ("strategy", "odd.py", "odd.py:5: cannot be imported: Odd: its message cannot be made: ValueError"),
+    ("strategy", "odd.py", "odd.py:5: cannot be imported: Odd: its message cannot be built: ValueError"),
     ("strategy", "../naive.py", "have one name; rename one"),
     ("strategy", "taken.py", "two of one name"),
 ]

@@ -14,7 +14,7 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts" / "performance_tables.py"), run_name="tables")
 
 
-@pytest.mark.parametrize("marker", ["scale", "trackers", "others", "sweeps"])
+@pytest.mark.parametrize("marker", ["scale", "trackers", "others"])
 def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> None:
     page = (ROOT / "docs" / "internals" / "performance.md").read_text()
     shown = page.partition(f"<!-- {marker} -->\n")[2].partition("<!-- end -->")[0]

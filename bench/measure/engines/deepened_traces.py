@@ -39,8 +39,8 @@ from spbench.bench.measure.engines.plan import planned_step
 from spbench.bench.measure.engines.repeating_runs import DeepList
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
 
@@ -99,7 +99,7 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
     if effort == "guess":
         return FewLayers((few, some), None, more, cuts is not None)
     if any(_cuts(each, rank) != cuts for each in (proof, some, cell)):
-        raise NotAlike("its backend cuts buffers of all layers otherwise than those of few")
+        raise NotAlike("its backend cuts the buffers of all layers and of few otherwise")
     return FewLayers((few, some), proof, more, cuts is not None)
 
 

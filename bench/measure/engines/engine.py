@@ -101,7 +101,7 @@ def engine_class(name: str) -> type[Engine]:
     """
     classes = engines()
     if name not in classes:
-        raise KeyError(f"unknown engine {name!r}; known: {', '.join(classes)}")
+        raise KeyError(f"unknown engine {name!r}; choices: {', '.join(classes)}")
     return classes[name]
 
 

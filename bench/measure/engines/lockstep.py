@@ -13,6 +13,7 @@ all ranks: ||x - ref|| / ||ref||.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +69,9 @@ class LockstepEngine(Engine):
         ranks, values = LockstepRanks(), drawn(cell)
         (reference,) = ranks.run({}, on_one_device, cell, values)
         by_rank = ranks.run(cell.mesh_sizes, squares_of_rank, cell, replace(values, reference=reference))
-        squares = {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+        # a rank has some of the experts alone
+        names = dict.fromkeys(itertools.chain.from_iterable(by_rank))
+        squares = {name: [of_rank[name] for of_rank in by_rank if name in of_rank] for name in names}
         errors = {name: _error(each) for name, each in squares.items()}
         shown = dict(_summed_up(errors, squares) if _has_weights(cell) else errors)
         for name, error in shown.items():

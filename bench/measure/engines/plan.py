@@ -20,9 +20,15 @@ from torch import nn
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import cannot_run
-from spbench.bench.measure.engines.unlike_ranks import loads_along, marked_axis, roles_by_load
+from spbench.bench.measure.engines.unlike_ranks import (
+    expert_rows,
+    fullest_rank,
+    loads_along,
+    marked_axis,
+    roles_by_load,
+)
 from spbench.bench.measure.simulator.costs import node_of
-from spbench.bench.measure.trace.communication import CommunicationMeter, as_number
+from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
@@ -58,9 +64,10 @@ class RankClass:
 def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` and by their work
     along each axis of the strategy, but where the step of one says what all have (:func:`marked_axis`). The
-    first class of each stage is the one that sends most."""
+    first class of each stage is the one that sends most. The first rank of a class is the one whose experts
+    get most tokens (:func:`fullest_rank`)."""
     sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
-    along_axes = []
+    along_axes, rows = [], expert_rows(cell)
     for axis in strategy.axes:
         sets = strategy.roles(axis, sizes[axis])
         along_axes.append(sets if axis == marked else roles_by_load(sets, loads_along(cell, axis)))
@@ -69,7 +76,11 @@ def rank_classes(cell: Cell) -> list[RankClass]:
         for roles in itertools.product(*along_axes):
             members = dict(zip(strategy.axes, roles, strict=True))
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
-            ranks = global_ranks(sizes, {"pp": [stage], **members})
+            ranks = [*global_ranks(sizes, {"pp": [stage], **members})]
+            if rows is not None:
+                fullest = fullest_rank(cell, ranks, rows, marked)
+                ranks.insert(0, ranks.pop(ranks.index(fullest)))
+                first = {axis: Place.of_rank(sizes, fullest).coordinates[axis] for axis in first}
             classes.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
     return classes
 
@@ -119,9 +130,18 @@ class Plan:
             for t in self.traffic_of(rank)
         ]
 
-    def difference(self, meter: CommunicationMeter, rank: int) -> list[dict[str, Any]]:
+    def difference(
+        self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
+    ) -> list[dict[str, Any]]:
         """Where the meter of a rank saw other bytes than the closed form says, by phase, collective and axis;
-        empty where they agree exactly."""
+        empty where they agree exactly.
+
+        Args:
+            has_values: of tensors: then what varies with them is not compared.
+        """
+        unknown = {
+            (t.phase, t.collective, self._axis(t)) for t in self.traffic_of(rank) if t.varies and has_values
+        }
         expected: Counter[tuple[str, str, str]] = Counter()
         for t in self.traffic_of(rank):
             expected[t.phase, t.collective, self._axis(t)] += self._sent_bytes(t)  # type: ignore[assignment]
@@ -135,7 +155,7 @@ class Plan:
                 "formula_bytes": as_number(Fraction(expected[phase, collective, axis])),
                 "metered_bytes": as_number(metered.get((phase, collective, axis), Fraction(0))),
             }
-            for phase, collective, axis in sorted(expected.keys() | metered.keys())
+            for phase, collective, axis in sorted((expected.keys() | metered.keys()) - unknown)
             if expected[phase, collective, axis] != metered.get((phase, collective, axis), 0)
         ]
 

@@ -16,9 +16,8 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import RankClass, plan
-from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, without_retries
+from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, replay, without_retries
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
-from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.simulator.costs import node_of
 from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak

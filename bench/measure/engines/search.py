@@ -21,7 +21,7 @@ from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 

@@ -33,8 +33,8 @@ from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import Plan, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
 from spbench.bench.measure.simulator.program import Group, Program
-from spbench.bench.measure.trace.communication import CommunicationMeter, Operation
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
@@ -103,7 +103,9 @@ class Trace:
             by_class=by_class,
             communication=self.communication.rows(),
             formula=planned.formula(self.rank),
-            formula_difference=planned.difference(self.communication, self.rank),
+            formula_difference=planned.difference(
+                self.communication, self.rank, has_values=self.cell.engine != "virtual"
+            ),
             unpriced_operators={} if self.program is None else self.program.unpriced_calls(),
             meters={name: dict(counts) for name, counts in self.found.items()},
         )
@@ -191,7 +193,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
     try:
         return from_bytes(content, cell)
     except DamagedTrace as error:
-        _log.warning("a kept trace is damaged and made again: %s (%s)", cache.path(key), error)
+        _log.warning("a kept trace is damaged, so the step is traced again: %s (%s)", cache.path(key), error)
         return None
 
 
@@ -218,7 +220,7 @@ class DamagedTrace(ValueError):
 
 def to_bytes(trace: Trace) -> bytes:
     """All of a trace but its cell; see :func:`from_bytes`. It has nothing of further meters."""
-    assert not trace.found, "what further meters found is not kept"
+    assert not trace.found, "results of further meters are not kept"
     meter, program = trace.communication, trace.program
     arrays: dict[str, np.ndarray] = {}
     logs: dict[str, Any] = {}

@@ -14,11 +14,15 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from spbench.bench.cell import Cell
 from spbench.bench.measure.simulator.lighter_ranks import odd_sets
 from spbench.impls.attended import Attended
 from spbench.impls.axes import Place
+from spbench.impls.dispatchers.sent_tokens import rows_of_ranks
 from spbench.impls.models.model import model_preset
+from spbench.impls.routing import EVEN
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 
@@ -146,6 +150,33 @@ def imbalance(cell: Cell) -> float | None:
         if total := sum(pairs):
             most *= max(pairs) * len(pairs) / total
     return most
+
+
+def expert_rows(cell: Cell) -> np.ndarray | None:
+    """How many tokens the experts of each rank of a pipeline stage get, by the routing that the cell forces;
+    None where routing is even, and without experts."""
+    batch, seq_len = cell.shape
+    of_replica = max(1, batch // cell.sizes.dp // cell.training.micro_batches)
+    sites = model_preset(*cell.model_arguments).sites(of_replica, seq_len)
+    call = next((site.experts for site in sites if site.experts is not None), None)
+    if call is None or call.plan.routing == EVEN:
+        return None
+    strategy = nesting(cell.strategy).configured(Place(cell.mesh_sizes), cell.strategy_options)
+    return rows_of_ranks(call, strategy, of_replica, seq_len)
+
+
+def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str | None) -> int:
+    """That one of the ranks of a class whose experts get most tokens. The others wait for it, and its peak is
+    the largest.
+
+    Args:
+        rows: see :func:`expert_rows`.
+        marked: see :func:`marked_axis`; ranks of another place along it than the first do not count.
+    """
+    places = {rank: Place.of_rank(cell.mesh_sizes, rank) for rank in ranks}
+    first = places[ranks[0]]
+    able = [rank for rank in ranks if not marked or places[rank].rank(marked) == first.rank(marked)]
+    return max(able, key=lambda rank: rows[places[rank].stage_rank])
 
 
 def work_error(cell: Cell) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
+from spbench.bench.measure.engines.expert_load import expert_load
 from spbench.bench.measure.engines.pipeline_stages import stage_traces
 from spbench.bench.measure.engines.plan import (
     RankClass,
@@ -143,7 +144,8 @@ class ClassTraces:
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""
-        return merged(self.cell, self.by_class).model_copy(update={"imbalance": imbalance(self.cell)})
+        load = {"imbalance": imbalance(self.cell), **expert_load(self.cell)}
+        return merged(self.cell, self.by_class).model_copy(update=load)
 
     @property
     def timed(self) -> bool:

@@ -1,4 +1,5 @@
-"""The CUDA caching allocator: what a card reserves for requests (:mod:`.replay` has those of a log).
+"""The CUDA caching allocator: what a card reserves for requests, and for the events of a memory log
+(:func:`replay`).
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (:mod:`.allocator_settings` has
 others), unchanged from PyTorch 1.7 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments
@@ -15,7 +16,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -98,14 +100,16 @@ class CachingAllocator:
     def take(self, nbytes: int, stream: int = 0) -> Block:
         """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
-        small = size <= SMALL_LIMIT
-        block = self._take(size, (stream, small))
+        pool = stream, size <= SMALL_LIMIT
+        block = self._take(size, pool)
         if block is None:
             self.new_segments += 1
-            block = self._new_segment(size, (stream, small))
+            block = self._new_segment(size, pool)
         remaining = block.size - size
-        if remaining >= (GRANULE if small else self.least_rest) and size < self.split_limit:
-            self._add_free(self._cut(block, size))
+        if remaining >= (GRANULE if pool[1] else self.least_rest) and size < self.split_limit:
+            rest = self._cut(block, size)
+            rest.free = True
+            insort(self._free[pool], (remaining, rest.address))
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
@@ -184,14 +188,16 @@ class CachingAllocator:
 
     def _join(self, block: Block) -> Block:
         """Make a block free, as one with free neighbours; returns that."""
-        before, after = block.previous, block.next
+        # most calls of a replay end here, so the pool is looked up once
+        pool, before, after = self._free[block.pool], block.previous, block.next
         if before is not None and before.free:
-            self._remove_free(before)
+            del pool[bisect_left(pool, (before.size, before.address))]
             block = self._merge(before, block)
         if after is not None and after.free:
-            self._remove_free(after)
+            del pool[bisect_left(pool, (after.size, after.address))]
             block = self._merge(block, after)
-        self._add_free(block)
+        block.free = True
+        insort(pool, (block.size, block.address))
         return block
 
     def _cut(self, block: Block, size: int) -> Block:
@@ -225,3 +231,62 @@ class CachingAllocator:
 def without_retries(kind: type[CachingAllocator]) -> type[CachingAllocator]:
     """The allocator, out of memory where it would give cached memory back to the card and try again."""
     return type(kind.__name__, (kind,), {"retries": False})
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of a log on a card, over the whole log or until it ran out of memory.
+
+    Attributes:
+        peak_allocated, peak_reserved: bytes.
+        blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
+            was not reached.
+        reserved: for each of the ``stops`` that were asked for, the most bytes that were reserved before it.
+        events: how many were served; all, if it fits.
+        out_of_memory: the request that failed, and the state then; None if it fits.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    blocks: list[int]
+    reserved: list[int]
+    events: int
+    out_of_memory: OutOfMemory | None = None
+
+
+def replay(
+    sizes: Sequence[int],
+    events: Sequence[int],
+    capacity: int | None,
+    stops: Sequence[int] = (),
+    streams: Sequence[int] = (),
+    kind: type[CachingAllocator] = CachingAllocator,
+) -> Replay:
+    """Run a memory log's events (see :class:`MemoryLog`) through the allocator.
+
+    Args:
+        sizes: bytes of each storage, by its number.
+        capacity: usable bytes of the card; None: no limit.
+        stops: events, ascending, for :attr:`Replay.reserved`.
+        streams: of each storage, by its number; empty: all are of one.
+        kind: the allocator, as it is set.
+    """
+    allocator, streams = kind(capacity), streams or [0] * len(sizes)
+    held: dict[int, Block] = {}
+    blocks, reserved, served = [0] * len(sizes), list[int](), 0
+    failure: OutOfMemory | None = None
+    try:
+        for end in (*stops, len(events)):
+            for number in events[served:end]:
+                if number < 0:
+                    if (block := held.pop(-number, None)) is not None:
+                        allocator.give_back(block)
+                elif size := sizes[number - 1]:
+                    held[number] = block = allocator.take(size, streams[number - 1])
+                    blocks[number - 1] = block.size
+                served += 1
+            reserved.append(allocator.peak_reserved)
+    except OutOfMemory as error:
+        failure = error
+    peaks = allocator.peak_allocated, allocator.peak_reserved
+    return Replay(*peaks, blocks, reserved[: len(stops)], served, failure)

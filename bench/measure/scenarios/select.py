@@ -220,7 +220,7 @@ def the_cell(what: str, scenario: Scenario, narrowing: Narrowing, shape: Mapping
         more = ", ..." if len(cells) > _NAMED else ""
         differ = ", ".join(f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items())
         raise UserError(
-            f"{len(cells)} cells are left, {what} is of one: {named}{more}; "
+            f"{len(cells)} cells are left, {what} takes one: {named}{more}; "
             f"they differ in {differ}: choose with --where SETTING=VALUE"
         )
     (cell,) = cells

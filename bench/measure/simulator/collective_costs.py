@@ -107,7 +107,7 @@ def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
         return latency + nbytes / bandwidth
     if kind == "barrier":
         return 2 * latency
-    raise NotImplementedError(f"no cost is known for collective {kind!r}")
+    raise NotImplementedError(f"there is no cost for collective {kind!r}")
 
 
 def pairwise_seconds(piece: float, group: GroupLinks) -> float:
@@ -130,7 +130,7 @@ def pairwise_seconds(piece: float, group: GroupLinks) -> float:
 def measured_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     """Seconds of a collective; see :func:`ring_seconds`."""
     if kind not in WIRE_SHARE:
-        raise NotImplementedError(f"no cost is known for collective {kind!r}")
+        raise NotImplementedError(f"there is no cost for collective {kind!r}")
     if kind == "all_to_all" and group.nodes > 1:
         return pairwise_seconds(nbytes / group.size, group)
     latency, bandwidth = 0.0, float("inf")
@@ -232,7 +232,7 @@ def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     if kind == "barrier":
         return nccl_seconds("all_reduce", 1.0, group)
     if kind not in _RINGED:
-        raise NotImplementedError(f"no cost is known for collective {kind!r}")
+        raise NotImplementedError(f"there is no cost for collective {kind!r}")
     return min(way_seconds(kind, nbytes, group, way) for way in _ways(kind, group))
 
 

@@ -88,14 +88,14 @@ class HostClock:
         self._behind = np.cumsum(others) - 1
         #: of each piece: whether the host waits for the compute stream before it; T, H and M; where its end
         #: is noted, for later ones to wait for, and where that of the one is noted which the device must have
-        #: done before the host ends this one. -1: nowhere; it is never so far ahead
+        #: done before the host ends this one. -1: nowhere; it is never so far ahead, or has waited before
         self._pieces = (
             joins[first],
             np.diff(kernels_s[self.cuts]),
             np.diff(host_s[self.cuts]),
             through,
             noted,
-            self._behind,
+            np.where(others, self._behind, -1),
         )
         #: by the number of their steps' block, the first of the pieces, and a row of each
         self._blocks: dict[int, tuple[int, list[tuple[Any, ...]]]] = {}
@@ -115,7 +115,8 @@ class HostClock:
                 host = np.maximum(host, stream)
             if through_s != _NO_KERNEL:  # else the stream stays where it is
                 stream = np.maximum(stream + kernels_s, host + through_s)
-            host = host + host_s
+            if host_s:
+                host = host + host_s
             if noted >= 0:
                 self._done[noted, who] = stream
             if behind >= 0:

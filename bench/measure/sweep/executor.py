@@ -63,7 +63,7 @@ def opened(address: str) -> Executor:
     """
     scheme, separator, place = address.partition("://")
     if not separator or scheme != _SCHEME:
-        hint = suggestion(scheme, [_SCHEME]).split(" (known")[0] if separator else ""
+        hint = suggestion(scheme, [_SCHEME]).split(" (choices")[0] if separator else ""
         raise UserError(f"no executor has the address {address!r}{hint}; addresses look like {_FORM}")
     return Executor(place)
 

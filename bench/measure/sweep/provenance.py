@@ -121,12 +121,12 @@ def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                 commit = (row.get("provenance") or {}).get(which) or ""
                 if commit.endswith(DIRTY):
                     raise UserError(
-                        f"{scenario}: rows were made by code that is in no commit ({commit}), so that "
+                        f"{scenario}: rows come from code that is in no commit ({commit}), so that "
                         "nothing is written; commit it, and run again with --fresh"
                     )
                 other, first_commit = first.setdefault(which, (scenario, commit))
                 if commit != first_commit:
                     raise UserError(
-                        f"{scenario}: rows were made by commit {commit or 'unknown'}, those of {other} by "
+                        f"{scenario}: rows come from commit {commit or 'unknown'}, rows of {other} from "
                         f"{first_commit or 'unknown'}, so that nothing is written; run again with --fresh"
                     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 #: words of a measurement on its step time
-_WORDS = ("bound", "calibration", "rates", "band")
+_WORDS = ("bound", "calibration", "rates", "band", "routing")
 
 
 def flat(row: Row) -> dict[str, Any]:

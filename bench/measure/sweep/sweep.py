@@ -132,7 +132,7 @@ def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digestin
 
 
 def _spelled(parts: list[str]) -> str:
-    return "made by a version without digests" if len(parts) == len(PARTS) else " and ".join(parts)
+    return "from a version without digests" if len(parts) == len(PARTS) else " and ".join(parts)
 
 
 def _without_texts(cluster: Any) -> Any:

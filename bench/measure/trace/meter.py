@@ -4,19 +4,26 @@ A meter is found by being there: a class derived from :class:`Meter`, with a nam
 package. A scenario asks for it by name (``meters: [NAME]``); what it found stands in the row under
 ``measurement.meters.NAME``. Memory and communication are metered in every cell. If several steps
 are traced (``training.steps``), meters see the last one, but for the meter of memory, which sees all.
+
+The communication meter: each collective and point-to-point operation, by phase, with its bytes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.measure.trace.operator_prices import nbytes_of
+from spbench.bench.measure.trace.torch_internals import OpOverload, group_named, schema_of
 from spbench.impls.discovery import named_classes
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
+from spbench.impls.traffic import wire_bytes
 
 
 @dataclass(frozen=True)
@@ -92,5 +99,163 @@ def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
     """
     classes = meters()
     if missing := [name for name in names if name not in classes]:
-        raise KeyError(f"unknown meter {missing[0]!r}; known: {', '.join(classes) or 'none'}")
+        raise KeyError(f"unknown meter {missing[0]!r}; choices: {', '.join(classes) or 'none'}")
     return [classes[name] for name in names]
+
+
+#: collective -> the operators of c10d that are one. The payload, the whole tensor of WIRE_SHARE in
+#: spbench.impls.traffic, is the second argument of those that are given parts, and the first of others
+_C10D = {
+    "send": ("send",),
+    "recv": ("recv_",),
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    "broadcast": ("broadcast_",),
+    "reduce": ("reduce_",),
+    "all_gather": ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "all_to_all": ("alltoall_", "alltoall_base_"),
+    "barrier": ("barrier",),
+}
+_GIVEN_PARTS = ("reduce_scatter", "all_to_all")
+
+#: collective -> the functional operators, which DTensor and torch.compile use. Their last positional argument
+#: is the group, and they return new tensors; the payload is their first argument, in a gather a part of it
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    "broadcast": ("broadcast", "broadcast_"),
+    "all_gather": (
+        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    ),
+    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "shard_dim_alltoall"),
+}
+#: operator, with its namespace -> collective
+_COLLECTIVES = {
+    f"{namespace}::{operator}": collective
+    for namespace, table in (("c10d", _C10D), ("_c10d_functional", _FUNCTIONAL), ("_dtensor", _FUNCTIONAL))
+    for collective, operators in table.items()
+    for operator in operators
+}
+
+#: where operators that communicate live
+_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
+)
+#: operators there that send nothing: the wait for a functional collective, and what it returns wrapped for
+#: autograd
+_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+
+
+def communicates(operator: OpOverload) -> bool:
+    """Whether an operator communicates, or waits for that."""
+    return operator.namespace in _NAMESPACES
+
+
+def communication_of(operator: OpOverload, args: Sequence[Any]) -> Communication | None:
+    """What a call of an operator communicates; None for one that does not.
+
+    Raises:
+        NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
+    """
+    if not communicates(operator) or (name := schema_of(operator).name) in _SILENT:
+        return None
+    if (collective := _COLLECTIVES.get(name)) is None:
+        raise NotImplementedError(f"the communication meter does not know operator {name!r}")
+    if operator.namespace == "c10d":
+        nbytes = 0 if collective == "barrier" else nbytes_of(args[collective in _GIVEN_PARTS])
+        group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+        return Communication(collective, nbytes, group)
+    nbytes = nbytes_of(args[0]) * (args[1] if collective == "all_gather" else 1)
+    return Communication(collective, nbytes, _group_named(args[-1]), returns_new=True)
+
+
+def _group_named(group: Any) -> dist.ProcessGroup:
+    """The group of a functional collective: older releases of torch pass its name."""
+    if isinstance(group, str):
+        return group_named(group)  # type: ignore[arg-type]  # a NewType of str
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation of a step."""
+
+    phase: str
+    collective: str
+    axis: str
+    group_size: int
+    payload_bytes: int
+
+    @property
+    def sent_bytes(self) -> Fraction:
+        """Bytes that a rank sends for one of them, by the ring algorithms."""
+        return wire_bytes(self.collective, self.payload_bytes, self.group_size)
+
+
+class CommunicationMeter(Meter):
+    """Counts operations of each kind.
+
+    Args:
+        axes: the mesh axis of each process group, by the group's name.
+    """
+
+    name = "communication"
+    always = True
+
+    def __init__(self, axes: Mapping[str, str]):
+        self.axes = dict(axes)
+        self.current_phase = "setup"
+        self.counts: Counter[Operation] = Counter()
+
+    def phase(self, name: str) -> None:
+        self.current_phase = name
+
+    def see(self, call: Call) -> None:
+        communication = call.communication
+        if communication is not None:
+            axis = self.axes.get(communication.group.group_name, "world")
+            size, nbytes = communication.group.size(), communication.payload_bytes
+            self.counts[Operation(self.current_phase, communication.collective, axis, size, nbytes)] += 1
+
+    def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
+        """Bytes that one rank sent (mean over its group), by phase and collective."""
+        sent: dict[tuple[str, str], Fraction] = {}
+        for (phase, collective, _), nbytes in self.sent_bytes_by_axis().items():
+            sent[phase, collective] = sent.get((phase, collective), Fraction(0)) + nbytes
+        return sent
+
+    def sent_bytes_by_axis(self) -> dict[tuple[str, str, str], Fraction]:
+        """Bytes that one rank sent (mean over its group), by phase, collective and axis."""
+        sent: dict[tuple[str, str, str], Fraction] = {}
+        for operation, count in self.counts.items():
+            if operation.sent_bytes:
+                key = operation.phase, operation.collective, operation.axis
+                sent[key] = sent.get(key, Fraction(0)) + count * operation.sent_bytes
+        return sent
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each phase, collective and axis: count, payload and sent bytes of one rank."""
+        totals: dict[tuple[str, str, str, int], list[Any]] = {}
+        for operation, count in self.counts.items():
+            key = (operation.phase, operation.collective, operation.axis, operation.group_size)
+            total = totals.setdefault(key, [0, 0, Fraction(0)])
+            total[0] += count
+            total[1] += count * operation.payload_bytes
+            total[2] += count * operation.sent_bytes
+        return [
+            {
+                "phase": phase,
+                "collective": collective,
+                "axis": axis,
+                "group_size": size,
+                "count": count,
+                "payload_bytes": payload,
+                "sent_bytes": as_number(sent),
+            }
+            for (phase, collective, axis, size), (count, payload, sent) in sorted(totals.items())
+        ]
+
+
+def as_number(value: Fraction) -> int | float:
+    """A whole number of bytes as int; else (a mean over ranks) as float."""
+    return value.numerator if value.denominator == 1 else float(value)

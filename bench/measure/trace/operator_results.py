@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.bench.measure.trace.communication import communicates
 from spbench.bench.measure.trace.memory import makes_on_host
+from spbench.bench.measure.trace.meter import communicates
 from spbench.bench.measure.trace.torch_internals import (
     FakeTensor,
     fsdp_collectives,

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.simulator.program_builder import VIEW, KernelRow
-from spbench.bench.measure.trace.communication import CommunicationMeter, communication_of
 from spbench.bench.measure.trace.event_log import EventLog, PostedWork, Streams, recorded_streams
 from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter, makes_on_host
-from spbench.bench.measure.trace.meter import Call, Meter
+from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of
 from spbench.bench.measure.trace.operator_results import (
     Key,
     Made,

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spbench.bench.measure.trace.communication import CommunicationMeter
 from spbench.bench.measure.trace.event_log import EventLog
 from spbench.bench.measure.trace.memory import MemoryMeter
+from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measure.trace.step_records import EventRecord, MessageRecord, StepRecord, StorageRecord
 from spbench.impls.keyed_steps import Key
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from spbench.bench.measure.simulator.program import KERNEL, RECORD, WAIT
 from spbench.bench.measure.simulator.program_builder import EventRow
-from spbench.bench.measure.trace.communication import CommunicationMeter, Operation
 from spbench.bench.measure.trace.event_log import EventLog
 from spbench.bench.measure.trace.memory import MemoryMeter
+from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.bench.measure.trace.torch_internals import FakeTensor, fake_like, is_shared
 
 Item = TypeVar("Item")

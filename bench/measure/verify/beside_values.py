@@ -1,5 +1,5 @@
 """What is checked of a verified step beside values: that all positions and all elements of weights are
-compared, as each lies on some rank; what a rank sends beside the closed forms, exactly; and that
+compared, as each lies on equally many ranks; what a rank sends beside the closed forms, exactly; and that
 packed documents do not see each other.
 
 The oracle's attention to documents and within windows is here too: it makes its mask from the definition
@@ -53,25 +53,27 @@ def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
 
 
 def check_elements(truth: VerifiedRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
-    """Every element of a parameter must lie on some rank, for the same reason. Heads of keys and values may
-    lie on more ranks than those of queries, which are in the same parameter."""
+    """Every element of a parameter must lie on equally many ranks, for the same reason."""
     kept = checked.backend.gradient_places()
     counts = []
-    for name, shape in truth.shapes.items():
-        count = torch.zeros(shape.numel(), dtype=torch.int64, device=checked.device)
+    for name, shape in checked.shapes.items():
+        if name not in checked.experts:
+            count = torch.zeros(shape, dtype=torch.int64, device=checked.device)
+            if name in kept:
+                kept[name].of(count).add_(1)
+            counts.append(count.flatten())
+    for name in sorted(truth.experts):  # of which ranks have some alone, or parts
+        whole = torch.zeros(truth.shapes[name], dtype=torch.int64, device=checked.device)
         if name in kept:
             held = torch.zeros(checked.shapes[name], dtype=torch.int64, device=checked.device)
             kept[name].of(held).add_(1)
-            shard, places = checked.shards[name], torch.arange(len(count), device=checked.device).view(shape)
-            mine = shard.of(places) if shard else places  # parts that are put together are a copy
-            count.index_add_(0, mine.flatten(), held.flatten())
-        counts.append(count)
+            shard = checked.shards[name]
+            (shard.of(whole) if shard else whole).add_(held)
+        counts.append(whole.flatten())
     if not counts:
         return "elements of the weights", Discrepancy.none()
     held = all_reduce(torch.cat(counts), _all_ranks(checked.strategy)).split([len(count) for count in counts])
-    if all(bool(count.min() > 0) for count in held):
-        return "elements of the weights", Discrepancy.none()
-    return "elements of the weights", Discrepancy.without_number("are not all on some rank")
+    return "elements of the weights", _evenness(held)
 
 
 def _evenness(held: Iterable[Tensor]) -> Discrepancy:
@@ -117,7 +119,7 @@ def check_bytes(
         *backend.traffic(step),
     ]
     plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], sizes)
-    for each in plan.difference(recorder.communication, 0):
+    for each in plan.difference(recorder.communication, 0, has_values=True):
         sent, formula = each["metered_bytes"], each["formula_bytes"]
         yield (
             f"{each['phase']} {each['collective']} over {each['axis']}",

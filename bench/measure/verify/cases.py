@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -66,6 +66,7 @@ def verify(
     dtypes: Sequence[str] = ("fp64",),
     parts: Sequence[str] | None = None,
     *,
+    model_options: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     backend: str = DEFAULT_BACKEND,
     backend_options: Mapping[str, Any] | None = None,
@@ -90,6 +91,7 @@ def verify(
             leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
         parts: of the models, by name; None: all. One that a model does not have is passed over.
+        model_options: of every model, by name; with any, its variants are left out.
         options: of every strategy, by name.
         backend, backend_options: name of a backend, and its options.
         device: type of the devices on which the ranks' tensors are, as "cuda".
@@ -106,11 +108,13 @@ def verify(
         ValueError: strategies cannot be around each other.
     """
     nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
-    presets = {name: _model(name) for name in (_tiny() if models is None else models)}
+    of_models = dict(model_options or {})
+    tried = _tiny() if models is None else models
+    presets = {name: set_options(_model(name), of_models, f"model {name}") for name in tried}
     _check_known(dtypes, backend)
     given = {"options": dict(options or {}), "backend_options": dict(backend_options or {})}
     settings = {"batch": batch, "seq_len": seq_len, "backend": backend, **given}
-    cases = [*_cases(nestings, presets, world_sizes, dtypes, parts, settings)]
+    cases = [*_cases(nestings, presets, world_sizes, dtypes, parts, of_models, settings)]
     if pool is None and not world_sizes:
         return
     with ranks_for(max(world_sizes)) if pool is None else nullcontext(pool) as ranks:
@@ -133,15 +137,22 @@ def _cases(
     world_sizes: Sequence[int],
     dtypes: Sequence[str],
     parts: Sequence[str] | None,
+    of_models: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Iterator[_Planned]:
-    """The cases of :func:`verify`; ``settings`` are those of each."""
+    """The cases of :func:`verify`; ``of_models``: options of all models, ``settings``: of each case."""
+    of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
+        tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())
         for mesh in itertools.chain.from_iterable(_meshes(strategy, size) for size in world_sizes):
-            for dtype, (part, varying) in itertools.product(dtypes, _parts_and_variants(preset, parts)):
+            for dtype, (part, varying) in itertools.product(dtypes, tried):
                 model = set_options(preset, varying, f"model {name}")
-                variant = _spelled({**varying, **settings["options"], **settings["backend_options"]})
-                yield _Planned(Case(strategy, model, part, dtype, **settings), mesh, name, variant)
+                variant = _spelled({**of_models, **varying, **of_all})
+                case = Case(strategy, model, part, dtype, **settings)
+                folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
+                every = not varying and case.model.parts()[part].build == case.model.build
+                for folded in folds if every else folds[-1:]:
+                    yield _Planned(replace(case, folds=folded), mesh, name, variant)
 
 
 def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) -> Iterator[VerifyRow]:
@@ -165,7 +176,7 @@ def _check_known(dtypes: Sequence[str], backend: str) -> None:
     """Raise a KeyError before any rank starts."""
     for dtype in dtypes:
         if dtype not in PRECISIONS:
-            raise KeyError(f"unknown dtype {dtype!r}; known: {', '.join(PRECISIONS)}")
+            raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(PRECISIONS)}")
     backend_class(backend)
 
 
@@ -180,10 +191,12 @@ def _model(name: str) -> Model:
     return model_preset(name)
 
 
-def _parts_and_variants(preset: Model, parts: Sequence[str] | None) -> list[tuple[str, Mapping[str, Any]]]:
+def _parts_and_variants(
+    preset: Model, parts: Sequence[str] | None, variants: Iterable[Mapping[str, Any]]
+) -> list[tuple[str, Mapping[str, Any]]]:
     """The chosen parts of a model as the preset has them, then the largest of them with each variant."""
     chosen = [part for part in preset.parts() if parts is None or part in parts]
-    varied = [(part, varying) for part in chosen[-1:] for varying in preset.variants()]
+    varied = [(part, varying) for part in chosen[-1:] for varying in variants]
     return [*((part, {}) for part in chosen), *varied]
 
 
@@ -276,15 +289,17 @@ def _mesh(sizes: Mapping[str, int], folds: Mapping[str, int]) -> str:
     return "x".join(f"{axis}{n}" for axis, n in sizes.items()) + folded
 
 
-def _foldings(model: Model, case: Case, ranks: int) -> list[Mapping[str, int]]:
-    """How the experts of a model may lie on the ranks of a strategy: on all of them alike and, of several, in
-    turns along ep, along etp and both; none of these for a model without experts."""
-    experts = {site.dims["E"] for site in model.sites(case.batch, case.seq_len) if site.kind == "experts"}
-    pairs = [(ep, n) for ep in range(1, ranks + 1) if ranks % ep == 0 for n in (1, 2) if ranks // ep % n == 0]
-    ways: list[Mapping[str, int]] = [
-        {"ep": ep, "etp": etp} for ep, etp in pairs if experts and all(n % ep == 0 for n in experts)
+def _foldings(case: Case, ranks: int) -> list[Mapping[str, int]]:
+    """The sizes of the folded axes with which a model's experts are verified on so many ranks, the largest ep
+    last; without experts there are none."""
+    sites = case.model.sites(case.batch, case.seq_len)
+    experts = [site.dims["E"] for site in sites if site.kind == "experts"]
+    sizes: list[Mapping[str, int]] = [
+        {"ep": ep, "etp": etp}
+        for ep, etp in itertools.product(range(1, ranks + 1), (1, 2))
+        if experts and ranks % (ep * etp) == 0 and all(n % ep == 0 for n in experts)
     ]
-    return ways or [{}]
+    return sizes or [{}]  # type: ignore[list-item]
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

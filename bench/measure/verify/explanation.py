@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import RankError
-from spbench.bench.measure.trace.communication import communication_of
+from spbench.bench.measure.trace.meter import communication_of
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
 from spbench.bench.measure.verify.judged import Discrepancy, limits, relative_errors
 from spbench.bench.measure.verify.oracle import BothRuns, both_runs

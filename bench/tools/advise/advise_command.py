@@ -32,7 +32,7 @@ from spbench.bench.command_line.options import (
 @click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file.")
 @click.option("--gpus", type=Counts(), metavar="N[,N...]", help="How many, as 64, or 8,64 or 8..512.")
 @click.option("--seq-len", type=Counts(), metavar="L[,L...]", help="Positions of a sequence, as 128K.")
-@click.option("--batch-tokens", type=Length(), help="Of the whole batch, as 4M; 4M if left out.")
+@click.option("--batch-tokens", type=Length(), help="Tokens of the whole batch, as 4M; 4M if left out.")
 @click.option("--batch", type=Length(), help="Samples of the whole batch instead.")
 @many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
 @many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")

@@ -24,7 +24,7 @@ from spbench.bench.measure.engines.plan import plan, usable_memory_bytes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.trace.memory_log import MemoryLog

@@ -100,10 +100,12 @@ _OF_WAYS = {
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Of ranks; cuda where torch sees a GPU, else cpu, if left out.",
+    help="Where ranks have tensors; cuda where torch sees a GPU, else cpu, if left out.",
 )
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
-@many("--precision", WORDS, "Of matmuls and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out.")
+@many(
+    "--precision", WORDS, "Precision of matmuls and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out."
+)
 @many(
     "--message-bytes",
     numbers(4),

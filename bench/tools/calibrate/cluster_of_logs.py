@@ -225,7 +225,9 @@ def cluster_of_logs(findings: Mapping[str, Findings], base: Cluster | None) -> L
     if not cluster.fitted:
         raise UserError("; ".join(["the logs give no figure of a cluster", *cluster.remarks]))
     if base and card and card != base.device.name:
-        cluster.remarks.append(f"the logs are of {card}, as which {base.name}'s {base.device.name} is taken")
+        cluster.remarks.append(
+            f"the logs come from {card}, as which {base.name}'s {base.device.name} is taken"
+        )
     return cluster
 
 

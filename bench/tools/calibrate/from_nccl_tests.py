@@ -66,7 +66,7 @@ def read(log: LogFile) -> Findings | None:
     collectives: list[TimedCollective] = []
     for table in tables:
         if not table.program:
-            raise log.damaged("does not say which collective it is of; name the file as all_gather_perf.log")
+            raise log.damaged("does not name its collective; name the file as all_gather_perf.log")
         if table.program not in PROGRAMS:
             remarks.append(f"{log.path}: {table.program} is passed over (read are {', '.join(PROGRAMS)})")
             continue

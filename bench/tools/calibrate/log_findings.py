@@ -144,8 +144,8 @@ def findings_of(path: Path) -> Findings:
         raise log.damaged("is empty")
     by_kind = {name: each for name in LOGS.names() if (each := LOGS.load(name)(log)) is not None}
     if len(by_kind) != 1:
-        what = f"is a log of {' and of '.join(by_kind)}" if by_kind else "no kind of log that is known"
-        raise log.damaged(f"{what} (known: {', '.join(LOGS.names())})")
+        what = f"is a log of {' and of '.join(by_kind)}" if by_kind else "no kind of log that can be read"
+        raise log.damaged(f"{what} (choices: {', '.join(LOGS.names())})")
     findings: Findings = next(iter(by_kind.values()))
     return findings
 
@@ -206,7 +206,7 @@ def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> N
     card = one_card(findings)
     if base and card and not is_same_card(card, base.device.name):
         raise UserError(
-            f"the logs are of {card}, and {base.name} has {base.device.name}; "
+            f"the logs come from {card}, and {base.name} has {base.device.name}; "
             "--extends a cluster of that card, or leave --extends out"
         )
     datasheet = _of_cluster(base) if base else _of_card(card)

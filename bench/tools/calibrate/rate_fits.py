@@ -101,7 +101,7 @@ def product_rates(findings: Mapping[str, Findings]) -> dict[str, Rate]:
                 how = _how(fit, "FLOPs / limit + bytes / bandwidth", len(points))
                 rates[precision] = Rate(best, 1 / flop_s, 1 / byte_s if byte_s else None, how, source)
                 continue
-        rates[precision] = Rate(best, best, None, "the best product; most shapes reach less", source)
+        rates[precision] = Rate(best, best, None, "the best matmul; most shapes reach less", source)
     return rates
 
 

@@ -117,7 +117,9 @@ def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
     origins = origin_of(base_row), origin_of(new_row)
     if not origins[0].is_same_machine(origins[1]):
         was, is_now = (origin.machine_name or "an unknown machine" for origin in origins)
-        return f"base is of {was}, new of {is_now}; spbench compare --run measures both on one machine"
+        return (
+            f"base was measured on {was}, new on {is_now}; spbench compare --run measures both on one machine"
+        )
     if base.metric.unit == "bytes":
         return ""
     if not base.rounds or not new.rounds:

@@ -163,7 +163,7 @@ def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]
         raise UserError(f"{side} ({version}) cannot run this: {last.removeprefix('spbench: ')}")
     for made_by in map(commit_of, rows):
         if not made_by or not version.commit.startswith(made_by.removesuffix(DIRTY)):
-            raise UserError(f"{side} is {version}, but its rows were made by {made_by or 'unknown code'}")
+            raise UserError(f"{side} is {version}, but its rows come from {made_by or 'unknown code'}")
     return rows
 
 

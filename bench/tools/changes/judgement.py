@@ -257,6 +257,6 @@ def check_gate(base: Results, new: Results) -> None:
     digests = [(row.get("digest") or {}).get("code") for row in new.cells.values()]
     if others := sum(digest not in (None, code_digest()) for digest in digests):
         raise UserError(
-            f"{new.path}: {others} of {len(digests)} rows were made by other code than this checkout has "
+            f"{new.path}: {others} of {len(digests)} rows come from other code than this checkout has "
             "now; run the scenario again, so that the gate judges this code"
         )

@@ -14,13 +14,13 @@ from spbench.bench.tools.changes.records import add_record, record_of
 
 @click.command("record")
 @click.argument("results", type=click.Path(path_type=Path))
-@path_option("--history", "Folder; made if need be.", required=True)
+@path_option("--history", "Folder; created if need be.", required=True)
 @click.option("--suite", help="Name of the suite; that of the results' folder if left out.")
 @click.option(
     "--machine",
     metavar="NAME",
     help="Name of the machine, where jobs run on hosts that come and go; the host's if left out. Timings are "
-    "held against those of the same name and hardware.",
+    "held against timings of the same name and hardware.",
 )
 @click.option("--commit", help="Commit that was measured; the one that the results name if left out.")
 @path_option(

@@ -172,7 +172,7 @@ def _commit(name: str, branch: str | None, repository: Path | None, results: Pat
         UserError: the name is empty, no repository has it, or its branch is not known.
     """
     if not name:
-        raise UserError("the results do not say which commit they are of; name it by --commit")
+        raise UserError("the results do not name their commit; name it by --commit")
     folder = results if results.is_dir() else results.parent
     places = [repository] if repository else [Path.cwd(), folder, own_checkout() or folder]
     options = ("show", "--no-patch", "--format=%H %cI", "--end-of-options")
@@ -181,7 +181,7 @@ def _commit(name: str, branch: str | None, repository: Path | None, results: Pat
             break
     else:
         raise UserError(
-            f"{repository or 'no repository here'} has no commit {name}, which made the results; "
+            f"{repository or 'no repository here'} has no commit {name}, from which the results come; "
             "fetch it, or name the repository that was measured by --repository"
         )
     branch = branch or asked(place, "branch", "--show-current")

@@ -18,8 +18,7 @@ from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator, replay
 from spbench.bench.measure.trace.memory_log import CATEGORIES, MemoryLog
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import GIB

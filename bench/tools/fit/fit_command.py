@@ -33,7 +33,7 @@ def _asking(command: Function) -> Function:
         click.option("--micro-batch", type=Length(), help="Samples of a micro-batch of a replica."),
         *(click.option(f"--{axis}", type=positive, help=f"Ranks along {axis}.") for axis in MESH_AXES),
         changes,
-        many("--where", SETTINGS, "Of a scenario: only cells with this setting."),
+        many("--where", SETTINGS, "Only cells of the scenario with this setting."),
         variant,
     ]
     return functools.reduce(lambda inner, option: option(inner), reversed(options), command)

@@ -33,7 +33,7 @@ _SMALL = 0.002
 _PARTS, _CHANGES = 4, 2
 #: what no number here has in it
 NOT_MODELLED = (
-    "NCCL's buffers, but those of all-to-alls on clusters that know them",
+    "NCCL's buffers, but for all-to-alls on clusters that know them",
     "what kernels allocate inside (cuDNN)",
     "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments and max_split_size_mb",
     "blocks that record_stream holds back",
@@ -135,7 +135,7 @@ def _parts(verdict: Verdict) -> Table:
     peak = verdict.anatomy.peak_memory_bytes
     columns = [
         Column("what", "kind", lambda kind: kind.replace("_", " ") or "others"),
-        Column("made in", "module", lambda module: module or None),
+        Column("allocated in", "module", lambda module: module or None),
         Column("tensors", "tensors"),
         Column("GiB", "bytes", card_gib),
         Column("share", "share", shown_share, of=lambda part: part.bytes / peak),

@@ -176,7 +176,7 @@ class Account:
 
     def first_steps(self, *, one: bool = False) -> None:
         """Set that a job begins without Adam's moments, and runs two steps or one."""
-        self.set("training.moments", "later", note="a first step, before Adam has made its moments,")
+        self.set("training.moments", "later", note="a first step, before Adam has its moments,")
         self.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
 
     def _default_of(self, names: Sequence[str]) -> str:

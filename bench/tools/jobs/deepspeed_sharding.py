@@ -57,7 +57,7 @@ def _set_zero(k: Account) -> None:
         k.set("training.backend", "megatron", name, note="weights and gradients whole, in one buffer each,")
         k.set("training.distributed_optimizer", True, name, note="masters and moments in parts")
         k.set("training.accumulate_allreduce_grads_in_fp32", False, name, note="gradients as the weights")
-        k.set("training.gradient_accumulation_fusion", False, note="no product adds to a gradient")
+        k.set("training.gradient_accumulation_fusion", False, note="no matmul adds to a gradient")
         k.approximate("gradients are summed after backward in buffers of Megatron-Core's sizes")
     else:
         k.set("training.backend", f"zero{stage}", name, note="torch's fully_shard, a layer a unit")
@@ -76,9 +76,7 @@ def _set_zero(k: Account) -> None:
             *buckets,
         )
     if stage == 3:
-        k.approximate(
-            "a layer's weights are gathered at once, not those of the next prefetch bucket", *fetched
-        )
+        k.approximate("a layer's weights are gathered at once, without the next prefetch bucket", *fetched)
     k.ignore(f"of another stage of ZeRO than {stage}, or as large as the job makes them", *buckets, *fetched)
 
 

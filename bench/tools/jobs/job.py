@@ -168,7 +168,7 @@ class Job:
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def _heading(self) -> Iterator[str]:
-        yield f"{self.program}, as `spbench import {self.kind}` reads it; defaults are those of this version"
+        yield f"{self.program}, as `spbench import {self.kind}` reads it, with the defaults of this version"
         idle = self.of("no effect")
         if idle:
             have = "argument has" if len(idle) == 1 else "arguments have"

@@ -132,7 +132,7 @@ def read_job(
         if other := started_program(file, unread=True):
             raise file.wrong(other)
     if len(jobs) != 1:
-        kinds = f"known kinds: {', '.join(JOBS.names())}"
+        kinds = f"kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
         raise UserError(f"{given.title}: {what} ({kinds})")
     return dataclasses.replace(next(iter(jobs.values())), allow_unknown=allow_unknown)

@@ -212,7 +212,7 @@ def _set_positions(a: Account) -> None:
         a.ignore("there are no positions", rows)
     else:
         a.refuse_given(f"positions of the kind {kind}", *names)
-        a.ignore(f"positions are of the kind {kind}", rows)
+        a.ignore(f"the kind of positions is {kind}", rows)
 
 
 def _set_loss(a: Account, cluster: str | None) -> None:
@@ -242,12 +242,12 @@ def _set_recomputation(a: Account) -> None:
         return
     a.set("model_options.recompute", granularity, how, "--recompute-activations")
     if granularity == "selective":
-        a.ignore("selective recomputation is of modules", method, number)
+        a.ignore("selective recomputation names modules", method, number)
         if modules != ["core_attn"]:
             a.set("model_options.recompute_modules", modules, *names)
         a.ignore("is so by default", *names)
         return
-    a.ignore("full recomputation is of layers", *names)
+    a.ignore("full recomputation keeps no parts of layers", *names)
     if a.value(method) is None or a.value(number) is None:
         a.problems.append(f"{how} full needs {method} and {number}")
         return

@@ -148,7 +148,7 @@ class TorchtitanJob:
         ranks = gpus if gpus is not None else others * shards
         if ranks % others or (shards > 0 and others * shards != ranks):
             k.problems.append(
-                f"{ranks} GPUs are not the degrees' product: replicate {copies} x shard {shards} x "
+                f"{ranks} GPUs are not the degrees multiplied: replicate {copies} x shard {shards} x "
                 f"context {cp} x tensor {tp} x pipeline {pp}"
             )
             return False

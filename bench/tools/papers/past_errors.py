@@ -32,7 +32,7 @@ from spbench.plots.series import grouped
 
 #: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
 DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"
-WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate that is known"}
+WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate of the kind"}
 #: groups of measured times of which the errors alone are told, in results/field
 GROUPED_FILE = "grouped_errors.csv"
 #: roles of numbers to which nothing was fitted

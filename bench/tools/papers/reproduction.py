@@ -136,8 +136,8 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
         runs = _in_order(names, runs, other_runs, lambda run: run["scenario"])
         for name in _out_of_date(scenarios, records):
             message(
-                f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are of"
-                f" before; `spbench reproduce {paper.name}/{name}` runs it again"
+                f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are"
+                f" older; `spbench reproduce {paper.name}/{name}` runs it again"
             )
     documents = {scenario.name: scenario.document for scenario in scenarios}
     findings = PaperFindings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))

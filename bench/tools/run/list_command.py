@@ -137,7 +137,7 @@ def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
     if name is not None:
         return cluster_output(name, figure)
     if figure is not None:
-        raise UserError("--figure is of one cluster: spbench list cluster NAME --figure FILE.png")
+        raise UserError("--figure draws one cluster: spbench list cluster NAME --figure FILE.png")
     content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
     paragraphs = [_paragraph(name, of_kind) for name, of_kind in content.items()]
     return Output(

@@ -188,6 +188,12 @@ def _reason(entry: Entry) -> str | None:
     return None if is_timed else entry["reason"] or None
 
 
+def _dropped(entry: Entry) -> str | None:
+    """None where no expert has a capacity that is full."""
+    dropped = entry.get("dropped_tokens")
+    return str(dropped) if dropped else None
+
+
 _MEASURED = (
     Column("max seq_len", "answer", of=_answer("seq_len")),
     Column("max batch", "answer", of=_answer("batch")),
@@ -196,6 +202,9 @@ _MEASURED = (
     Column("host GiB a node", "node_host_memory_bytes", gib),
     Column("sent MiB/GPU", "sent_bytes", mib),
     Column("imbalance", "imbalance", "{:.2f}".format),
+    Column("expert imbalance", "expert_imbalance", "{:.2f}".format),
+    Column("dropped tokens", "dropped_tokens", of=_dropped),
+    Column("routing", "routing"),
     Column("by formula", "formula_sent_bytes", mib, _other_formula),
     Column("step", "step_time_s", of=_step),
     Column("tokens/s", "tokens_per_s", three_digits),

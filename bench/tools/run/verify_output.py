@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal
 
+from spbench.bench.cell import TrainingOptions
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
@@ -23,7 +23,7 @@ from spbench.bench.measure.scenarios.choices import (
     strategy_problem,
 )
 from spbench.bench.measure.scenarios.expand import chosen_device
-from spbench.bench.measure.scenarios.scenario import option_values
+from spbench.bench.measure.scenarios.scenario import FLAG, given
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases
 from spbench.bench.measure.verify.verdicts import (
@@ -35,7 +35,7 @@ from spbench.bench.measure.verify.verdicts import (
     verified_code,
 )
 from spbench.bench.row import finite
-from spbench.bench.setting_values import names_a_file
+from spbench.bench.setting_values import names_a_file, read_model_file
 from spbench.impls.models.model import models as all_models
 from spbench.impls.registries import absent
 from spbench.impls.registries import peers as all_peers
@@ -45,9 +45,9 @@ from spbench.impls.training.step import PRECISIONS
 #: what no case is wrong for
 _NO_FAULTS = {"green", "unsupported", "as published"}
 #: what is said of bytes where no case has anything to compare
-NOT_COMPARED = "not compared, as closed forms are of whole models"
-#: characters of a variant in the table; JSON and CSV have all
-_VARIANT = 36
+NOT_COMPARED = "not compared, as closed forms count whole models"
+#: sections of settings, and the option that names whose they are
+_OWNERS = {"model_options": "--model", "strategy_options": "--strategy", "training": "--backend"}
 
 Pairs = Sequence[tuple[str, str]]
 
@@ -61,9 +61,8 @@ def verified(
     world_size: Sequence[int],
     dtype: Sequence[str],
     part: Sequence[str],
-    strategy_option: Pairs,
     backend: str,
-    backend_option: Pairs,
+    changes: Pairs,
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
@@ -80,10 +79,7 @@ def verified(
     named = [name for text in strategy for name in cell_names("strategy", text)]
     models = [name for text in model for name in cell_names("model", text)]
     _check_names(named, models, dtype, part, backend)
-    if strategy_option and not named:
-        raise UserError("--strategy-option is of strategies that are named; add --strategy")
-    options = _options("strategy_options", named, strategy_option, "--strategy-option")
-    of_backend = _options("training", [backend], backend_option, "--backend-option")
+    options = _options(changes, [models, named, [backend]])
     made_by: dict[str, Any] = {"backend": backend, "device": chosen_device(device or "available")}
     made_by |= {name: provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -94,9 +90,10 @@ def verified(
             list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
             list(dtype or ("fp64",)),
             list(part) or None,
-            options=options,
+            model_options=options["model_options"],
+            options=options["strategy_options"],
             backend=backend,
-            backend_options=of_backend,
+            backend_options=options["training"],
             device=made_by["device"],
             expect=progress.expect,
             explain=1,
@@ -152,19 +149,29 @@ def _check_names(
     check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
 
 
-def _options(
-    section: str, owners: Sequence[str], given: Sequence[tuple[str, str]], flag: str
-) -> dict[str, Any]:
-    """Options of strategies or of a backend by name, from texts that YAML reads as the values that scenarios
-    have, under the key ``section``.
+def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Options by section and name, of what ``--set`` gives, as "model_options.window=8".
+
+    Args:
+        owners: the models, strategies and backends whose options they are.
 
     Raises:
-        UserError: one of the owners has no such option, or not with that value.
+        UserError: a setting has no owner that is named, or one of them lacks it, or takes no such value.
     """
-    options = option_values(flag, given)
-    for owner in owners:
-        for path, problem in option_mistakes(section, owner, options):
-            raise UserError(f"{flag} of {owner}: {' '.join([*path, problem])}")
+    by_section = dict(zip(_OWNERS, owners, strict=True))
+    options: dict[str, dict[str, Any]] = {section: {} for section in by_section}
+    for path, value in given(changes).items():
+        section, _, name = path.partition(".")
+        of_a_step = section == "training" and name in TrainingOptions.model_fields
+        if not name or section not in options or of_a_step:
+            raise UserError(f"{FLAG} {path}: verify takes {', '.join(f'{each}.OPTION' for each in options)}")
+        if not by_section[section]:
+            raise UserError(f"{FLAG} {path} needs what it belongs to by name; add {_OWNERS[section]}")
+        options[section][name] = value
+    for section, owner in ((each, name) for each in options if options[each] for name in by_section[each]):
+        config = read_model_file(owner) if section == "model_options" and names_a_file(owner) else None
+        for below, problem in option_mistakes(section, owner, options[section], config):
+            raise UserError(f"{FLAG} {'.'.join([section, *below])} of {owner}: {problem}")
     return options
 
 
@@ -233,7 +240,7 @@ def _bytes_of(rows: Sequence[Verdict]) -> str | None:
 _COLUMNS = (
     Column("strategy", "strategy"),
     Column("model", "model"),
-    Column("variant", "variant", lambda variant: shorten(variant, _VARIANT, placeholder=" ...")),
+    Column("variant", "variant"),
     *(Column(name, name) for name in ("part", "mesh", "dtype", "status")),
     *(Column(name, name, "{:.1e}".format) for name in ("error", "limit")),
     *(Column(name, name) for name in ("tensor", "rank")),

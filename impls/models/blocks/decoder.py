@@ -135,10 +135,10 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         self.check_experts()
         asked = [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name, None)]
         if self.swiglu == "in_place" and not (self.gated_mlp and self.activation == "silu"):
-            raise ValueError("swiglu: in_place is of MLPs with a gate and SiLU, which this model has none of")
+            raise ValueError("swiglu: in_place needs an MLP with a gate and SiLU, which this model lacks")
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
         if asked and not any(softmax):
-            raise ValueError(f"{asked[0]} is of softmax attention, which no layer of this model has")
+            raise ValueError(f"{asked[0]} needs softmax attention, which no layer of this model has")
 
     @property
     def losses(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -161,6 +161,9 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile))
 
     def variants(self) -> list[Mapping[str, Any]]:
+        return [*self._dense_variants(), *self.expert_variants()]
+
+    def _dense_variants(self) -> list[Mapping[str, Any]]:
         recompute = {"recompute", "recompute_early_stop", "recompute_reentrant", "checkpoints"}
         others = {"checkpointing", "unfused"} | recompute
         plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
@@ -193,7 +196,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         if self.head_dim is not None:
             sizes["head_dim"] = 8  # of 12 heads, which together have other features than the hidden state
         # at once, as a share of RoPE may not fit the smaller heads
-        return with_options(self, {**sizes, "dropout": 0.0, "attention_dropout": 0.0, "rotary_share": 1.0})
+        others = {"dropout": 0.0, "attention_dropout": 0.0, "rotary_share": 1.0}
+        return with_options(self, {**sizes, **others, **self.shrunk_experts()})
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         return Decoder(self, strategy, seq_len, stage)

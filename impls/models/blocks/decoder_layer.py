@@ -7,17 +7,20 @@ of the MLP (this rank's).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.dropout import bias_dropout_add
-from spbench.impls.kernels.projection import mark_library
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
+from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.remade import remade
 from spbench.impls.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -58,14 +61,32 @@ class DecoderBlock(nn.Module):
             self.mlp_norm = make_norm(model)
             self.mlp = feeding.build(model, strategy)
             self.mlp_end = AddToHidden(model, strategy, biased=feeding.closing_bias)
-        self.parallel = model.parallel_residual
+        self.parallel, self.model, self.random = model.parallel_residual, model, strategy.random
+        self.has_experts = isinstance(self.mlp, MixtureModule)
         mark_library(self, model.library)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
         if self.mlp is None:
             return mixed
-        return self.mlp_end(self.mlp(self.mlp_norm(x if self.parallel else mixed)), mixed)
+        return self.mlp_end(self._fed(x if self.parallel else mixed), mixed)
+
+    def _fed(self, x: Tensor) -> Tensor:
+        """What follows the mixer, of hidden states before its norm."""
+        model, mlp = self.model, self.mlp
+        assert mlp is not None
+        # the projection that opens an MLP includes its norm in TransformerEngine; experts have one apart
+        included = model.library == TRANSFORMER_ENGINE and not self.has_experts
+        if model.recomputes("mlp") and not self.has_experts:
+            if included:
+                return recomputed(lambda x: mlp(self.mlp_norm(x)), self.random, x)
+            return recomputed(mlp, self.random, self.mlp_norm(x))
+        normal = self.mlp_norm(x)
+        if model.recomputes("layernorm") and not included:
+            with remade(normal, partial(self.mlp_norm, x.detach())):
+                fed: Tensor = mlp(normal)
+                return fed
+        return mlp(normal)  # type: ignore[no-any-return]
 
 
 def make_norm(model: DecoderModel) -> nn.Module:

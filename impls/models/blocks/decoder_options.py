@@ -18,6 +18,9 @@ from spbench.impls.tiles import Tiling
 #: bias, dropout and addition to the hidden states, and RoPE
 FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 
+#: what of a layer ``recompute: selective`` can run again
+RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
+
 _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
@@ -69,8 +72,13 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
-            softmax attention, between its projections (arXiv 2205.05198, section 5); "operators": each layer
+            parts of layers, if nothing else is said softmax attention between its projections (arXiv
+            2205.05198, section 5); "operators": each layer
             but for softmax attention and every other matmul (torchtitan's "selective" by "op").
+        recompute_modules: of selective recomputation, by Megatron-LM's names (--recompute-modules):
+            "core_attn": softmax attention; "moe_act": the activation of experts; "moe": experts with router
+            and dispatch; "shared_experts"; "mlp": MLPs without experts; "layernorm": norms that no projection
+            of the library includes; "mla_up_proj": the up-projections of latent attention.
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
             "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": one of
             each ``recompute_layers`` layers of a stage, the last of them.
@@ -114,6 +122,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     unfused: Sequence[str] = ()
     recompute: str = "none"
     recompute_method: str = "uniform"
+    recompute_modules: Sequence[str] = ("core_attn",)
     recompute_layers: int = 1
     recompute_early_stop: bool = False
     recompute_reentrant: bool = False
@@ -135,37 +144,43 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         check_choices(self, _WAYS)
         self.check_documents()
         object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
+        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
+        for name in self.recompute_modules:
+            if name not in RECOMPUTE_MODULES:
+                raise ValueError(
+                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
+                )
         for name in self.unfused:
             if name not in FUSIONS:
                 raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
         if self.unfused and not self.fused:
-            raise ValueError("unfused is of libraries that fuse; library torch does not, so leave it out")
+            raise ValueError("unfused needs a library that fuses; library torch does not, so leave it out")
         if self.checkpointing and self.recompute != "none":
             raise ValueError(
                 f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
             )
         if self.recompute_early_stop and not self.recomputes_layers:
-            raise ValueError("recompute_early_stop is of recompute: full; set that, or leave it out")
+            raise ValueError("recompute_early_stop needs recompute: full; set that, or leave it out")
         if self.recompute_reentrant and (self.keeps_operators or not self.recomputes_layers):
-            raise ValueError("recompute_reentrant is of recompute: full; set that, or leave it out")
+            raise ValueError("recompute_reentrant needs recompute: full; set that, or leave it out")
         if self.recompute_reentrant and self.recompute_early_stop:
             raise ValueError("a reentrant checkpoint runs whole; leave recompute_early_stop out")
         if self.checkpoints != "device" and (self.keeps_operators or not self.recomputes_layers):
             raise ValueError(
-                f"checkpoints: {self.checkpoints} is of recompute: full; set that, or leave it out"
+                f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
         if self.separate_projections and self.fused:
-            raise ValueError(f"separate_projections is of library: torch, not of {self.library}")
+            raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
             raise ValueError("autotune_flush_kib and autotune_copies are at least 0")
         if self.cross_entropy != "native" and self.autotune_flush_kib:
-            raise ValueError("autotune_flush_kib is of cross_entropy: native; set that, or leave it out")
+            raise ValueError("autotune_flush_kib needs cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
-            raise ValueError("autotune_copies are made beside autotune_flush_kib; set that too")
+            raise ValueError("autotune_copies stand beside autotune_flush_kib; set that too")
         if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
-            raise ValueError("swiglu: in_place is of library: torch, and not of recompute: operators")
+            raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:
-            raise ValueError("recompute: operators keeps products, and mlp_tile keeps none; leave one out")
+            raise ValueError("recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
@@ -184,6 +199,10 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     def recomputes_layers(self) -> bool:
         """Whether layers are recomputed, whole or but for some operators."""
         return self.checkpointing or self.recompute in ("full", "operators")
+
+    def recomputes(self, module: str) -> bool:
+        """Whether ``recompute: selective`` runs a module of a layer again, one of RECOMPUTE_MODULES."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def keeps_operators(self) -> bool:

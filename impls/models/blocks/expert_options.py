@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spbench.impls.kernels.permutation import PERMUTATIONS
 from spbench.impls.options import check_choices
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
-
-#: what of a layer ``recompute: selective`` can run again, by Megatron-LM's names (--recompute-modules)
-RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
 
 _CHOICES = {
     "router": ("softmax", "sigmoid", "sinkhorn"),
@@ -62,7 +60,6 @@ class ExpertOptions:
         dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
         permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
-        recompute_modules: of ``recompute: selective``: what backward runs again.
     """
 
     experts: int = 0
@@ -92,22 +89,15 @@ class ExpertOptions:
     dispatcher: str = "all_to_all"
     experts_matmul: str = "grouped"
     permutation: str = "plain"
-    recompute_modules: Sequence[str] = ("core_attn",)
 
     def check_experts(self) -> None:
         """Raise ValueError for options of experts that do not fit each other."""
         object.__setattr__(self, "expert_pattern", tuple(self.expert_pattern))  # a list has no hash
-        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
-        for name in self.recompute_modules:
-            if name not in RECOMPUTE_MODULES:
-                raise ValueError(
-                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
-                )
         if not self.experts:
             return
         check_choices(self, {**_CHOICES, "dispatcher": dispatchers()})
         if not self.expert_pattern or set(self.expert_pattern) - {0, 1}:
-            raise ValueError(f"expert_pattern is of 0 and 1, not {self.expert_pattern}")
+            raise ValueError(f"expert_pattern has 0 and 1, not {self.expert_pattern}")
         if bool(self.router_groups) != bool(self.router_group_topk):
             raise ValueError("router_groups and router_group_topk need each other; set both or none")
         if self.router_groups and (
@@ -128,6 +118,51 @@ class ExpertOptions:
         if self.capacity is not None and self.capacity <= 0:
             raise ValueError(f"capacity is above 0, not {self.capacity}")
         _ = self.routing_plan
+
+    def shrunk_experts(self) -> dict[str, Any]:
+        """The options of experts in small sizes, for verification; none without experts."""
+        if not self.experts:
+            return {}
+        groups = {"router_groups": 4, "router_group_topk": 2} if self.router_groups else {}
+        return {
+            "experts": 12,
+            "experts_per_token": min(self.experts_per_token, 3),
+            "expert_inner": 24,
+            "shared_inner": 48 if self.shared_inner else 0,
+            "dense_layers": min(self.dense_layers, 1),
+            **groups,
+        }
+
+    def expert_variants(self) -> list[Mapping[str, Any]]:
+        """Changes of options of experts that ask something else, for verification; see
+        :meth:`Model.variants`."""
+        if not self.experts:
+            return []
+        balanced = {"aux_loss": "sequence", "aux_weight": 0.1}
+        groups = {"router_groups": 4, "router_group_topk": 2, "router_bias": True}
+        return [
+            # DeepSeek-V3's router, shared experts with Qwen's gate, the first layer dense
+            {"router": "sigmoid", "router_normalized": True, "router_scale": 2.5, **groups, **balanced}
+            | {"shared_inner": 48, "shared_gate": True, "dense_layers": 1},
+            # Mixtral's, uneven, one expert after another
+            {"routing": "zipf:1.5", "router_scores": "chosen", "experts_matmul": "sequential"}
+            | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},
+            {"routing": "even", "dispatcher": "all_gather", "permutation": "fused", "recompute": "full"}
+            | {"library": "transformer-engine", "aux_loss": "global", "aux_weight": 0.1},
+            # all tokens to the same three experts, so that others have none
+            {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"}
+            | {"recompute": "selective", "recompute_modules": ("moe_act", "shared_experts", "layernorm")}
+            | {"shared_inner": 24},
+            # Llama 4's in every second layer
+            {
+                "experts_per_token": 1,
+                "router": "sigmoid",
+                "router_normalized": False,
+                "expert_weighting": "input",
+            }
+            | {"expert_pattern": (0, 1), "shared_inner": 48},
+            {"mlp": "clamped_swiglu", "expert_biases": True, "router_linear_bias": True},
+        ]
 
     @property
     def expert_width(self) -> int:

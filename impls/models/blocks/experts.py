@@ -11,7 +11,8 @@ this rank's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_proje
 from spbench.impls.kernels.projection import project
 from spbench.impls.layout import Shard, mark_expert, mark_shard
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
+from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.remade import remade
 from spbench.impls.models.blocks.router import Routed, Router
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import LEARNED
@@ -48,7 +51,9 @@ class MixtureOfExperts(FeedForward):
     def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
         dims = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.expert_width}
         dims |= {"E": model.experts, "K": model.experts_per_token}
+        again = again or model.recomputes("moe")
         experts = Site("experts", 1, dims, again, call_of(model))
+        again = again or model.recomputes("shared_experts")
         shared = mlp_sites(model, model.shared_inner, batch, seq_len, again, spared=False)
         return [experts, *(shared if model.shared_inner else [])]
 
@@ -77,6 +82,7 @@ def call_of(model: DecoderModel) -> ExpertCall:
         model.capacity_padded,
         model.router_dtype == "float32",
         model.aux_loss,
+        model.routing == LEARNED,
     )
 
 
@@ -117,6 +123,11 @@ class MixtureModule(nn.Module):
         self._sent: dict[tuple[int, int], np.ndarray] = {}
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.model.recomputes("moe"):
+            return recomputed(self._whole, self.strategy.random, x)
+        return self._whole(x)
+
+    def _whole(self, x: Tensor) -> Tensor:
         batch, here, hidden = x.shape
         length = here * self.strategy.sequence_parts
         tokens = x.reshape(-1, hidden)
@@ -126,6 +137,11 @@ class MixtureModule(nn.Module):
         return y if shared is None else y + shared
 
     def _of_shared(self, x: Tensor) -> Tensor:
+        if self.model.recomputes("shared_experts") and not self.model.recomputes("moe"):
+            return recomputed(self._gated_shared, self.strategy.random, x)
+        return self._gated_shared(x)
+
+    def _gated_shared(self, x: Tensor) -> Tensor:
         assert self.shared is not None
         y: Tensor = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
@@ -151,16 +167,14 @@ class MixtureModule(nn.Module):
         experts = torch.from_numpy(self.call.plan.of_positions(length)[positions])
         return experts.repeat(batch, 1).to(x.device)
 
-    def _sent_tokens(self, chosen: Tensor, batch: int, length: int) -> np.ndarray:
+    def _sent_tokens(self, chosen: Tensor, batch: int, length: int) -> np.ndarray | None:
         """How many tokens each rank that shares experts sends to each [P, E]. The ranks tell each other,
-        unless each expert takes a fixed number."""
+        unless each expert takes a fixed number. None: the dispatcher sees it in what it sends."""
         counts = None
-        if not self.model.capacity_padded and self.model.dispatcher != "all_gather":
+        if not self.model.capacity_padded and self.dispatcher.by_counts:
             counts = gather_flags(chosen.sum(0), self.group)
         if self.model.routing == LEARNED and has_values(chosen) and not self.model.capacity_padded:
-            if counts is None:
-                counts = gather_flags(chosen.sum(0), self.group)
-            return counts.view(-1, self.model.experts).cpu().numpy()
+            return None if counts is None else counts.view(-1, self.model.experts).cpu().numpy()
         if (batch, length) not in self._sent:
             self._sent[batch, length] = sent_tokens(self.call, self.strategy, batch, length)
         return self._sent[batch, length]
@@ -183,7 +197,7 @@ class MixtureModule(nn.Module):
 
     def _one(self, expert: Expert, x: Tensor, weights: Tensor | None) -> Tensor:
         y = project(x, expert.opens.weight, expert.opens.bias).unflatten(-1, expert.opens.weight.shape[:2])
-        y = project(self._activated(y, weights), expert.closes.weight)
+        y = self._activated_and(y, weights, lambda activated: project(activated, expert.closes.weight))
         return y if expert.closes.bias is None else y + self._closing_bias(expert.closes.bias, weights)
 
     def _grouped(
@@ -194,7 +208,8 @@ class MixtureModule(nn.Module):
             opening = [each.opens.bias.flatten() for each in experts]  # type: ignore[union-attr]
             y = add_grouped_bias(y, opening, lengths)
         y = y.unflatten(-1, experts[0].opens.weight.shape[:2])
-        y = grouped_project(self._activated(y, weights), [each.closes.weight for each in experts], lengths)
+        closing = [each.closes.weight for each in experts]
+        y = self._activated_and(y, weights, lambda activated: grouped_project(activated, closing, lengths))
         if not self.model.expert_biases:
             return y
         biases = [_Shared.apply(each.closes.bias, self.dispatcher.etp) for each in experts]
@@ -203,6 +218,15 @@ class MixtureModule(nn.Module):
     def _closing_bias(self, bias: Tensor, weights: Tensor | None) -> Tensor:
         bias = _Shared.apply(bias, self.dispatcher.etp)
         return bias if weights is None else bias * weights.to(bias.dtype)[:, None]
+
+    def _activated_and(self, y: Tensor, weights: Tensor | None, use: Callable[[Tensor], Tensor]) -> Tensor:
+        """``use`` of :meth:`_activated`, which backward makes again if the model says so."""
+        if not self.model.recomputes("moe_act"):
+            return use(self._activated(y, weights))
+        activated = recomputed(self._activated, self.strategy.random, y, weights)
+        given = y.detach(), None if weights is None else weights.detach()
+        with remade(activated, partial(self._activated, *given)):
+            return use(activated)
 
     def _activated(self, y: Tensor, weights: Tensor | None) -> Tensor:
         """[R, 1 or 2, F] -> [R, F], times the weights [R]."""

@@ -61,6 +61,7 @@ class Mlp(FeedForward):
         return MlpModule(model, strategy)
 
     def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
+        again, spared = again or model.recomputes("mlp"), spared and not model.recomputes("mlp")
         return mlp_sites(model, model.inner, batch, seq_len, again, spared=spared)
 
     def parameters(self, model: DecoderModel) -> dict[str, int]:

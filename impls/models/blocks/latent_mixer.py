@@ -17,7 +17,9 @@ query and key without a position and R that RoPE turns, A of a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +29,13 @@ from spbench.impls.kernels.latent_rotary import keys_and_values, turned_queries
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.softmax_mixer import AttentionMixer, SoftmaxAttention
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import Linear
+
+#: (q, k, v, places) -> o
+Attend = Callable[[Tensor, Tensor, Tensor, Places], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ class LatentAttention(SoftmaxAttention):
         """Features of a query and a key."""
         return self.plain_size + self.turned_size
 
+    def keeps_results(self, model: DecoderOptions) -> bool:
+        return model.recomputes("mla_up_proj") and not model.recomputes("core_attn")
+
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return LatentAttentionMixer(self, model, strategy)
 
@@ -71,8 +80,10 @@ class LatentAttention(SoftmaxAttention):
         return {"split": up + self.width(model) * h + self.sinks * heads, "key_value": 0, "whole": down}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        up_again = again or model.recomputes("mla_up_proj")
+
         def opens(features: int, to: int) -> Site:
-            return Site("linear_in", 1, {"B": batch, "L": seq_len, "H": features, "F": to}, again)
+            return Site("linear_in", 1, {"B": batch, "L": seq_len, "H": features, "F": to}, up_again)
 
         tokens, heads = {"B": batch, "L": seq_len}, model.heads
         sites = [
@@ -107,15 +118,28 @@ class LatentAttentionMixer(AttentionMixer):
         self.close()
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v = self._projected(x, places)
+        return self.out.project(self.beside_heads(self._attended(*self._latents(x), places)))
+
+    def _attended(self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places) -> Tensor:
+        """The attention [B, Z, L, A] that follows from what :meth:`_latents` returns."""
+        if not self.model.recomputes("mla_up_proj"):
+            return self._attend_from(self.attend_to, of_queries, latent, shared, places)
+        inner = partial(self._attend_from, self.attend_at_once)
+        random, keeps = self.strategy.random, self.kind.keeps_results(self.model)
+        return recomputed(inner, random, of_queries, latent, shared, places, keep_results=keeps)
+
+    def _attend_from(
+        self, attend: Attend, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
+    ) -> Tensor:
+        q, k, v = self._up(of_queries, latent, shared, places)
         if self.kind.padded:
             v = F.pad(v, (0, self.kind.key_size - self.kind.value_size))
-        o = self.attend_to(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), places)
-        del q, k, v
-        return self.out.project(self.beside_heads(o[..., : self.kind.value_size]))
+        o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), places)
+        return o[..., : self.kind.value_size]
 
-    def _projected(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A]."""
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The normalised latent of queries [B, L, Q], or x itself, that of keys and values [B, L, C], and the
+        features of keys that heads share [B, L, R]."""
         of_queries = x
         if self.q_down is not None and self.q_norm is not None:
             of_queries = self.q_norm(self.q_down.project(x))
@@ -124,12 +148,12 @@ class LatentAttentionMixer(AttentionMixer):
         shared = self.strategy.features_for_heads(shared)
         if self.model.fused:
             latent = latent.contiguous()  # libraries' norms take no views
-        return self._up(of_queries, self.kv_norm(latent), shared, places)
+        return of_queries, self.kv_norm(latent), shared
 
     def _up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, from the normalised latents [B, L, Q or H] and [B, L, C] and the shared key [B, L, R]."""
+        """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A]."""
         kind = self.kind
         q, kv = self.q_up.project(of_queries, None), self.kv_up.project(latent, None)
         heads, base = q.shape[-1] // kind.key_size, kind.rotary_base

@@ -72,6 +72,7 @@ class LatentOptions:
         return [
             {"q_lora_rank": None, "padded_values": True, "mtp_layers": 0},
             {"mtp_layers": 2, "documents": (7, 1, 11, 5), "library": "transformer-engine"},
+            {"recompute": "selective", "recompute_modules": ("mla_up_proj",)},
         ]
 
     def check_latent(self) -> None:
@@ -80,7 +81,7 @@ class LatentOptions:
             raise ValueError("kv_lora_rank and mtp_layers are at least 0")
         if not self.kv_lora_rank:
             if self.q_lora_rank is not None or self.padded_values:
-                raise ValueError("q_lora_rank and padded_values are of latent attention; set kv_lora_rank")
+                raise ValueError("q_lora_rank and padded_values need latent attention; set kv_lora_rank")
             return
         sizes: dict[str, Any] = {
             name: getattr(self, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

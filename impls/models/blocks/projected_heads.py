@@ -53,7 +53,8 @@ class ProjectedHeads(HeadSource):
     def in_parts(self) -> bool:
         # a rank's part of split weights is followed by what sums or gathers over ranks
         whole = not self.mixer.strategy.splits_features
-        return whole and self.mixer.model.recompute != "selective" and not self.mixer.kind.needs_all_positions
+        again = self.mixer.model.recomputes("core_attn")
+        return whole and not again and not self.mixer.kind.needs_all_positions
 
     def attend_whole(self, x: Tensor) -> Tensor:
         return self.mixer.attend_whole(x, self.places)

@@ -29,14 +29,16 @@ def recomputed(
     *inputs: Any,
     early_stop: bool = False,
     keep: bool = False,
+    keep_results: bool = False,
     reentrant: bool = False,
     on_host: HostCheckpoints | None = None,
 ) -> Output:
-    """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what
-    every other matmul made, attention, and sums that are scattered (torchtitan's selective
-    checkpointing by "op"). With ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it
-    runs again as far as the last tensor that its backward needs, as torch's own default is. ``reentrant``:
-    what torch's reentrant checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""
+    """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what every
+    other matmul made, attention, and sums that are scattered (torchtitan's selective checkpointing by "op");
+    with ``keep_results`` attention alone. With ``on_host`` tensors among the inputs are kept there. With
+    ``early_stop`` it runs again as far as the last tensor that its backward needs, as torch's own default is.
+    ``reentrant``: what torch's reentrant checkpoint holds meanwhile is held too, see
+    :class:`BackwardFrame`."""
     first = random.number
     within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
 
@@ -44,7 +46,7 @@ def recomputed(
         random.number = first  # the same dropout masks when backward runs it again
         return within(*inputs)
 
-    contexts = _keeping if keep else noop_context_fn
+    contexts = _keeping if keep else _keeping_results if keep_results else noop_context_fn
     where = nullcontext() if on_host is None else on_host.keeping()
     # the papers' frameworks run the whole block again
     with set_checkpoint_early_stop(early_stop), where:
@@ -70,6 +72,12 @@ def _keeping() -> tuple[Any, Any]:
 
     first, again = create_selective_checkpoint_contexts(policy)
     return _both(results.in_use(again=False), first), _both(results.in_use(again=True), again)
+
+
+def _keeping_results() -> tuple[Any, Any]:
+    """As :func:`_keeping`, for what is :func:`kept` alone."""
+    results = KeptResults()
+    return results.in_use(again=False), results.in_use(again=True)
 
 
 @contextmanager

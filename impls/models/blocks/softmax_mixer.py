@@ -136,13 +136,17 @@ class SoftmaxAttention:
             sites.append(Site("linear_in", 1, gate, again))
         return [*sites, self.meeting(model, batch, seq_len, heads, again)]
 
+    def keeps_results(self, model: DecoderOptions) -> bool:
+        """Whether attention's results are kept where what it attends to is recomputed."""
+        return False
+
     def meeting(
         self, model: DecoderOptions, batch: int, seq_len: int, heads: Mapping[str, int], again: bool
     ) -> Site:
         """Where positions meet, with these dims of its heads."""
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
-        again = again or model.recompute == "selective"
-        kept = {"kept": 1} if model.keeps_operators else {}
+        kept = {"kept": 1} if model.keeps_operators or self.keeps_results(model) else {}
+        again = again or model.recomputes("core_attn") or self.keeps_results(model)
         heeded = self.heeded(model.attended(seq_len), seq_len)
         return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)
 
@@ -163,10 +167,9 @@ class AttentionMixer(nn.Module):
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
-        attended = self.kind.attended(places.attended, places.seq_len)
-        if self.model.recompute == "selective":
-            return recomputed(self._attend, self.strategy.random, q, k, v, attended)
-        return self._attend(q, k, v, attended)
+        if self.model.recomputes("core_attn"):
+            return recomputed(self.attend_at_once, self.strategy.random, q, k, v, places)
+        return self.attend_at_once(q, k, v, places)
 
     def beside_heads(self, o: Tensor) -> Tensor:
         """The heads' features one after another [B, L, Z A], from o [B, Z, L, A]."""
@@ -187,7 +190,9 @@ class AttentionMixer(nn.Module):
             return rotated_by_angles(x, places.angles(size, base))
         return rotated(x, *places.rotary(size, base))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> Tensor:
+    def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        """The same, never recomputed."""
+        attended = self.kind.attended(places.attended, places.seq_len)
         if not self.kind.needs_all_positions:
             # strategies that know of nothing but causal attention need not name further arguments
             if self.sinks is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -23,56 +23,8 @@ from spbench.impls.discovery import named_classes
 from spbench.impls.models.model import Model
 from spbench.impls.options import LARGEST, LARGEST_OF
 
-#: fields that say how many experts a layer has, how many a token meets, and the features of each
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-_FEATURES = ("moe_intermediate_size", "intermediate_size")
-#: the preset that is the model with one MLP of what a token meets, by model_type
-_PRESETS = {
-    "qwen3_next": "qwen3-next-dense",
-    "minimax": "minimax-01-dense",
-    "minimax_text_01": "minimax-01-dense",
-}
-#: the family here that is another without its experts
-_DENSE = {"qwen3_moe": "qwen3", "qwen2_moe": "qwen2", "mixtral": "mistral"}
-
-
-def why_not(content: Mapping[str, Any]) -> str:
-    """The parts of a model that no model here has, and the dense one to take in its place; "" where its
-    fields name no such part."""
-    inner = content.get("text_config")
-    fields = {**content, **inner} if isinstance(inner, Mapping) else content
-    if not (parts := [*_parts(fields)]):
-        return ""
-    return f"its layers have {' and '.join(parts)}, which no model here has{_stand_in(fields)}"
-
-
-def _parts(fields: Mapping[str, Any]) -> Iterator[str]:
-    if name := _counted(fields, _EXPERTS):
-        yield f"a mixture of experts (MoE: {name} = {fields[name]})"
-    if _counted(fields, ("kv_lora_rank",)):
-        yield f"multi-head latent attention (MLA: kv_lora_rank = {fields['kv_lora_rank']})"
-
-
-def _stand_in(fields: Mapping[str, Any]) -> str:
-    family = fields.get("model_type")
-    if family in _PRESETS:
-        return f"; the preset {_PRESETS[family]} is it with one MLP of what a token meets"
-    met, features = _counted(fields, _MET), _counted(fields, _FEATURES)
-    if family not in _DENSE or met is None or features is None:
-        return ""
-    shared = fields.get("shared_expert_intermediate_size") or 0
-    size = fields[met] * fields[features] + (shared if type(shared) is int else 0)
-    return (
-        f'; for the work of a token, not the memory of its weights, take model_type "{_DENSE[family]}" with '
-        f"intermediate_size {size}, what the {fields[met]} experts that it meets have"
-    )
-
-
-def _counted(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """The first of these fields that has a whole number of more than one."""
-    return next((name for name in names if type(fields.get(name)) is int and fields[name] > 1), None)
-
+#: the preset that is near a model whose file no family here reads, by model_type
+_PRESETS = {"minimax": "minimax-01-dense", "minimax_text_01": "minimax-01-dense"}
 
 #: fields of any family that change neither shapes nor costs of a training step: what the file is and who
 #: wrote it, types of stored weights, ids of tokens, initial values, the length that it was trained for, and
@@ -192,7 +144,9 @@ def model_from_config(content: Mapping[str, Any]) -> Model:
 def _config(content: Mapping[str, Any]) -> Config:
     family, known = content.get("model_type"), families()
     if not isinstance(family, str) or family not in known:
-        why = why_not(content) or f"the families here are {', '.join(sorted(known))}"
+        why = f"the families here are {', '.join(sorted(known))}"
+        if family in _PRESETS:
+            why = f"the preset {_PRESETS[family]} is it with one MLP of what a token meets; {why}"
         raise not_covered("model_type", family, why)
     try:
         config = known[family].model_validate({k: v for k, v in content.items() if k != "model_type"})
@@ -205,8 +159,14 @@ def _config(content: Mapping[str, Any]) -> Config:
             raise ValueError(f"field {field} is missing") from error
         wrong = problem["msg"].replace("Input should", "it must")
         raise ValueError(f"field {field} = {_shown(problem['input'])}: {wrong}") from error
+    _check_sizes(config)
+    return config
+
+
+def _check_sizes(config: Config) -> None:
     for field, value in config:
         most = LARGEST_OF["layers"] if "layer" in field else LARGEST
-        if type(value) is int and value > most:
+        if isinstance(value, Config):
+            _check_sizes(value)
+        elif type(value) is int and value > most:
             raise ValueError(f"field {field} = {value}: it must be at most {most}")
-    return config

@@ -41,7 +41,7 @@ class RotaryConfig(Config):
                 raise not_covered(field, given, "it must be a mapping")
             kind = given.get("rope_type", given.get("type", "default"))
             if kind not in ANGLES_ALONE:
-                raise not_covered(f"{field}.rope_type", kind, f"known are {', '.join(ANGLES_ALONE)}")
+                raise not_covered(f"{field}.rope_type", kind, f"it may be {', '.join(ANGLES_ALONE)}")
             for name in ("rope_theta", "partial_rotary_factor"):
                 if name in given:
                     plain[name] = given[name]
@@ -75,28 +75,42 @@ class LlamaConfig(RotaryConfig):
     def model(self) -> CausalTransformerModel:
         heads = self.num_attention_heads
         kv_heads = self.num_key_value_heads
-        return CausalTransformerModel(
-            layers=self.num_hidden_layers,
-            hidden=self.hidden_size,
-            heads=heads,
-            kv_heads=None if kv_heads == heads else kv_heads,
-            head_dim=None if self.head_dim == self.hidden_size / heads else self.head_dim,
-            inner=self.intermediate_size,
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
-            norm_epsilon=self.rms_norm_eps,
-            rotary_base=self.rope_theta,
-            rotary_share=self.partial_rotary_factor,
-            **self.attention_options(),
-        )
+        options: dict[str, Any] = {
+            "layers": self.num_hidden_layers,
+            "hidden": self.hidden_size,
+            "heads": heads,
+            "kv_heads": None if kv_heads == heads else kv_heads,
+            "head_dim": None if self.head_dim == self.hidden_size / heads else self.head_dim,
+            "inner": self.intermediate_size,
+            "vocabulary": self.vocab_size,
+            "tied": self.tie_word_embeddings,
+            "norm_epsilon": self.rms_norm_eps,
+            "rotary_base": self.rope_theta,
+            "rotary_share": self.partial_rotary_factor,
+        }
+        return CausalTransformerModel(**options | self.family_options())
 
-    def attention_options(self) -> dict[str, Any]:
-        """What a family's attention has beside Llama's."""
+    def family_options(self) -> dict[str, Any]:
+        """What a family's layers have beside Llama's."""
         return {}
 
 
+LayerType = Literal["full_attention", "sliding_attention"]
 #: letters of a hybrid's pattern
-_LETTERS = {"full_attention": "S", "sliding_attention": "W"}
+_LETTERS: Mapping[LayerType, str] = {"full_attention": "S", "sliding_attention": "W"}
+
+
+def letters_of(kinds: Sequence[LayerType], layers: int) -> str:
+    """The letters of ``layer_types``, one for each layer."""
+    if len(kinds) != layers:
+        raise not_covered("layer_types", kinds, f"there are {layers} layers")
+    return "".join(_LETTERS[kind] for kind in kinds)
+
+
+def repeated_pattern(letters: str) -> str:
+    """The shortest pattern that gives these letters when it is repeated."""
+    patterns = (letters[:n] for n in range(1, len(letters) + 1))
+    return next(p for p in patterns if (p * len(letters))[: len(letters)] == letters)
 
 
 class WindowedConfig(LlamaConfig):
@@ -105,7 +119,7 @@ class WindowedConfig(LlamaConfig):
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = 4096
     max_window_layers: NonNegativeInt = 28
-    layer_types: Sequence[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: Sequence[LayerType] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -125,9 +139,7 @@ class WindowedConfig(LlamaConfig):
         first = self.max_window_layers
         letters = "S" * min(first, layers) + "W" * (layers - first)
         if self.layer_types is not None:
-            letters = "".join(_LETTERS[kind] for kind in self.layer_types)
-            if len(letters) != layers:
-                raise not_covered("layer_types", self.layer_types, f"there are {layers} layers")
+            letters = letters_of(self.layer_types, layers)
         return windowed(model, letters, self.sliding_window)
 
 
@@ -137,10 +149,8 @@ def windowed(model: CausalTransformerModel, letters: str, window: int) -> Causal
         return replace(model, window=window)
     if "W" not in letters:
         return model
-    repeated = (letters[:n] for n in range(1, len(letters) + 1))
-    pattern = next(p for p in repeated if (p * len(letters))[: len(letters)] == letters)
     options = {field.name: getattr(model, field.name) for field in fields(model)}
-    return HybridModel(**{**options, "pattern": pattern, "window": window})
+    return HybridModel(**{**options, "pattern": repeated_pattern(letters), "window": window})
 
 
 class MistralConfig(LlamaConfig):
@@ -160,7 +170,7 @@ class Qwen2Config(WindowedConfig):
 
     name: ClassVar[str] = "qwen2"
 
-    def attention_options(self) -> dict[str, Any]:
+    def family_options(self) -> dict[str, Any]:
         return {"qkv_bias": True}
 
 
@@ -172,5 +182,5 @@ class Qwen3Config(WindowedConfig):
 
     head_dim: PositiveInt | None = 128
 
-    def attention_options(self) -> dict[str, Any]:
+    def family_options(self) -> dict[str, Any]:
         return {"qk_norm": True}

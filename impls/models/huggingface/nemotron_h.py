@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.impls.models.huggingface.config import Config, not_covered
 from spbench.impls.models.hybrid import HybridModel
 
 
 class NemotronHConfig(Config):
-    """Layers of Mamba-2 (M), softmax attention without positions (*) and MLPs of squared ReLU (-), each with
-    a norm of its own, in the order of ``hybrid_override_pattern``. Layers of experts (E) are refused."""
+    """Layers of Mamba-2 (M), softmax attention without positions (*), MLPs of squared ReLU (-) and experts of
+    such (E), each with a norm of its own, in the order of ``hybrid_override_pattern``."""
 
     name: ClassVar[str] = "nemotron_h"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -33,11 +34,13 @@ class NemotronHConfig(Config):
         {
             "chunk_size",
             "expand",  # of the inner width that heads and their size say
-            "head_dim",  # as attention_head_dim
             "layer_norm_epsilon",
+            "mamba_ssm_cache_dtype",
             "mamba_dt_init_floor",
             "num_logits_to_keep",
+            "partial_rotary_factor",  # there are no positions
             "rescale_prenorm_residual",
+            "rope_theta",
             "sliding_window",  # null in all that are published
             "time_step_floor",
             "time_step_limit",
@@ -54,44 +57,72 @@ class NemotronHConfig(Config):
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
-    attention_head_dim: PositiveInt
+    attention_head_dim: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
     mamba_num_heads: PositiveInt
     mamba_head_dim: PositiveInt
     n_groups: PositiveInt
     ssm_state_size: PositiveInt
     conv_kernel: PositiveInt = 4
-    rms_norm_eps: PositiveFloat = 1e-5
+    rms_norm_eps: PositiveFloat | None = None
+    norm_eps: PositiveFloat = 1e-5
+    n_routed_experts: PositiveInt | None = None
+    n_shared_experts: NonNegativeInt = 1
+    num_experts_per_tok: PositiveInt | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    n_group: PositiveInt = 1
+    topk_group: PositiveInt = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: PositiveFloat = 1.0
     tie_word_embeddings: bool = False
 
     def model(self) -> HybridModel:
         pattern, heads = self.hybrid_override_pattern, self.num_attention_heads
-        if others := sorted(set(pattern) - set("M*-")):
-            why = (
-                "E is a layer of experts, which no model here has"
-                if "E" in others
-                else "known are M, * and -"
-            )
-            raise not_covered("hybrid_override_pattern", pattern, why)
+        if set(pattern) - set("M*-E"):
+            raise not_covered("hybrid_override_pattern", pattern, "known are M, *, - and E")
         if len(pattern) != self.num_hidden_layers:
             raise not_covered("num_hidden_layers", self.num_hidden_layers, "the pattern has another number")
-        if pattern.startswith("-") or "--" in pattern:
-            raise not_covered("hybrid_override_pattern", pattern, "an MLP here comes after a layer of M or *")
+        if re.search("^[-E]|[-E][-E]", pattern):
+            why = "an MLP or experts here come after a layer of M or *"
+            raise not_covered("hybrid_override_pattern", pattern, why)
+        size = self.attention_head_dim or self.head_dim or self.hidden_size // heads
         return HybridModel(
             pattern=pattern.replace("*", "S"),
-            layers=sum(letter != "-" for letter in pattern),
+            layers=sum(letter in "M*" for letter in pattern),
             hidden=self.hidden_size,
             heads=heads,
             kv_heads=None if self.num_key_value_heads == heads else self.num_key_value_heads,
-            head_dim=None if self.attention_head_dim == self.hidden_size / heads else self.attention_head_dim,
+            head_dim=None if size == self.hidden_size / heads else size,
             inner=self.intermediate_size,
             mlp="squared_relu",
             position="none",
             vocabulary=self.vocab_size,
             tied=self.tie_word_embeddings,
-            norm_epsilon=self.rms_norm_eps,
+            norm_epsilon=self.rms_norm_eps or self.norm_eps,
             state_heads=self.mamba_num_heads,
             state_key_heads=self.n_groups,
             key_size=self.ssm_state_size,
             value_size=self.mamba_head_dim,
             convolution=self.conv_kernel,
+            **(self._expert_options() if "E" in pattern else {}),
         )
+
+    def _expert_options(self) -> dict[str, Any]:
+        """The options of layers of experts: sigmoid scores with a bias for the choice, one shared expert."""
+        for field in ("n_routed_experts", "num_experts_per_tok"):
+            if getattr(self, field) is None:
+                raise not_covered(field, None, "the pattern has layers of experts, E")
+        features = self.moe_intermediate_size or self.intermediate_size
+        groups = {"router_groups": self.n_group, "router_group_topk": self.topk_group}
+        return {
+            "experts": self.n_routed_experts,
+            "experts_per_token": self.num_experts_per_tok,
+            "expert_inner": None if features == self.intermediate_size else features,
+            "shared_inner": self.n_shared_experts * (self.moe_shared_expert_intermediate_size or features),
+            "router": "sigmoid",
+            "router_normalized": self.norm_topk_prob,
+            "router_scale": self.routed_scaling_factor,
+            "router_bias": True,
+            **(groups if self.n_group > 1 else {}),
+        }

@@ -23,7 +23,7 @@ from spbench.bench.measure.engines.setup import build_training, rank_inputs, rec
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.trace.communication import Operation
+from spbench.bench.measure.trace.meter import Operation
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import relative_errors
 from spbench.bench.measure.verify.verified_run import Case

@@ -91,7 +91,7 @@ def test_planted_faults_are_seen(
 
 @pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
 def test_a_gradient_that_is_not_made_is_missed(pool: RankPool, options: dict[str, Any]) -> None:
-    with pytest.raises(RankError, match="backward made no gradient for some parameters"):
+    with pytest.raises(RankError, match="backward gave no gradient for some parameters"):
         assert_right(pool, asked("zero3", options, sizes={"dp": 2}), faults.HookNeverFires)
 
 

@@ -110,5 +110,5 @@ def differences(
     entries = [*composed_traffic(sites, strategy, ONE_STAGE, setting.micro_batches, 8, 8)]
     entries = [t for t in entries if t.phase in ("forward", "backward")]
     plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], strategy.place.sizes)
-    found = plan.difference(recorder.communication, 0)
+    found = plan.difference(recorder.communication, 0, has_values=True)
     return [each for each in found if each["phase"] in ("forward", "backward")]

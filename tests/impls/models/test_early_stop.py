@@ -66,5 +66,5 @@ def test_gradients_are_those_without_recomputation(dropout: float) -> None:
 
 
 def test_it_is_of_full_recomputation() -> None:
-    with pytest.raises(ValueError, match="recompute_early_stop is of recompute: full"):
+    with pytest.raises(ValueError, match="recompute_early_stop needs recompute: full"):
         model_preset("causal-transformer-tiny", {"recompute": "selective", "recompute_early_stop": True})

@@ -28,5 +28,4 @@ def test_gradients_and_bytes_equal_one_device(pool: RankPool, setting: Setting) 
     found = pool.run(setting.sizes, worst_of_rank, setting)
     for error, name, unlike in found:
         assert error < 1e-10, name
-        if setting.options.get("routing", "learned") != "learned":
-            assert not unlike, unlike
+        assert not unlike, unlike

@@ -163,7 +163,7 @@ def test_nothing_is_held_after_backward(where: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "operators"])
 def test_it_is_of_full_recomputation(recompute: str) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoints: host is of recompute: full; set that, or leave it"):
+    with pytest.raises(ValueError, match=r"^checkpoints: host needs recompute: full; set that, or leave it"):
         model_preset("causal-transformer-tiny", {"recompute": recompute, "checkpoints": "host"})
 
 

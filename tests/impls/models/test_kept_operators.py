@@ -108,7 +108,7 @@ def test_a_kept_product_is_summed_over_ranks_once(pool: RankPool) -> None:
 
 
 def test_separate_projections_are_of_torch() -> None:
-    with pytest.raises(ValueError, match="separate_projections is of library: torch"):
+    with pytest.raises(ValueError, match="separate_projections needs library: torch"):
         model_preset(GROUPED, SEPARATE | {"library": "transformer-engine"})
     refused = trace_error(strategy="tensor_parallel", sizes={"tp": 3})
     assert "3 ranks do not divide 4 heads of keys and values" in refused

@@ -153,7 +153,7 @@ def test_closed_forms_count_the_parameters(options: dict[str, Any], stages: int)
     [
         ({"kv_heads": 4}, "latent attention has no kv_heads"),
         ({"qk_rope_head_dim": 3}, "RoPE turns pairs, but qk_rope_head_dim is 3"),
-        ({"kv_lora_rank": 0}, "of latent attention; set kv_lora_rank"),
+        ({"kv_lora_rank": 0}, "need latent attention; set kv_lora_rank"),
         ({"padded_values": True, "v_head_dim": 7}, "v_head_dim 7 is above the head size of keys"),
         ({"position": "learned"}, "multi-token prediction has no learned positions"),
     ],
@@ -234,6 +234,15 @@ def test_what_transformer_engine_keeps_of_latent_attention(rope: str) -> None:
         **unfused,
     }
     kept = kept_by_a_layer(model=MODEL, strategy="single", batch=1, seq_len=1024, model_options=options)
+    again = kept_by_a_layer(
+        model=MODEL,
+        strategy="single",
+        batch=1,
+        seq_len=1024,
+        model_options=options | {"recompute": "selective", "recompute_modules": ["mla_up_proj"]},
+    )
+    # queries, keys and values are projected again, for which the shared key stays, a view of its projection
+    assert again == 1024 * (expected - 2 * heads * (192 + 192 + 128) + 2 * (kv_rank + 64))
     # without the fusion, each of two calls keeps a cosine and a sine of 64 features a position
     angles = 2 * 2 * 2 * 64 if rope == "apart" else 0
     assert kept == 1024 * (expected + angles)

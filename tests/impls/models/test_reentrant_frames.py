@@ -59,8 +59,8 @@ def test_gradients_are_those_without_recomputation(dropout: float) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"recompute": "selective"}, "recompute_reentrant is of recompute: full"),
-        ({"recompute": "operators"}, "recompute_reentrant is of recompute: full"),
+        ({"recompute": "selective"}, "recompute_reentrant needs recompute: full"),
+        ({"recompute": "operators"}, "recompute_reentrant needs recompute: full"),
         (FULL | {"recompute_early_stop": True}, "a reentrant checkpoint runs whole"),
     ],
 )

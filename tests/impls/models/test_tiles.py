@@ -125,7 +125,7 @@ def test_one_tile_s_intermediate_results_exist_at_once() -> None:
 
 
 def test_no_product_is_kept_of_a_tile() -> None:
-    with pytest.raises(ValueError, match="recompute: operators keeps products, and mlp_tile keeps none"):
+    with pytest.raises(ValueError, match="recompute: operators keeps matmuls, and mlp_tile keeps none"):
         model_preset(GROUPED, {"recompute": "operators", "mlp_tile": 4})
 
 
@@ -225,7 +225,7 @@ def hook_of_no_tile(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "reason"),
-    [(hook_of_each_tile, "KeyError"), (hook_of_no_tile, "made no gradient for some parameters")],
+    [(hook_of_each_tile, "KeyError"), (hook_of_no_tile, "gave no gradient for some parameters")],
 )
 @pytest.mark.parametrize("backend", ["ddp", "megatron"])
 def test_a_hook_of_the_weights_that_fires_once_a_tile_or_never_is_red(

@@ -52,6 +52,6 @@ def test_a_misspelt_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="a site cannot be 'attenton'; its kind is one of attention"):
         spbench.Site("attenton", 1)  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"Misspelt.meets has 'attenton', where positions cannot meet; known: "
+        TypeError, match=r"Misspelt.meets has 'attenton', where positions cannot meet; choices: "
     ):
         type("Misspelt", (Strategy,), {"meets": frozenset({"attenton"})})

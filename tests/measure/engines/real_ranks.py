@@ -18,7 +18,7 @@ from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.trace.communication import Operation
+from spbench.bench.measure.trace.meter import Operation
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.training.step import initialize
 

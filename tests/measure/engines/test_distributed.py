@@ -60,7 +60,7 @@ def test_a_rank_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPa
     wrong = {"strategy": "ulises", "timing": Timing(warmup=0, samples=1)}
     with pytest.raises(RankError, match="unknown strategy 'ulises'") as raised:
         DistributedEngine().measure(CELL.model_copy(update=wrong))
-    assert re.fullmatch(r"rank [01]: KeyError: .unknown strategy 'ulises'; known: .*", raised.value.reason)
+    assert re.fullmatch(r"rank [01]: KeyError: .unknown strategy 'ulises'; choices: .*", raised.value.reason)
     assert raised.value.status == "failed"
 
 

@@ -23,6 +23,10 @@ from tests.measure.trace.same_traces import differences
 RSA = cell("ring_self_attention")
 
 
+#: what a warning says of a kept trace
+DAMAGED = "a kept trace is damaged, so the step is traced again"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a cache that this process uses."""
@@ -139,7 +143,7 @@ def test_a_damaged_file_is_made_again_and_said_once(
         for _ in range(2):
             assert differences(tracing.trace(RSA, events=True), before) == []
         assert file.read_bytes() == whole
-        assert [text.split(":")[0] for text in caplog.messages] == ["a kept trace is damaged and made again"]
+        assert [text.split(":")[0] for text in caplog.messages] == [DAMAGED]
     assert made == [RSA] * 4
 
 

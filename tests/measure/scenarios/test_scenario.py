@@ -105,7 +105,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("defaults.model", "bert-bse", "unknown model 'bert-bse'; did you mean 'bert-base'?"),
     ("groups[0].strategy", "tensor_paralel", "unknown strategy 'tensor_paralel'; did you mean 'tensor_"),
     ("defaults.cluster", "piz-daint", "unknown cluster 'piz-daint'; did you mean"),
-    ("defaults.engine", "real", "unknown engine 'real' (known: distributed, emulated, lockstep, virtual)"),
+    ("defaults.engine", "real", "unknown engine 'real' (choices: distributed, emulated, lockstep, virtual)"),
     ("defaults.precision", "fp8", "must be"),
     ("defaults.search.quantity", "length", "unknown quantity 'length'"),
     ("groups[1].seq_len", 512, "is what the search is to find"),
@@ -123,9 +123,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("groups[1].model_options.layers", -3, "must be at least 1, not -3"),
     ("groups[1].model_options.layers", 10**9, "must be at most 4096"),
     ("groups[1].model_options.dropout", float("nan"), "must be a finite"),
-    ("groups[0].strategy_options.pad", True, "unknown option (known: loss)"),
+    ("groups[0].strategy_options.pad", True, "unknown option (choices: loss)"),
     ("values[0].quantity", "answr", "unknown quantity 'answr'; did you mean 'answer'?"),
-    ("values[0].role", "predicted", "unknown key (known: claim, published, cells,"),
+    ("values[0].role", "predicted", "unknown key (choices: claim, published, cells,"),
 ]
 #: what is said of another key than the one that is wrong, or of several
 WRONG_ELSEWHERE: list[tuple[str, Any, str]] = [

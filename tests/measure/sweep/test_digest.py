@@ -181,7 +181,7 @@ def test_a_row_without_a_digest_is_out_of_date() -> None:
     row = Row(**{name: value for name, value in row_of(SINGLE).items() if name != "digest"})
     assert not is_final(SINGLE, row)
     assert outdated([SINGLE], {SINGLE.key: row}) == (
-        "1 of 1 earlier results are out of date and run again; changed: made by a version without digests (1)"
+        "1 of 1 earlier results are out of date and run again; changed: from a version without digests (1)"
     )
     assert outdated([SINGLE], {SINGLE.key: row_of(SINGLE)}) == outdated([SINGLE], {}) == ""
     failed = as_row(SINGLE, Outcome("failed"))

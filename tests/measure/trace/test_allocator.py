@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory
-from spbench.bench.measure.memory.replay import replay
+from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory, replay
 from tests.measure.trace.naive_allocator import MIB
 
 KIB = 2**10

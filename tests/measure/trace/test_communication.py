@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.program import COLLECTIVE, WAIT
-from spbench.bench.measure.trace.communication import CommunicationMeter, Operation, as_number
+from spbench.bench.measure.trace.meter import CommunicationMeter, Operation, as_number
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.collectives import ring
 from spbench.impls.traffic import WIRE_SHARE, Traffic, wire_bytes

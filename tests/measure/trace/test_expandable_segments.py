@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory
+from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
-from spbench.bench.measure.memory.replay import replay
 from tests.measure.trace.naive_allocator import MIB
 
 

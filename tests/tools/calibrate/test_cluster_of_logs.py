@@ -286,7 +286,7 @@ def test_what_is_missing() -> None:
         ),
         (
             {"a": nccl_log("all_reduce_perf", 1e-5, 1e11, card="NVIDIA H100 PCIe")},
-            "the logs are of NVIDIA H100 PCIe, and dgx-h100 has NVIDIA H100 SXM5 80 GB",
+            "the logs come from NVIDIA H100 PCIe, and dgx-h100 has NVIDIA H100 SXM5 80 GB",
         ),
         (
             {"a": nccl_log("alltoall_perf", 1e-5, 1e11, ranks=16, hosts=2)},

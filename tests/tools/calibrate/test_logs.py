@@ -251,11 +251,11 @@ def trace_with(**changes: object) -> str:
     ("text", "complaint"),
     [
         ("", "is empty"),
-        ("a,b\n1,2\n", "(known: flash-attention, mamf-finder, nccl-tests, torch-profiler)"),
+        ("a,b\n1,2\n", "(choices: flash-attention, mamf-finder, nccl-tests, torch-profiler)"),
         ('{"rows": []}', "no kind of log"),
         (NCCL + flash_log(1e14, 1.0), "is a log of flash-attention and of nccl-tests"),
         (NCCL[: NCCL.index("           8 ")], "without rows; was the run cut off?"),
-        (NCCL.replace("all_reduce_perf", ""), "does not say which collective it is of"),
+        (NCCL.replace("all_reduce_perf", ""), "does not name its collective"),
         (NCCL.replace("#  Rank", "# rank"), "no lines '# Rank 0"),
         (nccl_log("all_reduce_perf", 1e-5, 1e11, ranks=1), "on one rank moves nothing"),
         (NCCL.replace("on node-0 device  7", "on node-1 device  7"), "hosts have different numbers of ranks"),

@@ -75,7 +75,7 @@ def test_nothing_judged_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert exit_code(["export", "--to", "markdown", str(places[1]), "--base", str(places[0])]) == 0
     assert "## spbench: not judged" in capsys.readouterr().out
     assert exit_code(["export", "--to", "junit", str(places[1]), "--base", str(places[0])]) == 0
-    assert 'message="not judged in full; 1 measured metric not judged: base is of' in capsys.readouterr().out
+    assert 'message="not judged in full; 1 measured metric not judged: base was' in capsys.readouterr().out
 
 
 def test_what_was_not_run_is_said(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,10 @@ def test_one_file_goes_to_standard_output_or_to_a_file(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--to", "junti", "suite"), "no export 'junti'; did you mean 'junit'? (known: asv, github-action, "),
+        (
+            ("--to", "junti", "suite"),
+            "no export 'junti'; did you mean 'junit'? (choices: asv, github-action, ",
+        ),
         (("--to", "junit"), "Missing argument 'RESULTS...'"),
         (("--to", "junit", "absent"), "cannot read absent: no such file"),
         (("--to", "junit", "suite", "other/suite"), "suite and other/suite are both called 'suite'; rename"),

@@ -99,8 +99,11 @@ def one_process(factor: float = 1.0, samples: int = 10, **entries: Any) -> dict[
 @pytest.mark.parametrize(
     ("new", "note"),
     [
-        (one_process(9.0, provenance={"host": "y"}), "base is of x, new of y; spbench compare --run"),
-        (one_process(9.0, provenance={}), "base is of x, new of an unknown machine"),
+        (
+            one_process(9.0, provenance={"host": "y"}),
+            "base was measured on x, new on y; spbench compare",
+        ),
+        (one_process(9.0, provenance={}), "base was measured on x, new on an unknown machine"),
         (one_process(9.0, FEWEST - 1), "fewer than 5 samples a side"),
         (one_process(9.0, measurement={"step_time_s": 9.0}), "there are no samples"),
         (one_process(-1.0), "a sample is not positive"),

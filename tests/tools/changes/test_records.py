@@ -113,10 +113,10 @@ def test_the_commit_is_that_of_the_rows_and_not_of_today(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([row("a", commit="1234567-dirty")], "made by code that is in no commit"),
-        ([row("a", commit="1234567"), row("b", commit="7654321")], "rows were made by commit 7654321, those"),
-        ([row("a")], "do not say which commit they are of; name it by --commit"),
-        ([row("a", commit="1234567")], "has no commit 1234567, which made the results; fetch it, or name"),
+        ([row("a", commit="1234567-dirty")], "come from code that is in no commit"),
+        ([row("a", commit="1234567"), row("b", commit="7654321")], "rows come from commit 7654321, rows of"),
+        ([row("a")], "do not name their commit; name it by --commit"),
+        ([row("a", commit="1234567")], "has no commit 1234567, from which the results come; fetch"),
         (
             [row("a", "distributed"), row("b", "distributed", host="two")],
             "were timed on one and on two, or one of them",

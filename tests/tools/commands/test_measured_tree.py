@@ -86,6 +86,6 @@ def test_the_gate_refuses_rows_of_other_code(clone: Path, spbench: Run) -> None:
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, err = spbench("compare", "results/baseline/small", "results/runs/small")
     assert code == 2
-    assert f"1 of {len(rows)} rows were made by other code than this checkout has now" in err
+    assert f"1 of {len(rows)} rows come from other code than this checkout has now" in err
     shutil.copytree("results/baseline/small", "elsewhere", dirs_exist_ok=True)
     assert spbench("compare", "elsewhere", "results/runs/small")[0] == 0  # any two results, which is no gate

@@ -45,7 +45,7 @@ def test_one_scenario_of_a_paper_alone(spbench: Run, monkeypatch: pytest.MonkeyP
     code, _, err = spbench("reproduce", "rsa/smal")
     assert (code, err) == (
         2,
-        "spbench: no scenario 'smal' answers to rsa; did you mean 'small'? (known: other, small)\n",
+        "spbench: no scenario 'smal' answers to rsa; did you mean 'small'? (choices: other, small)\n",
     )
 
 

@@ -102,7 +102,7 @@ def test_numbers_of_changed_code_are_not_written(spbench: Run, monkeypatch: pyte
     code, out, err = spbench("reproduce", "rsa", "--write")
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == (
-        "spbench: small: rows were made by code that is in no commit (abc-dirty), so that nothing is "
+        "spbench: small: rows come from code that is in no commit (abc-dirty), so that nothing is "
         "written; commit it, and run again with --fresh"
     )
     assert Path("REPRODUCE.md").read_text() == PAGE

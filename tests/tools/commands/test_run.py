@@ -244,7 +244,7 @@ def test_a_figure_of_which_the_cells_have_nothing_is_an_error(spbench: Run) -> N
     Path("small.yaml").write_text(f"{SCENARIO}\nfigure: methods\n")
     code, _, err = spbench("run", "--scenario", "small.yaml")
     said = (
-        "the figure methods was not drawn: no cell here is of what it shows: measurements at a given sequence"
+        "the figure methods was not drawn: no cell here has what it shows: measurements at a given sequence"
     )
     assert (code, said in err) == (1, True)
     assert not list(Path("results/runs/small").glob("*.png"))

@@ -42,7 +42,7 @@ run small.yaml --set training.moments=2024-13-45 -> training.moments: must be 'k
 run small.yaml --set 'batch=!!int x' -> --set batch: '!!int x' is no value: the tag '!!int' is not read
 rnu -> unknown command 'rnu'; did you mean 'run'?
 list scenario -> Invalid value for
-list clusters --figure x.png -> --figure is of one cluster: spbench list cluster NAME
+list clusters --figure x.png -> --figure draws one cluster: spbench list cluster NAME
 
 verify --strategy x -> unknown strategy 'x'
 verify --strategy megatron_sp+x -> unknown strategy 'x'
@@ -53,15 +53,18 @@ verify --model bert-tny -> unknown model 'bert-tny'; did you mean 'bert-tiny'?
 verify --model lama3-8b -> unknown model 'lama3-8b'; did you mean 'llama3-8b'?
 verify --dtype fp8 -> unknown dtype 'fp8'
 verify --part x -> unknown part 'x'
-verify --strategy-option placement=zigzag -> add --strategy
-verify --strategy ring_attention --strategy-option placement=zigzg -> placement is one of contiguous, striped,
-verify --strategy ulysses --strategy-option pad_head=1 -> did you mean 'pad_heads'?
+verify --set strategy_options.placement=zigzag -> add --strategy
+verify --strategy ring_attention --set strategy_options.placement=zigzg -> is one of contiguous, striped,
+verify --strategy ulysses --set strategy_options.pad_head=1 -> did you mean 'pad_heads'?
+verify --model gpt3-tiny --set model_options.lairs=1 -> did you mean 'layers'?
+verify --set sizes.tp=2 -> verify takes model_options.OPTION, strategy_options.OPTION, training.OPTION
+verify --set training.micro_batches=2 -> verify takes model_options.OPTION
 fit llama3-8b -> llama3-8b is a model: give --cluster NAME and --seq-len N too
 fit lama3-8b -> did you mean 'llama3-8b'? (nearest of
 fit meta-llama/Llama-3-8B -> download its config.json and give the path of that
 advise --model llama3-8b -> give --cluster NAME, --gpus N and --seq-len N too
 
-trace traced.yaml --world-size 2 -> 2 cells are left, a trace is of one: bert-tiny/ring_self_attention
+trace traced.yaml --world-size 2 -> 2 cells are left, a trace takes one: bert-tiny/ring_self_attention
 trace traced.yaml --variant all --strategy tensor_parallel -> 4 cells are left
 trace traced.yaml --strategy tensor_parallel --batch 6 -> no cell that is left has batch 6; they have: 4
 trace traced.yaml --strategy single -> no cell with strategy single; it has: tensor_parallel, ring_self
@@ -76,7 +79,7 @@ trace traced.yaml --where training.backend -> 'training.backend' is not SETTING=
 flags torchtitan flags.yaml --strategy lasp2 -> torchtitan has no model tnl-1b of these sizes (it has
 flags megatron flags.yaml --strategy single --set training.backend=fsdp_flat -> Megatron-LM has no
 flags megatrn flags.yaml --strategy single -> there are no flags of 'megatrn'; did you mean 'megatron'?
-flags megatron flags.yaml -> 2 cells are left, a command is of one
+flags megatron flags.yaml -> 2 cells are left, a command takes one
 flags megatron flags.yaml --strategy single --set batch=9 -> cannot be run
 
 calibrate -> give either --scenario
@@ -92,9 +95,9 @@ calibrate --from x.log --check closed_loop -> --check: it goes with --engine dis
 calibrate --engine distributed --check closed_lop -> did you mean 'closed_loop'
 calibrate --engine distributed --world-size 3 --check closed_loop -> it has 0 cells on 3 ranks
 calibrate --from none.log -> cannot read none.log
-calibrate --from step.json --from notes.txt -> notes.txt: no kind of log that is known
+calibrate --from step.json --from notes.txt -> notes.txt: no kind of log that can be read
 calibrate --from step.json --extends dgx-h101 -> --extends: no packaged cluster 'dgx-h101'; did you
-calibrate --from mamf_finder.txt --extends dgx-a100 -> the logs are of NVIDIA H100 80GB HBM3, and dgx-a100 has
+calibrate --from mamf_finder.txt --extends dgx-a100 -> logs come from NVIDIA H100 80GB HBM3, and dgx-a100 has
 calibrate --engine emulated --extends dgx-h100 -> --extends goes with --from
 calibrate --engine emulated step.json -> step.json: it goes with --from
 calibrate --from all_reduce_perf.log --output step.json.yaml step.json.yaml -> --output step.json.yaml

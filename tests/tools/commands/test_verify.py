@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from spbench.bench.command_line.forms.screen import markdown
 
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.measure.verify.cases import VerifyRow
@@ -52,6 +53,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         "verify", "--strategy", "tensor_parallel", "--world-size", "2", "--dtype", "fp64,fp32"
     )
     default = {"backend": "legacy_ddp", "device": "cpu", "options": {}, "backend_options": {}, "explain": 1}
+    default["model_options"] = {}
     assert asked == [(["tensor_parallel"], None, [2], ["fp64", "fp32"], None, default)]
     assert (code, "1.5e-14" in out, out.splitlines()[-1]) == (0, True, "1 green, 1 unsupported")
     assert "tensor_parallel bert-tiny bert N=2 fp64: green" in err
@@ -63,12 +65,23 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
     assert spbench("verify", "--backend", "ddp")[0] == 1
     assert asked[-1][-1] == default | {"backend": "ddp"}
+    settings = "model_options.dropout=0.5,strategy_options.pad_heads=true,training.optimizer=host"
+    named = ("--model", "bert-tiny", "--strategy", "ulysses", "--backend", "zero1")
+    assert spbench("verify", *named, "--set", settings)[0] == 1
+    of_all = {"model_options": {"dropout": 0.5}, "options": {"pad_heads": True}}
+    assert asked[-1][-1] == default | of_all | {"backend": "zero1", "backend_options": {"optimizer": "host"}}
     assert spbench("verify", "--pairs")[0] == 1
     assert {"megatron_sp+ulysses", "ulysses+ring_attention"} <= set(asked[-1][0])
     assert asked[-1][2] == [4]
     assert json.loads(spbench("verify", "--format", "json")[1])[1]["error"] is None
     found()
     assert spbench("verify")[1].splitlines()[-1] == "nothing to verify"
+
+
+def test_a_pipe_has_the_whole_variant() -> None:
+    variant = " ".join(f"option_{n}=value" for n in range(9))
+    (table,) = _each([asdict(replace(row("green", 1e-14), variant=variant))])
+    assert f"| {variant} |" in markdown(table)  # type: ignore[arg-type]
 
 
 def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.tracing import trace
-from spbench.bench.measure.memory.allocator import CachingAllocator
+from spbench.bench.measure.memory.allocator import CachingAllocator, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
-from spbench.bench.measure.memory.replay import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.fit import anatomy as module
 from spbench.bench.tools.fit.anatomy import ANATOMY, Part, anatomy, attempt, least_usable, plain

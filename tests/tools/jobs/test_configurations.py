@@ -176,7 +176,7 @@ def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dic
             "pipeline_parallel_degree = 2: a pipeline",
         ),
         ("replicate_degree = 1", "replicate_degree = 2", "sharded over a part of the replicas"),
-        ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees' product"),
+        ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees multiplied"),
         ("seq_len = 8192", 'seq_len = "8K"', "training.seq_len: 8K is not a whole number"),
         (
             "seq_len = 8192",

@@ -171,7 +171,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("quantities", {"speed": {"field": "tokens"}}, "quantities.speed.field: unknown quantity 'tokens'"),
     ("quantities", {"speed": {"field": "answer", "unit": 0}}, "speed.unit: must be greater than 0, not 0"),
     ("quantities", {"how": {"field": "answer"}}, "row 1 of t1.csv has no number there"),
-    ("calibrated", {"speed": [{"ranks": 1}]}, "calibrated: unknown key (known: table, published, match"),
+    ("calibrated", {"speed": [{"ranks": 1}]}, "calibrated: unknown key (choices: table, published, match"),
     ("published", {"file": "t2.csv"}, "published: cannot read published file t2.csv: No such file"),
     ("publishd", {}, "publishd: unknown key; did you mean 'published'?"),
 ]

@@ -21,7 +21,7 @@ from spbench.bench.tools.report import pages as room
 from spbench.bench.tools.report.build import MARKER, Site, build, check_place
 from spbench.bench.tools.report.gathered import Gathered, gather
 from spbench.bench.tools.report.page import DataTable, Drawing, Page, folded
-from spbench.bench.tools.report.pages.cells_page import script_json
+from spbench.bench.tools.report.pages.cells_page import _column, _pooled, script_json
 from spbench.bench.tools.report.report_markdown import code, html_of, link, markdown_table, plain, shown
 
 LIMIT_BYTES = 10 * 2**20
@@ -238,3 +238,19 @@ def test_a_page_is_found_by_being_there(
 def test_the_site_of_the_committed_results_is_small(site: Site) -> None:
     assert site.bytes < LIMIT_BYTES
     assert {"paper-rsa.html", "paper-lasp.html", "paper-dsp.html"} <= site.files.keys()
+
+
+def test_repeated_values_and_names_of_cells_stand_once() -> None:
+    assert _column(["a", "b", "a", "a"]) == {"of": ["a", "b"], "at": [0, 1, 0, 0]}
+    assert _column([1, True, 1.5]) == {"values": [1, True, 1.5]}
+    table = {"columns": ["phase", "bytes"], "lines": [["forward", 8]]}
+    settings = {"recompute": "full", "tile": None}
+    pooled = _pooled([{"sent": table, "set": settings}, {"sent": {}, "set": {**settings, "tile": 2}}])
+    assert [[pooled["parts"][at] for at in cell] for cell in pooled["cells"]] == [
+        [[0, [["forward", 8]]], [1, ["full", None]]],
+        [[2, []], [1, ["full", 2]]],
+    ]
+    assert pooled["heads"][:2] == [
+        {"names": ["phase", "bytes"], "table": True},
+        {"names": ["recompute", "tile"], "table": False},
+    ]

@@ -117,8 +117,8 @@ def _measured(gathered: Gathered) -> Iterator[Part]:
         yield "No measurement of a real machine was compared: `spbench reproduce measured` does it."
         return
     yield f"""What others measured on real GPUs, with every setting, beside what virtual ranks predict. Errors
-are \\|ours / measured - 1\\|. Other predictors are listed with their errors on the same runs where they are
-known, and else with what their authors state. [All numbers.](paper-{MEASURED}.html)"""
+are \\|ours / measured - 1\\|. Other predictors are listed with their errors on the same runs where their
+predictions are public, and else with what their authors state. [All numbers.](paper-{MEASURED}.html)"""
     heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
     caption = "Errors against real machines, ours and other predictors'"
     yield DataTable("validation", caption, validation_lines(records), heads)
@@ -187,7 +187,7 @@ def _cells(gathered: Gathered) -> str:
     statuses = ", ".join(f"{n} {'out of memory' if status == 'oom' else status}" for status, n in counted)
     commits = _named(dated(commit_of(cell.row)) for cell in gathered.cells)
     torches = _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells)
-    by = [f"made by commit {plain(commits)}"] * bool(commits)
+    by = [f"from commit {plain(commits)}"] * bool(commits)
     by += [f"with torch {plain(torches)}"] * bool(torches)
     return listed([f"{len(gathered.cells)} cells: {statuses}", *by])
 

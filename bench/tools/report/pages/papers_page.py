@@ -128,4 +128,4 @@ def _made(paper: PaperResults, scenario: str) -> str:
     records = paper.records_of_scenario(scenario)
     errors = f" **{errors_by_role(records)}.**" if records else ""
     code_version = f"commit {code(dated(run['commit'])) or 'unknown'} with torch {run['torch']}"
-    return f"{cells}: {counted}; made by {code_version}.{errors}"
+    return f"{cells}: {counted}; by {code_version}.{errors}"

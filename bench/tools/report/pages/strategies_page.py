@@ -164,7 +164,7 @@ def _made(row: Row, cell: Cell) -> str:
     commit = f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
     changed = changed_parts(cell, row)
     since = f"; **since then there have been changes of: {', '.join(changed)}** ({_MAKE} makes it anew)"
-    return f"Made by commit {code(commit)}{since if changed else ''}."
+    return f"From commit {code(commit)}{since if changed else ''}."
 
 
 def _layers(gathered: Gathered, name: str) -> Iterator[Part]:

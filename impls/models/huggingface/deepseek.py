@@ -1,0 +1,127 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and Moonlight, whose files are V3's: latent
+attention, routed and shared experts, and modules of multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.huggingface.config import not_covered
+from spbench.impls.models.huggingface.llama import RotaryConfig
+from spbench.impls.models.huggingface.mixtral import balanced
+
+
+class DeepseekV2Config(RotaryConfig):
+    """Latent attention, whose queries have a latent of their own unless ``q_lora_rank`` is null; the first
+    ``first_k_dense_replace`` layers have an MLP, the others experts.
+
+    The scale of yarn's softmax (``mscale``) changes no shape and no cost, as its angles; both are left out.
+    """
+
+    name: ClassVar[str] = "deepseek_v2"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "attention_bias": [False],
+        "attention_dropout": [0],
+        "hidden_act": ["silu"],
+        "mlp_bias": [False],
+        "moe_layer_freq": [1],
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "ep_size",
+            "head_dim",  # newer files repeat qk_rope_head_dim
+            "output_router_logits",
+            "qk_head_dim",  # the sum of the other two
+            "quantization_config",  # of the weights as they are stored
+            "rope_interleave",  # which features are pairs
+        }
+    )
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    kv_lora_rank: PositiveInt
+    q_lora_rank: PositiveInt | None = 1536
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    n_routed_experts: PositiveInt | None = None
+    n_shared_experts: NonNegativeInt | None = None
+    num_experts_per_tok: PositiveInt | None = None
+    first_k_dense_replace: NonNegativeInt = 0
+    n_group: PositiveInt | None = 1
+    topk_group: PositiveInt | None = 1
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: PositiveFloat = 1.0
+    aux_loss_alpha: NonNegativeFloat = 0.0
+    seq_aux: bool = True
+    num_nextn_predict_layers: NonNegativeInt = 0
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+
+    def model(self) -> CausalTransformerModel:
+        heads = self.num_attention_heads
+        if self.num_key_value_heads not in (None, heads):
+            why = f"latent attention has as many as num_attention_heads, {heads}"
+            raise not_covered("num_key_value_heads", self.num_key_value_heads, why)
+        return CausalTransformerModel(
+            layers=self.num_hidden_layers,
+            hidden=self.hidden_size,
+            heads=heads,
+            inner=self.intermediate_size,
+            vocabulary=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            norm_epsilon=self.rms_norm_eps,
+            rotary_base=self.rope_theta,
+            kv_lora_rank=self.kv_lora_rank,
+            q_lora_rank=self.q_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            mtp_layers=self.num_nextn_predict_layers,
+            **self._expert_options(),
+        )
+
+    def _expert_options(self) -> dict[str, Any]:
+        if self.n_routed_experts is None or self.first_k_dense_replace >= self.num_hidden_layers:
+            return {}
+        if self.num_experts_per_tok is None:
+            raise not_covered("num_experts_per_tok", None, "there are n_routed_experts")
+        groups = {"router_groups": self.n_group, "router_group_topk": self.topk_group}
+        limited = self.topk_method != "greedy" and (self.n_group or 1) > 1
+        return {
+            "experts": self.n_routed_experts,
+            "experts_per_token": self.num_experts_per_tok,
+            "expert_inner": self.moe_intermediate_size,
+            "shared_inner": (self.n_shared_experts or 0) * self.moe_intermediate_size,
+            "dense_layers": self.first_k_dense_replace,
+            "router": self.scoring_func,
+            "router_normalized": self.norm_topk_prob,
+            "router_scale": self.routed_scaling_factor,
+            "router_bias": self.topk_method == "noaux_tc",
+            **(groups if limited else {}),
+            **balanced(self.aux_loss_alpha, "sequence" if self.seq_aux else "batch"),
+        }
+
+
+class DeepseekV3Config(DeepseekV2Config):
+    """As V2's, with sigmoid scores and a bias for the choice, where a file does not say otherwise."""
+
+    name: ClassVar[str] = "deepseek_v3"
+
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "noaux_tc"
+    scoring_func: Literal["softmax", "sigmoid"] = "sigmoid"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: PositiveFloat = 2.5
+    n_group: PositiveInt | None = 8
+    topk_group: PositiveInt | None = 4
+    first_k_dense_replace: NonNegativeInt = 3

@@ -1,0 +1,112 @@
+"""Families whose layers have experts in place of an MLP: Mixtral (arXiv 2401.04088), Qwen1.5-MoE and Qwen2
+with experts (``Qwen2MoeForCausalLM``, arXiv 2407.10671), Qwen3 with experts (arXiv 2505.09388)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from spbench.impls.models.huggingface.config import Config, not_covered
+from spbench.impls.models.huggingface.llama import MistralConfig, Qwen2Config, Qwen3Config
+
+
+def balanced(weight: float, over: str = "batch") -> dict[str, Any]:
+    """The options of a loss of that weight that balances the experts' loads over such tokens; none for 0."""
+    return {"aux_loss": over, "aux_weight": weight} if weight else {}
+
+
+def layers_with_experts(flags: Sequence[bool]) -> dict[str, Any]:
+    """The options of a model in which these layers have experts."""
+    dense = next((i for i, has in enumerate(flags) if has), len(flags))
+    if all(flags[dense:]):
+        return {"dense_layers": dense}
+    whole = [*map(int, flags)]
+    repeated = (whole[:n] for n in range(1, len(whole) + 1))
+    return {"expert_pattern": next(tuple(p) for p in repeated if (p * len(whole))[: len(whole)] == whole)}
+
+
+class MixtralConfig(MistralConfig):
+    """As Mistral's, each layer with ``num_local_experts`` experts, weighted by a softmax over the logits
+    of the chosen ones; a file that does not say so has no window."""
+
+    name: ClassVar[str] = "mixtral"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**MistralConfig.fixed, "router_jitter_noise": [0]}
+    ignored: ClassVar[frozenset[str]] = frozenset({"output_router_logits"})
+
+    sliding_window: PositiveInt | None = None
+    num_local_experts: PositiveInt = 8
+    num_experts_per_tok: PositiveInt = 2
+    router_aux_loss_coef: NonNegativeFloat = 0.001
+
+    def family_options(self) -> dict[str, Any]:
+        return {
+            "experts": self.num_local_experts,
+            "experts_per_token": self.num_experts_per_tok,
+            "router_scores": "chosen",
+            **balanced(self.router_aux_loss_coef),
+        }
+
+
+class QwenExpertsConfig(Config):
+    """The fields of experts that Qwen's families share: every ``decoder_sparse_step``-th layer has them, but
+    for ``mlp_only_layers``."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"output_router_logits"})
+
+    num_hidden_layers: PositiveInt
+    num_experts_per_tok: PositiveInt
+    moe_intermediate_size: PositiveInt
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: Sequence[NonNegativeInt] = ()
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: NonNegativeFloat = 0.001
+
+    def expert_options(self, experts: int) -> dict[str, Any]:
+        """The options of a model with that many experts."""
+        if not experts:
+            return {}
+        if others := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:
+            raise not_covered("mlp_only_layers", others, f"there are {self.num_hidden_layers} layers")
+        step, without = self.decoder_sparse_step, self.mlp_only_layers
+        flags = [(i + 1) % step == 0 and i not in without for i in range(self.num_hidden_layers)]
+        return {
+            "experts": experts,
+            "experts_per_token": self.num_experts_per_tok,
+            "expert_inner": self.moe_intermediate_size,
+            "router_normalized": self.norm_topk_prob,
+            **layers_with_experts(flags),
+            **balanced(self.router_aux_loss_coef),
+        }
+
+
+class Qwen2MoeConfig(QwenExpertsConfig, Qwen2Config):
+    """As Qwen2's, with shared experts behind a gate."""
+
+    name: ClassVar[str] = "qwen2_moe"
+
+    num_experts: NonNegativeInt = 60
+    num_experts_per_tok: PositiveInt = 4
+    moe_intermediate_size: PositiveInt = 1408
+    shared_expert_intermediate_size: PositiveInt = 5632
+
+    def family_options(self) -> dict[str, Any]:
+        options = {**super().family_options(), **self.expert_options(self.num_experts)}
+        if self.num_experts:
+            options |= {"shared_inner": self.shared_expert_intermediate_size, "shared_gate": True}
+        return options
+
+
+class Qwen3MoeConfig(QwenExpertsConfig, Qwen3Config):
+    """As Qwen3's, with routed experts alone; heads have no size of their own where a file does not say so."""
+
+    name: ClassVar[str] = "qwen3_moe"
+
+    head_dim: PositiveInt | None = None
+    num_experts: NonNegativeInt = 128
+    num_experts_per_tok: PositiveInt = 8
+    moe_intermediate_size: PositiveInt = 768
+
+    def family_options(self) -> dict[str, Any]:
+        return {**super().family_options(), **self.expert_options(self.num_experts)}

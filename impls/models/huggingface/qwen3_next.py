@@ -1,0 +1,68 @@
+"""Qwen3-Next (``Qwen3NextForCausalLM``): Gated DeltaNet in most layers, softmax attention with an output gate
+in the others, and experts in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from spbench.impls.models.huggingface.config import not_covered
+from spbench.impls.models.huggingface.llama import LlamaConfig, repeated_pattern
+from spbench.impls.models.huggingface.mixtral import QwenExpertsConfig
+from spbench.impls.models.hybrid import HybridModel
+
+_LETTERS = {"linear_attention": "G", "full_attention": "S"}
+
+
+class Qwen3NextConfig(QwenExpertsConfig, LlamaConfig):
+    """Each ``full_attention_interval``-th layer has softmax attention where a file does not list them."""
+
+    name: ClassVar[str] = "qwen3_next"
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {*QwenExpertsConfig.ignored, "use_sliding_window", "max_window_layers"}
+    )
+
+    head_dim: PositiveInt | None = 256
+    partial_rotary_factor: PositiveFloat = 0.25
+    full_attention_interval: PositiveInt = 4
+    layer_types: Sequence[Literal["linear_attention", "full_attention"]] | None = None
+    linear_conv_kernel_dim: PositiveInt = 4
+    linear_key_head_dim: PositiveInt = 128
+    linear_num_key_heads: PositiveInt = 16
+    linear_num_value_heads: PositiveInt = 32
+    linear_value_head_dim: PositiveInt = 128
+    num_experts: NonNegativeInt = 512
+    num_experts_per_tok: PositiveInt = 10
+    moe_intermediate_size: PositiveInt = 512
+    shared_expert_intermediate_size: PositiveInt = 512
+    norm_topk_prob: bool = True
+
+    def family_options(self) -> dict[str, Any]:
+        options = {"qk_norm": True, **self.expert_options(self.num_experts)}
+        if self.num_experts:
+            options |= {"shared_inner": self.shared_expert_intermediate_size, "shared_gate": True}
+        return options
+
+    def model(self) -> HybridModel:
+        layers, every = self.num_hidden_layers, self.full_attention_interval
+        kinds = self.layer_types
+        if kinds is not None and len(kinds) != layers:
+            raise not_covered("layer_types", kinds, f"there are {layers} layers")
+        letters = "".join("S" if (i + 1) % every == 0 else "G" for i in range(layers))
+        if kinds is not None:
+            letters = "".join(_LETTERS[kind] for kind in kinds)
+        plain = super().model()
+        options = {field.name: getattr(plain, field.name) for field in fields(plain)}
+        return HybridModel(
+            **options,
+            pattern=repeated_pattern(letters),
+            output_gate=True,
+            state_heads=self.linear_num_value_heads,
+            state_key_heads=self.linear_num_key_heads,
+            key_size=self.linear_key_head_dim,
+            value_size=self.linear_value_head_dim,
+            convolution=self.linear_conv_kernel_dim,
+        )
