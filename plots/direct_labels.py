@@ -32,13 +32,13 @@ _LAST_POINTS = 4
 #: places that are tried for a label, and combinations of places
 _MOST_PLACES, _MOST_TRIES = 40, 5000
 #: directions from a point in which a label may stand, the preferred first
-_DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 1), (1, -1), (-1, 0), (1, 1), (-1, -1))
+_Way = tuple[float, float]
+_DIRECTIONS: Sequence[_Way] = ((1, 0), (0, 1), (0, -1), (-1, 1), (1, -1), (-1, 0), (1, 1), (-1, -1))
 #: the same beyond the right end, where a panel got room for names
 _TO_THE_RIGHT = ((1, 0), (1, 0.5), (1, -0.5), (1, 1), (1, -1))
 
 _Points = NDArray[np.float64]
 #: right and up
-_Way = tuple[float, float]
 
 
 def can_be_labelled(lines: Sequence[Line2D]) -> bool:

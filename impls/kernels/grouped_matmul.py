@@ -16,6 +16,10 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, matrix
 
+#: what TransformerEngine's grouped matmuls work in: as many workspaces of its matmuls as it has streams for
+#: them (get_cublas_workspace of pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams), by the name
+#: that meters give it
+GROUPED_WORKSPACES, GROUPED_STREAMS = "transformer_engine_grouped", 4
 #: operators that are one matmul for each expert -> the position of the rows that are multiplied
 GROUPED_MATMULS = {
     "grouped_mm": 0,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 #: the operators that torch runs through cuBLAS handles of its own, whose workspaces its allocator holds
 TORCH_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "strided_bmm", "accumulate_mm_"})
 #: those of TransformerEngine, which all use one workspace
-TRANSFORMER_ENGINE_PRODUCTS = frozenset({"te_mm", "te_accumulate_mm_"})
+TRANSFORMER_ENGINE_PRODUCTS = frozenset({"te_mm", "te_mm_to", "te_accumulate_mm_"})
 
 
 @torch.library.custom_op("spbench::te_mm", mutates_args=())
@@ -34,6 +34,17 @@ def te_mm(a: Tensor, b: Tensor) -> Tensor:
 @te_mm.register_fake
 def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[1])
+
+
+@torch.library.custom_op("spbench::te_mm_to", mutates_args=())
+def te_mm_to(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [m, k] times b [k, n] -> [m, n] in ``dtype``, without a copy of either in it."""
+    return torch.matmul(a.to(dtype), b.to(dtype)).contiguous()
+
+
+@te_mm_to.register_fake
+def _(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def _accumulate(into: Tensor, a: Tensor, b: Tensor) -> None:

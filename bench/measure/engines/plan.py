@@ -1,8 +1,4 @@
-"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form.
-
-How much of a card the tensors of a cell can have: what CUDA leaves, less what NCCL takes to connect its
-ranks.
-"""
+"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ from spbench.bench.measure.engines.unlike_ranks import (
     marked_axis,
     roles_by_load,
 )
-from spbench.bench.measure.simulator.costs import node_of
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.backend import PlannedStep, planned_sums
@@ -100,11 +95,14 @@ class Plan:
         classes: of its ranks.
         traffic: for each class, the closed form of what a rank sends in a step.
         sizes: ranks along each axis, in the order of the mesh.
+        uneven: the cell, where ranks of a class send unlike amounts to experts, and the closed form of each
+            class is that of its first rank.
     """
 
     classes: list[RankClass]
     traffic: list[list[Traffic]]
     sizes: Mapping[str, int]
+    uneven: Cell | None = None
 
     def class_of(self, rank: int) -> RankClass:
         """The class that a global rank belongs to."""
@@ -112,6 +110,8 @@ class Plan:
 
     def traffic_of(self, rank: int) -> list[Traffic]:
         """The closed form of what a global rank sends."""
+        if self.uneven is not None and rank not in [each.first for each in self.classes]:
+            return closed_form(self.uneven, rank)
         return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
 
     def formula(self, rank: int) -> list[dict[str, Any]]:
@@ -197,45 +197,47 @@ def plan(cell: Cell) -> Plan:
     strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
     if why := cannot_run(load_cluster(cell.cluster).device, model.attention_kernel):
         raise Unsupported(*why)
-    precision, (batch, seq_len) = PRECISIONS[cell.precision], cell.shape
-    parts = _batch_parts(cell)
-
-    def sites(stage: Stage) -> list[Site]:
-        return list(model.sites(batch // parts, seq_len, strategy.vocabulary_parts, stage))
-
-    strategy.check(sites(ONE_STAGE) + training_sites(precision))
-    forward_only = cell.training.step == "inference"
-    if forward_only:
+    strategy.check(_sites(cell, strategy, ONE_STAGE) + training_sites(PRECISIONS[cell.precision]))
+    if cell.training.step == "inference":
         _check_inference(cell)
     elif not model.has_weights:
         raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
-    width, micro_batches = precision.parameters.itemsize, cell.training.micro_batches
     backend = backend_class(cell.training.backend)
     if cell.sizes.pp > 1 and not backend.pipelined:
         raise Unsupported(
             f"the backend {backend.name} shards a whole model and has no pipeline stages",
             "use pp 1, or the backend ddp",
         )
-    traffic = []
     classes = rank_classes(cell)
     _check_schedule(cell)
-    for each in classes:
-        around = composition(cell, Place.of_rank(cell.mesh_sizes, each.first))
-        asked = [sites(stage) for stage in around.stages]
-        # asked for once a step, whatever the stages
-        asked[0] += training_sites(precision, [*itertools.chain(*asked)])
-        step = planned_step(cell, each.first, [*itertools.chain(*asked)])
-        gradient_bytes = backend.gradient_dtype(precision, step.options).itemsize
-        of_stages = (
-            composed_traffic(of_stage, step.strategy, stage, micro_batches, width, gradient_bytes)
-            for of_stage, stage in zip(asked, around.stages, strict=True)
-        )
-        entries = [*itertools.chain(*of_stages), *backend.traffic(step)]
-        if forward_only:
-            entries = [t for t in entries if t.phase == "forward"]
-        sizes = cell.mesh_sizes
-        traffic.append([t for t in entries if t.sent_bytes(t.group_size(sizes))])
-    return Plan(classes, traffic, cell.mesh_sizes)
+    traffic = [closed_form(cell, each.first) for each in classes]
+    return Plan(classes, traffic, cell.mesh_sizes, None if expert_rows(cell) is None else cell)
+
+
+def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
+    """What a micro-batch of a replica asks of a stage."""
+    (batch, seq_len), model = cell.shape, model_preset(*cell.model_arguments)
+    return list(model.sites(batch // _batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
+
+
+def closed_form(cell: Cell, rank: int) -> list[Traffic]:
+    """What a global rank of a cell that has been checked sends in a step, but for what sends nothing."""
+    precision, training, sizes = PRECISIONS[cell.precision], cell.training, cell.mesh_sizes
+    strategy, backend = planned_strategy(cell), backend_class(training.backend)
+    around = composition(cell, Place.of_rank(sizes, rank))
+    asked = [_sites(cell, strategy, stage) for stage in around.stages]
+    # asked for once a step, whatever the stages
+    asked[0] += training_sites(precision, [*itertools.chain(*asked)])
+    step = planned_step(cell, rank, [*itertools.chain(*asked)])
+    widths = precision.parameters.itemsize, backend.gradient_dtype(precision, step.options).itemsize
+    of_stages = (
+        composed_traffic(of_stage, step.strategy, stage, training.micro_batches, *widths)
+        for of_stage, stage in zip(asked, around.stages, strict=True)
+    )
+    entries = [*itertools.chain(*of_stages), *backend.traffic(step)]
+    if training.step == "inference":
+        entries = [t for t in entries if t.phase == "forward"]
+    return [t for t in entries if t.sent_bytes(t.group_size(sizes))]
 
 
 def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
@@ -325,33 +327,3 @@ def model_parameters(cell: Cell) -> int:
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(site.dims["elements"] for site in sites if site.kind == "parameters")
-
-
-def usable_memory_bytes(cell: Cell) -> int | None:
-    """Bytes of a device that the tensors of a cell and the allocator's own waste can have; None: no limit.
-
-    Raises:
-        Unsupported: the cell cannot run as it is, on clusters that know what NCCL takes.
-    """
-    usable = load_cluster(cell.cluster).usable_memory_bytes
-    return None if usable is None else usable - (exchange_memory_bytes(cell) or 0)
-
-
-def exchange_memory_bytes(cell: Cell) -> int | None:
-    """What NCCL's buffers for all-to-alls take of the device of rank 0, which has no fewer peers in its node
-    than others; one communicator counts, that with the most. None: the cluster does not say.
-
-    An all-to-all connects each pair of devices of a node over each of NCCL's channels, with buffers of all
-    protocols at either end (``p2pSendSetup`` and ``p2pRecvSetup`` of src/transport/p2p.cc). Between nodes
-    buffers are shared (src/transport/net.cc), and count as nothing.
-    """
-    cluster = load_cluster(cell.cluster)
-    of_peer = cluster.device.memory_peer_bytes.value
-    if of_peer is None:
-        return None
-    planned, most = plan(cell), 0
-    for entry in planned.traffic_of(0):
-        if entry.collective == "all_to_all":
-            group = Place.of_rank(planned.sizes, 0).members(*entry.axes)[: entry.group_size(planned.sizes)]
-            most = max(most, sum(node_of(rank, cluster) == 0 for rank in group) - 1)
-    return most * of_peer

@@ -16,10 +16,11 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.engine import Candidates, Engine
 from spbench.bench.measure.engines.extrapolate import Needs, NotOneProgram, Programs
-from spbench.bench.measure.engines.plan import rank_classes, usable_memory_bytes
+from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measurement import Measurement

@@ -20,7 +20,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.simulator.lighter_ranks import odd_sets
 from spbench.impls.attended import Attended
 from spbench.impls.axes import Place
-from spbench.impls.dispatchers.sent_tokens import rows_of_ranks
+from spbench.impls.dispatchers.sent_tokens import dropped_tokens, rows_of_ranks
 from spbench.impls.models.model import model_preset
 from spbench.impls.routing import EVEN
 from spbench.impls.strategies.base import Strategy
@@ -150,6 +150,29 @@ def imbalance(cell: Cell) -> float | None:
         if total := sum(pairs):
             most *= max(pairs) * len(pairs) / total
     return most
+
+
+def expert_load(cell: Cell) -> dict[str, Any]:
+    """The fields of a measurement that say how unevenly tokens go to experts: ``expert_imbalance``,
+    ``dropped_tokens`` and ``routing``; none for a model without experts."""
+    model, (batch, seq_len) = model_preset(*cell.model_arguments), cell.shape
+    replicas, micro_batches = cell.sizes.dp, cell.training.micro_batches
+    of_replica = batch // replicas // micro_batches
+    site = next((s for s in model.sites(of_replica, seq_len) if s.kind == "experts"), None)
+    if site is None or site.experts is None:
+        return {}
+    call = site.experts
+    strategy = nesting(cell.strategy).configured(Place(cell.mesh_sizes), cell.strategy_options)
+    rows = rows_of_ranks(call, strategy, of_replica, seq_len)
+    dropped = dropped_tokens(call, strategy, of_replica, seq_len) * micro_batches
+    routing = "learned" if call.learned else call.plan.routing
+    if call.learned and cell.engine == "virtual":
+        routing = "learned, taken as even"
+    return {
+        "expert_imbalance": float(rows.max() / rows.mean()) if rows.any() else 1.0,
+        "dropped_tokens": dropped,
+        "routing": routing,
+    }
 
 
 def expert_rows(cell: Cell) -> np.ndarray | None:

@@ -10,7 +10,6 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
-from spbench.bench.measure.engines.expert_load import expert_load
 from spbench.bench.measure.engines.pipeline_stages import stage_traces
 from spbench.bench.measure.engines.plan import (
     RankClass,
@@ -18,13 +17,13 @@ from spbench.bench.measure.engines.plan import (
     plan,
     rank_classes,
     sending_class,
-    usable_memory_bytes,
 )
 from spbench.bench.measure.engines.rank_memory import limit_by_host
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
-from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis
+from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement

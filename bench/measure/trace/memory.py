@@ -37,6 +37,7 @@ from spbench.bench.measure.trace.torch_internals import (
 )
 from spbench.impls.kernels.attention_buffers import inside_backward
 from spbench.impls.kernels.flash_attention import flash_attention_backward
+from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS, GROUPED_WORKSPACES
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, MAKES_PAGEABLE
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 
@@ -112,6 +113,8 @@ _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 def _library(func: Any) -> str | None:
     """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
     name = schema_of(func).name.split("::")[1]
+    if name in GROUPED_MATMULS:
+        return GROUPED_WORKSPACES if name.startswith("te_") else None
     if name in TRANSFORMER_ENGINE_PRODUCTS:
         return "transformer_engine"
     return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None

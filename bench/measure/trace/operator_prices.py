@@ -44,6 +44,7 @@ MATMULS = {
     "addmm_": 1,
     "baddbmm_": 1,
     "te_mm": 0,
+    "te_mm_to": 0,
     "te_accumulate_mm_": 1,
     "accumulate_mm_": 1,
     "strided_bmm": 0,

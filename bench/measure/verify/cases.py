@@ -299,7 +299,7 @@ def _foldings(case: Case, ranks: int) -> list[Mapping[str, int]]:
         for ep, etp in itertools.product(range(1, ranks + 1), (1, 2))
         if experts and ranks % (ep * etp) == 0 and all(n % ep == 0 for n in experts)
     ]
-    return sizes or [{}]  # type: ignore[list-item]
+    return sizes or [{}]
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

@@ -20,9 +20,10 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deepened_traces import stage_layers, with_layers
-from spbench.bench.measure.engines.plan import plan, usable_memory_bytes
+from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.simulator.costs import RatesUnknown

@@ -13,10 +13,11 @@ from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
-from spbench.bench.measure.engines.plan import rank_classes, usable_memory_bytes
+from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
+from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator, replay
 from spbench.bench.measure.trace.memory_log import CATEGORIES, MemoryLog

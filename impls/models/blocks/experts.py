@@ -149,9 +149,10 @@ class MixtureModule(nn.Module):
     def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
         sent = self._sent_tokens(routed.chosen, batch, length)
         there = self.dispatcher.dispatch(tokens, routed.weights, routed.chosen, sent)
-        rows = self._by_experts(there)
-        rows = self.dispatcher.send_back(rows, there.state)
-        return self.dispatcher.to_tokens(rows, there.state)
+        # what programs refer to at each moment, they hold: what experts made, until tokens are summed
+        made = self._by_experts(there)
+        back = self.dispatcher.send_back(made, there.state)
+        return self.dispatcher.to_tokens(back, there.state)
 
     def _by_experts(self, there: Dispatched) -> Tensor:
         rows = self._experts(there.rows, there.weights, there.lengths)

@@ -19,7 +19,8 @@ class _Remade:
     """What stands for a result until backward reads it; several that kept it read the same one."""
 
     def __init__(self, make: Callable[[], Tensor]):
-        self._make, self._made = make, None
+        self._make = make
+        self._made: Tensor | None = None
 
     def read(self) -> Tensor:
         if self._made is None:

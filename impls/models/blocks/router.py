@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, te_mm, te_mm_to
 from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
 
@@ -175,15 +176,19 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.dtype = bias, dtype
-        logits = torch.mm(x.to(dtype), weight.to(dtype).mT)
+        ctx.bias, ctx.dtype, ctx.library = bias, dtype, library_of(weight)
+        if library_of(weight) == TRANSFORMER_ENGINE:
+            logits = te_mm_to(x, weight.mT, dtype)
+        else:
+            logits = torch.mm(x.to(dtype), weight.to(dtype).mT)
         return logits if bias is None else logits.add_(bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        d_x = torch.mm(d_logits, weight.to(ctx.dtype)).to(x.dtype)
-        d_weight = torch.mm(d_logits.mT, x.to(ctx.dtype)).to(weight.dtype)
+        product = te_mm if ctx.library == TRANSFORMER_ENGINE else torch.mm
+        d_x = product(d_logits, weight.to(ctx.dtype)).to(x.dtype)
+        d_weight = product(d_logits.mT, x.to(ctx.dtype)).to(weight.dtype)
         d_bias = None if ctx.bias is None else d_logits.sum(0).to(ctx.bias.dtype)
         return d_x, d_weight, d_bias, None
 
