@@ -3,7 +3,7 @@ arXiv 2603.07685).
 
 An all-to-all between nodes takes a token to the rank of the same number on each node that it meets. An
 all-to-all within the node takes it on to the ranks whose experts it meets, with its weights of these. Where
-all ranks that share experts are on one node, there is the second alone. A rank copies the rows to its experts,
+all ranks that share experts are on one node, there is the second alone. A rank copies the rows to its experts
 and sums what they return before it goes back. The kernels of DeepEP do both at once, and overlap them; here
 they are two collectives.
 
@@ -31,6 +31,13 @@ class _Hop(NamedTuple):
 
     sent: list[int]
     received: list[int]
+
+
+class _Places(NamedTuple):
+    """Where the rows of that many tokens are; see :func:`permute`."""
+
+    rows: Tensor
+    tokens: int
 
 
 class _Lengths(NamedTuple):
@@ -104,7 +111,7 @@ class NodeDeduplicated(Dispatcher):
 
     def _hop(
         self, x: Tensor, weights: Tensor, chosen: Tensor, parts: int, hop: _Hop, group: Any
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, int]]:
+    ) -> tuple[Tensor, Tensor, Tensor, _Places]:
         """Rows x [T, H] to each of ``parts`` ranks whose experts they meet, with the weights [T, E] and the
         choices [T, E] of these alone; and what the way back needs."""
         meets = chosen.unflatten(1, (parts, -1)).any(2)
@@ -116,7 +123,7 @@ class NodeDeduplicated(Dispatcher):
             all_to_all_rows(rows, hop.sent, hop.received, group),
             all_to_all_rows(of_part, hop.sent, hop.received, group),
             all_to_all_rows(choices, hop.sent, hop.received, group),
-            (places, len(x)),
+            _Places(places, len(x)),
         )
 
     def _rows_of(self, meets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -134,12 +141,12 @@ class NodeDeduplicated(Dispatcher):
         rows = all_to_all_rows(rows, lengths.within.received, lengths.within.sent, self.within)
         if lengths.between is None:
             return rows
-        rows = unpermute(rows, *places[1], self.permutation)
+        rows = unpermute(rows, places[1].rows, places[1].tokens, self.permutation)
         return all_to_all_rows(rows, lengths.between.received, lengths.between.sent, self.between)
 
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         _, places, _ = state
-        return unpermute(rows, *places[0], self.permutation)
+        return unpermute(rows, places[0].rows, places[0].tokens, self.permutation)
 
     def traffic(
         self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int

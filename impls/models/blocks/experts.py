@@ -247,7 +247,11 @@ class MixtureModule(nn.Module):
         if factors:
             factor = FACTORS.get(model.activation)
             y = y * (factors[0] if factor is None else factor(factors[0]))
-        return y if weights is None else y * weights.to(y.dtype)[:, None]
+        if weights is None:
+            return y
+        if model.fused:  # Megatron-LM rounds the product, not the weights
+            return (y * weights[:, None]).to(y.dtype)
+        return y * weights.to(y.dtype)[:, None]
 
 
 class _Shared(torch.autograd.Function):
