@@ -37,10 +37,12 @@ class Stage:
 
     @property
     def first(self) -> bool:
+        """Whether it is the first stage, which embeds tokens."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
+        """Whether it is the last stage, which has the head and the loss."""
         return self.index == self.count - 1
 
     @property

@@ -53,4 +53,5 @@ def decay_mask(decay: Tensor | None, length: int, like: Tensor) -> Tensor:
 
 
 def positions(length: int, like: Tensor) -> Tensor:
+    """Numbers 0 .. length - 1 [length], of the states' dtype, on the device of ``like``."""
     return torch.arange(length, device=like.device, dtype=state_dtype(like.dtype))

@@ -57,6 +57,8 @@ def new_like(x: Tensor, size: int) -> Tensor:
 def forward_by_scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool | Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Returns o [B, Z, M, A] and lse [B, Z, M], by all scores in float32 or float64; ``causal`` as of
+    :func:`_scores`."""
     scores = _scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
     by_key_head = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
@@ -141,12 +143,15 @@ def _as_wide_as(q: Tensor, x: Tensor) -> Tensor:
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Room for o [B, Z, M, A] and lse [B, Z, M], as the kernel allocates them."""
     return new_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
 def backward_by_scores(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v, in their shapes, by all scores; o and lse may be of more
+    keys than k has."""
     p = _scores(q, k, scale, causal)
     p.sub_(_by_key_head(lse.unsqueeze(-1), k)).exp_()
     d_out, queries, out = (_by_key_head(x, k).to(p.dtype) for x in (d_o, q, o))
@@ -205,6 +210,7 @@ def _backward_on_cuda(
 
 
 def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of q, k and v, in their shapes."""
     d_q, d_k, d_v = (new_like(x, x.shape[3]) for x in (q, k, v))
     return d_q, d_k, d_v
 

@@ -94,6 +94,7 @@ class GatedDelta(Rule):
 
     @staticmethod
     def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        """S_t [B, Z, D, A] of S_(t-1), with k [B, Z, D], v [B, Z, A], and g and b [B, Z] of position t."""
         state = g.exp()[..., None, None] * state
         written = b.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
         return state + k.unsqueeze(-1) * written.unsqueeze(-2)

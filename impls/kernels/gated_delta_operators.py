@@ -19,6 +19,7 @@ OPS = torch.ops.spbench
 
 
 def block_of(x: Tensor) -> int:
+    """Positions in a block of x [B, L, ...]: BLOCK, or L if that is less."""
     return min(BLOCK, x.shape[1])
 
 
@@ -28,6 +29,7 @@ def blocks_of(x: Tensor, starts: Sequence[int]) -> Blocks:
 
 
 def split(blocks: Blocks, heads: int, *tensors: Tensor) -> list[Tensor]:
+    """Each tensor [B, L, G or Z, ...] in blocks and by ``heads`` [B, heads, C, block, ...]."""
     return [blocks.of(x, heads) for x in tensors]
 
 
@@ -101,6 +103,7 @@ def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) 
 def output(
     q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
+    """o [B, L, Z, A] of V' (``written``) and the state before each block [B, Z, C, D, A]."""
     blocks = blocks_of(q, starts)
     (queries, keys, values), decay = split(blocks, written.shape[2], q, k, written), BlockDecay(sums, blocks)
     o = decay.from_start * queries @ states.to(queries.dtype) + queries @ keys.mT * decay.between() @ values
@@ -118,10 +121,12 @@ def _rows(k: Tensor, sums: Tensor) -> Tensor:
 
 
 def room_for_states(k: Tensor, v: Tensor, starts: Sequence[int]) -> Tensor:
+    """Room for the state before each block [B, Z, C, D, A]."""
     return k.new_empty(len(v), v.shape[2], blocks_of(v, starts).count, k.shape[-1], v.shape[-1])
 
 
 def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
+    """Room for the map of all blocks [B, Z, D (A + D)]."""
     return sums.new_empty(len(v), v.shape[2], k.shape[-1] * (v.shape[-1] + k.shape[-1]))
 
 

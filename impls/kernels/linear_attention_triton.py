@@ -263,10 +263,12 @@ def states(k: Tensor, v: Tensor, decay: Tensor | None, block: int) -> Tensor:
 def output(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, states: Tensor, initial: Tensor | None, block: int
 ) -> Tensor:
+    """o [B, Z, L, A] of q, k [B, Z, L, D], v [B, Z, L, A], the states of blocks and the state before all."""
     return _at_positions((q, k, v), decay, states, initial, block, backward=False, transposed=False)
 
 
 def state_gradients(q: Tensor, d_o: Tensor, decay: Tensor | None, block: int) -> Tensor:
+    """The gradients of the states of blocks, of q [B, Z, L, D] and the output's gradient [B, Z, L, A]."""
     return _at_boundaries(q, d_o, decay, block, backward=True)
 
 

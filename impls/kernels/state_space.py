@@ -84,5 +84,6 @@ class StateSpace(Rule):
 
     @staticmethod
     def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        """S_t [B, Z, D, A] of S_(t-1), with k [B, Z, D], v [B, Z, A], and g and b [B, Z] of position t."""
         written = k.unsqueeze(-1) * (b.unsqueeze(-1) * v).unsqueeze(-2)
         return g.exp()[..., None, None] * state + written

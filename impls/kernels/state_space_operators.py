@@ -91,6 +91,7 @@ def passed(
 def output(
     scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
+    """o [B, L, Z, A] of the scores of queries and keys in blocks and the state before each block."""
     (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums, starts)
     pairs = _for_heads(scores, v.shape[2]) * decay.between() * strength.unsqueeze(-2)
     return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)

@@ -74,6 +74,8 @@ class Row(NamedTuple):
 
     @property
     def alike(self) -> tuple[Any, ...]:
+        """The same for rows whose attention runs the same operators: which keys are seen, and the
+        tensors' shapes."""
         return self.seen, tuple(x.shape for x in self.tensors)
 
 

@@ -62,6 +62,8 @@ class TensorParallelOptions(Options):
 
 
 class TensorParallel(Strategy):
+    """Weights are split by columns, then by rows; every rank has all positions [B, L, H] between blocks."""
+
     name = "tensor_parallel"
     axes = ("tp",)
     options_type: ClassVar[type[Options]] = TensorParallelOptions

@@ -76,6 +76,7 @@ class Rounds:
 
     @property
     def count(self) -> int:
+        """Number of rounds."""
         return self.sets * self.each
 
     def part(self, number: int, member: int = 0) -> HeadPart:

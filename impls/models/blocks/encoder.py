@@ -132,6 +132,7 @@ class EncoderAttention(nn.Module):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attention of q, k and v [B, Z, L, A], Linformer's if the model has it; returns [B, Z, L, A]."""
         how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
         if self.model.linformer is None:
             return self.strategy.attention(q, k, v, mask, **how)

@@ -43,6 +43,8 @@ class GatedDeltaNet(RecurrentLayer):
 
 
 class GatedDeltaNetMixer(RecurrentMixer):
+    """x [B, L, H] -> [B, L, H] by the gated delta rule; its output is normalised, then gated."""
+
     def __init__(self, kind: GatedDeltaNet, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
         self.norm = nn.Parameter(torch.ones(kind.value_size))

@@ -40,6 +40,8 @@ class Mamba2(RecurrentLayer):
 
 
 class Mamba2Mixer(RecurrentMixer):
+    """x [B, L, H] -> [B, L, H] by Mamba-2's recurrence plus D x; its output is gated, then normalised."""
+
     def __init__(self, kind: Mamba2, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
         self.D = strategy.feature_parameter(torch.ones(kind.heads))

@@ -103,6 +103,7 @@ class WeightGradients:
         self.sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of one tile, in the order and shapes of the weights."""
         for i, (weight, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
             so_far = self.sums[i]
             if so_far is None:
