@@ -204,6 +204,13 @@ def test_real_ranks_send_what_virtual_ones_do(pool: RankPool, strategy: str) -> 
     assert_real_ranks_send_the_same(pool, cell)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["deepseek-v2-lite", "deepseek-v3", "moonlight-16b-a3b"])
+@pytest.mark.parametrize(("strategy", "mesh"), [("megatron_sp", {"tp": 4}), ("ulysses", {"sp": 4, "ep": 2})])
+def test_layers_of_published_models(pool: RankPool, preset: str, strategy: str, mesh: dict[str, int]) -> None:
+    assert_green(pool, Case(strategy_class(strategy), model_preset(preset).shrunk(), "model"), mesh)
+
+
 # -- memory ----------------------------------------------------------------------------------------------
 
 
