@@ -9,6 +9,7 @@ LIMIT. (transformers makes RoPE's angles in float32.)
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,21 @@ LIMIT = 1e-6
 
 _SIZES = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LLAMA = {**_SIZES, "intermediate_size": 80, "num_key_value_heads": 2}
+#: the losses that balance experts are not among those of tokens
+_EXPERTS = {**_LLAMA, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+_DEEPSEEK = {
+    **_LLAMA,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 #: fields of a tiny config.json of each family
 TINY: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_LLAMA, "tie_word_embeddings": True},
@@ -38,6 +54,30 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 3,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "mixtral": {**_EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_moe": {
+        **_EXPERTS,
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "gpt_oss": {
+        **_EXPERTS,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "sliding_window": 5,
+        "rope_scaling": None,
+    },
+    "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None},
+    "deepseek_v3": {**_DEEPSEEK, "q_lora_rank": 20, "n_group": 4, "topk_group": 2},
     "gpt2": {
         "vocab_size": 96,
         "n_positions": 32,
@@ -82,9 +122,96 @@ def of_llama(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
         ours[own + "mixer.out.weight"] = theirs[other + "self_attn.o_proj.weight"]
         for norm in ("q_norm", "k_norm"):
             ours[own + f"mixer.{norm}"] = theirs.get(other + f"self_attn.{norm}.weight", torch.empty(0))
-        mlp = [theirs[other + f"mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        ours[own + "mlp.project.weight"] = torch.stack(mlp)
-        ours[own + "mlp.out.weight"] = theirs[other + "mlp.down_proj.weight"]
+        ours |= of_mlp(own + "mlp.", other + "mlp.", theirs)
+    return ours
+
+
+def of_mlp(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of an MLP with a gate, or of experts, shared ones among them."""
+    ours = {}
+    for place, name in (("", ""), ("shared.", "shared_expert."), ("shared.", "shared_experts.")):
+        if f"{other}{name}gate_proj.weight" in theirs:
+            mlp = [theirs[f"{other}{name}{part}_proj.weight"] for part in ("gate", "up")]
+            ours[f"{own}{place}project.weight"] = torch.stack(mlp)
+            ours[f"{own}{place}out.weight"] = theirs[f"{other}{name}down_proj.weight"]
+    if f"{other}shared_expert_gate.weight" in theirs:
+        ours[f"{own}shared_gate.weight"] = theirs[f"{other}shared_expert_gate.weight"]
+    for router in ("gate", "router"):
+        for kind in ("weight", "bias"):
+            if f"{other}{router}.{kind}" in theirs:
+                ours[f"{own}router.{kind}"] = theirs[f"{other}{router}.{kind}"]
+    return ours | of_experts(own, other, theirs)
+
+
+def of_experts(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of routed experts, which lie one by one or, as gpt-oss's, in one tensor with columns of
+    gate and projection in turns."""
+    ours: dict[str, Tensor] = {}
+    for i in itertools.count():
+        for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+            names = [f"{other}experts.{i}.{name}.weight" for name in (gate, up, down)]
+            if names[0] in theirs:
+                opens, closes = torch.stack([theirs[name] for name in names[:2]]), theirs[names[2]]
+                ours |= {f"{own}experts.{i}.opens.weight": opens, f"{own}experts.{i}.closes.weight": closes}
+        if f"{own}experts.{i}.opens.weight" not in ours:
+            break
+    whole = theirs.get(f"{other}experts.gate_up_proj", torch.empty(0))
+    for i in range(len(whole)):
+        opens, closes = (theirs[f"{other}experts.{name}"][i] for name in ("gate_up_proj", "down_proj"))
+        biases = [theirs[f"{other}experts.{name}_bias"][i] for name in ("gate_up_proj", "down_proj")]
+        ours |= {
+            f"{own}experts.{i}.opens.weight": opens.mT.unflatten(0, (-1, 2)).transpose(0, 1),
+            f"{own}experts.{i}.opens.bias": biases[0].unflatten(0, (-1, 2)).mT,
+            f"{own}experts.{i}.closes.weight": closes.mT,
+            f"{own}experts.{i}.closes.bias": biases[1],
+        }
+    return ours
+
+
+def of_mixtral(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Mixtral by our names."""
+    return of_llama({name.replace("block_sparse_moe", "mlp"): x for name, x in theirs.items()}, config)
+
+
+def of_gpt_oss(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of gpt-oss by our names."""
+    ours = of_llama(theirs, config)
+    for i in range(config.num_hidden_layers):
+        own, other = f"blocks.{i}.", f"model.layers.{i}.self_attn."
+        names = {"mixer.sinks": "sinks", "mixer_end.bias": "o_proj.bias"}
+        ours |= _layer(own, other, names, theirs)
+    return ours
+
+
+def of_deepseek(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of DeepSeek-V2 and V3 by our names; the pairs that RoPE turns are neighbours there, and a
+    half apart here."""
+    plain, turned, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+    pairs = torch.arange(turned).view(-1, 2).mT.flatten()
+    ours = {
+        "embedding.weight": theirs["model.embed_tokens.weight"],
+        "norm.weight": theirs["model.norm.weight"],
+        "head": theirs["lm_head.weight"],
+    }
+    names = {
+        "mixer_norm.weight": "input_layernorm.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "mixer.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+        "mixer.kv_up.weight": "self_attn.kv_b_proj.weight",
+        "mixer.out.weight": "self_attn.o_proj.weight",
+    }
+    of_queries = {"mixer.q_norm.weight": "q_a_layernorm.weight", "mixer.q_down.weight": "q_a_proj.weight"}
+    for i in range(config.num_hidden_layers):
+        own, other = f"blocks.{i}.", f"model.layers.{i}."
+        ours |= _layer(own, other, names, theirs)
+        if config.q_lora_rank is not None:
+            ours |= _layer(own, f"{other}self_attn.", of_queries, theirs)
+        q = theirs[f"{other}self_attn.q_{'b_' if config.q_lora_rank else ''}proj.weight"]
+        heads = q.unflatten(0, (config.num_attention_heads, -1))
+        ours[own + "mixer.q_up.weight"] = torch.cat((heads[:, :plain], heads[:, plain:][:, pairs]), 1)
+        down = theirs[f"{other}self_attn.kv_a_proj_with_mqa.weight"]
+        ours[own + "mixer.kv_down.weight"] = torch.cat((down[:rank], down[rank:][pairs]))
+        ours |= of_mlp(own + "mlp.", other + "mlp.", theirs)
     return ours
 
 
@@ -185,6 +312,10 @@ def of_bert(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 WEIGHTS: Mapping[str, Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), of_llama),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), of_llama),
+    "mixtral": of_mixtral,
+    "gpt_oss": of_gpt_oss,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), of_deepseek),
     "gpt2": of_gpt2,
     "gpt_neox": of_gpt_neox,
     "bert": of_bert,
@@ -204,6 +335,9 @@ def transformers_model(family: str) -> tuple[nn.Module, Any]:
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV3TopkRouter":  # which gives float32 to what adds in float64
+            module.register_forward_hook(lambda _, __, routed: (routed[0], routed[1].double()))
     return model, config
 
 

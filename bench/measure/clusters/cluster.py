@@ -62,6 +62,8 @@ class Device(StrictModel):
         peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
         compute_efficiency: share of the peak rate that matmuls reach; null counts as all of it.
         matmul: by precision, in place of ``compute_efficiency``.
+        grouped_matmul: by precision, of the matmuls of several experts in one call; a precision that is left
+            out has the rates of other matmuls.
         attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
         attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
@@ -91,6 +93,7 @@ class Device(StrictModel):
     peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
     compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
     matmul: dict[Precision, MatmulRate] | None = None
+    grouped_matmul: dict[Precision, MatmulRate] = {}
     memory_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
     attention_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
     attention: AttentionRates | None = None

@@ -152,6 +152,11 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
             yield KindOfWork(work, text, f"calibration.{precision}, fitted on {len(fitted.fitted_on)} cells")
             continue
         yield _of(work, share, of_peak, "they count as at the peak")
+    for precision, rate in device.grouped_matmul.items():
+        words = (
+            f"{{:.3g}} of the peak, and {(rate.bandwidth_bytes_per_s.value or 0) / 1e9:.4g} GB/s of operands"
+        )
+        yield _of(f"grouped matmuls, {precision}", rate.share, words, "they count as other matmuls")
 
 
 def _attention(cluster: Cluster) -> Iterator[KindOfWork]:

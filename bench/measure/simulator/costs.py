@@ -41,6 +41,7 @@ from spbench.bench.measure.simulator.program import (
     Program,
 )
 from spbench.bench.measure.simulator.step_parts import attention_calls
+from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from spbench.impls.kernels.host_copies import FROM_PAGEABLE, TO_PAGEABLE
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
@@ -143,10 +144,25 @@ class Costs:
             np.maximum(compute, program.nbytes / self._memory_bandwidth())
             + program.strided * calibration.strided_element_s
         )
+        self._set_grouped_matmuls(program, seconds)
         self._set_operators(program, seconds)
         self._set_host_copies(program, seconds)
         self._set_host_updates(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+
+    def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of
+        their own."""
+        rates = self.cluster.device.grouped_matmul
+        names = [number for number, name in enumerate(program.names) if name in GROUPED_MATMULS]
+        if not rates or not names:
+            return
+        for precision, rate in rates.items():
+            number = PRECISION_NAMES.index(precision)
+            calls = np.isin(program.name, names) & (program.precision == number)
+            reached = self.rates[number] * (rate.share.value or 1.0)
+            bandwidth = rate.bandwidth_bytes_per_s.value or float("inf")
+            seconds[calls] = program.flops[calls] / reached + program.nbytes[calls] / bandwidth
 
     def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
         """Put what calls of operators that move memory take into ``seconds``, of those that were measured."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.impls.models.huggingface.config import Config, not_covered
 from spbench.impls.models.huggingface.llama import MistralConfig, Qwen2Config, Qwen3Config
@@ -36,6 +36,8 @@ class MixtralConfig(MistralConfig):
     ignored: ClassVar[frozenset[str]] = frozenset({"output_router_logits"})
 
     sliding_window: PositiveInt | None = None
+    rope_theta: PositiveFloat = 1e6
+    rms_norm_eps: PositiveFloat = 1e-5
     num_local_experts: PositiveInt = 8
     num_experts_per_tok: PositiveInt = 2
     router_aux_loss_coef: NonNegativeFloat = 0.001

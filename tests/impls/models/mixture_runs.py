@@ -34,6 +34,7 @@ class Setting:
     model: str = "moe-tiny"
     backend: str = "legacy_ddp"
     micro_batches: int = 1
+    zigzag: bool = False
 
 
 def training_of(model: Model, strategy: Strategy, setting: Setting, around: Composition) -> Training:
@@ -66,7 +67,8 @@ def on_one_device(setting: Setting) -> dict[str, torch.Tensor]:
     """The gradients, by plain operators, of as many micro-batches as the replicas run together."""
     model = model_preset(setting.model, setting.options)
     plain = set_options(model, model.plain_options, "")
-    parts = setting.micro_batches * setting.sizes.get("dp", 1)
+    replicas = 1 if setting.options.get("aux_loss") == "global" else setting.sizes.get("dp", 1)
+    parts = setting.micro_batches * replicas
     alone = Setting({}, options=setting.options, micro_batches=parts)
     training = training_of(plain, Strategy(), alone, Composition())
     training.gradients(whole_inputs(model))
@@ -78,7 +80,7 @@ def worst_of_rank(mesh: DeviceMesh, setting: Setting) -> tuple[float, str, list[
     closed forms."""
     model = model_preset(setting.model, setting.options)
     place = Place.on(mesh, setting.sizes)
-    strategy = nesting(setting.strategy).configured(place)
+    strategy = nesting(setting.strategy).configured(place, {"placement": "zigzag"} if setting.zigzag else {})
     around = Composition(place)
     training = training_of(model, strategy, setting, around)
     inputs = {

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from tests.impls.models.mixture_runs import Setting, worst_of_rank
 
+TWICE = {"dispatcher": "node_deduplicated", "permutation": "fused"}
 EVEN = {"routing": "even"}
+#: a weight that is normalized alone would be 1, and have no gradient
+ONE_EXPERT = {"routing": "zipf:40", "experts_per_token": 1, "router_normalized": False}
+
+
+def balanced(kind: str) -> dict[str, Any]:
+    return {"aux_loss": kind, "aux_weight": 0.5, "z_weight": 0.01, "router": "sigmoid"}
+
 
 SETTINGS = {
     "ep over sp": Setting({"sp": 2, "ep": 2}, options=EVEN),
@@ -17,6 +27,27 @@ SETTINGS = {
     "etp": Setting({"sp": 4, "ep": 2, "etp": 2}, options={"routing": "zipf:1.5"}),
     "learned etp": Setting({"sp": 4, "etp": 4}, options={"experts": 8}),
     "all_gather": Setting({"sp": 4, "ep": 2, "etp": 2}, options={"dispatcher": "all_gather"}),
+    # all tokens to the same three experts of one rank: the others have none
+    "one rank has all": Setting({"sp": 4, "ep": 4}, options={"routing": "zipf:40", "permutation": "fused"}),
+    "one expert has all": Setting({"sp": 2, "ep": 2}, options=ONE_EXPERT),
+    "balanced by batch": Setting({"dp": 2, "sp": 2, "ep": 4}, options=balanced("batch"), micro_batches=2),
+    "balanced by sequence": Setting(
+        {"dp": 2, "sp": 2, "ep": 2}, options={**balanced("sequence"), "router_bias": True}, micro_batches=2
+    ),
+    "balanced over replicas": Setting({"dp": 2, "sp": 2, "ep": 2}, options=balanced("global")),
+    "once a rank": Setting({"sp": 4, "ep": 2, "etp": 2}, options={**TWICE, "routing": "zipf:1.5"}),
+    "once a node": Setting({"sp": 4, "ep": 4}, options={**TWICE, "node_ranks": 2, "routing": "zipf:1.5"}),
+    "once a node, learned": Setting({"dp": 2, "sp": 2, "ep": 4}, options={**TWICE, "node_ranks": 2}),
+    "biases under etp": Setting(
+        {"sp": 4, "ep": 2, "etp": 2},
+        options={
+            "expert_biases": True,
+            "mlp": "clamped_swiglu",
+            "router_linear_bias": True,
+            "routing": "even",
+        },
+    ),
+    "zigzag": Setting({"sp": 4, "ep": 2}, "ring_attention", options={"routing": "zipf:1.5"}, zigzag=True),
     "tp": Setting(
         {"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={"permutation": "fused"}
     ),

@@ -25,6 +25,7 @@ from spbench.impls.strategies.upipe import UPipe, rounds_of
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device
 from tests.measure.verify.assertions import assert_green
+from tests.measure.verify.attention_model import AttentionModel
 
 GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
 
@@ -48,8 +49,7 @@ def test_options_are_green(pool: RankPool, strategy: str, options: dict[str, Any
 
 
 def test_heads_that_are_given_are_sent_in_rounds_by_two_ranks_too(pool: RankPool) -> None:
-    model = model_preset("causal-transformer-tiny", {"layers": 1})
-    assert_green(pool, Case(UPipe, model, "attention"), 2)
+    assert_green(pool, Case(UPipe, AttentionModel("causal_attention"), "attention"), 2)
 
 
 def test_heads_are_padded(pool: RankPool) -> None:

@@ -176,6 +176,7 @@ def test_loss_and_every_gradient(
         ("megatron_sp+ring_attention", "causal-transformer-tiny", {"tied": True}),
         ("tensor_parallel+ulysses", "causal-transformer-tiny", {}),
         ("megatron_sp+lasp", "linear-llama3-tiny", {}),
+        ("megatron_sp+ring_attention", "mla-tiny", {"layers": 4, "mtp_layers": 2}),
         ("tensor_parallel+lasp2", "tnl-tiny", {"attention_norm": "head"}),
     ],
 )
@@ -189,7 +190,11 @@ def test_four_axes_on_sixteen_ranks(name: str, model: str, options: dict[str, An
 
 
 TIED = model_preset("causal-transformer-tiny", {"layers": 8, "tied": True})
+#: the last stage has the embedding of tokens to predict further ones from
+PREDICTING = model_preset("mla-tiny", {"layers": 4, "mtp_layers": 2, "vocabulary_multiple": 2})
 OF_MODELS = [
+    ("megatron_sp", {"pp": 2, "tp": 2}, 2, "1f1b", PREDICTING),
+    slow("ring_attention", {"pp": 2, "sp": 2}, 4, "interleaved", PREDICTING),
     ("dsp", {"sp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
     ("megatron_sp", {"tp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
     slow("single", {"pp": 4}, 8, "interleaved", model_preset("bert-tiny", {"layers": 8})),

@@ -7,9 +7,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -27,10 +28,18 @@ from tests.bench import fakes
 from tests.bench.fakes import cell
 from tests.bench.processes import until
 
-distributed = pytest.importorskip("distributed", reason="needs dask[distributed], the extra 'cluster'")
+# imported where it is used: each process of a test run would do so to collect its tests
+if TYPE_CHECKING:
+    import distributed
+
+pytestmark = pytest.mark.skipif(
+    find_spec("distributed") is None, reason="needs dask[distributed], the extra 'cluster'"
+)
 
 
 def _scheduler(workers: int) -> distributed.LocalCluster:
+    import distributed
+
     return distributed.LocalCluster(
         n_workers=workers,
         threads_per_worker=1,
