@@ -53,6 +53,11 @@ class Model(ABC):
         more."""
         return 1
 
+    @property
+    def unlike_layers(self) -> int:
+        """Layers at the beginning that are unlike those that repeat."""
+        return 0
+
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []

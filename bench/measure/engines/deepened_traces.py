@@ -93,9 +93,14 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
     layers, unit = stage_layers(cell)
     if effort == "whole" or layers < LEAST[effort] or cell.training.stage_layers is not None:
         return None
-    left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
-    few, proof, some = (with_layers(cell, n * unit + left_over) for n in range(_FEWEST, _FEWEST + 3))
-    cuts, more = _cuts(few, rank), layers - _FEWEST
+    model = model_preset(*cell.model_arguments)
+    left_over = getattr(model, "layers", 0) - layers * unit
+    # the first layers, where they are unlike those that repeat, are in all of them
+    fewest = _FEWEST + -(-model.unlike_layers // unit)
+    if layers < fewest + 3:
+        return None
+    few, proof, some = (with_layers(cell, n * unit + left_over) for n in range(fewest, fewest + 3))
+    cuts, more = _cuts(few, rank), layers - fewest
     if effort != "proved":
         return FewLayers((few, some), None, more, cuts is not None)
     if any(_cuts(each, rank) != cuts for each in (proof, some, cell)):
