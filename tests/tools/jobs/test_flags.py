@@ -343,6 +343,8 @@ def test_megatrons_functional_tests_and_back() -> None:
             assert found.missing
             continue
         assert found.missing == ()
-        assert [*differences(cell, read_back("megatron", cell, found).cell())] == []
+        unlike = {path for path, *_ in differences(cell, read_back("megatron", cell, found).cell())}
+        # which a job has by its container, of which no argument speaks
+        assert unlike <= {"model_options.autotune_copies", "model_options.autotune_flush_kib"}
         back += 1
-    assert back >= 300
+    assert back >= 450
