@@ -81,7 +81,9 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
         settings |= {"sizes.ep": ep} | ({"sizes.etp": etp} if etp != settings["sizes.tp"] else {})
     settings |= {"batch": cell.shape[0], "seq_len": cell.shape[1]}
     if training.schedule == "interleaved":
-        names = ("virtual_stages", "overlap_p2p_communication", "microbatch_group_size")
+        names = ["virtual_stages", "overlap_p2p_communication", "microbatch_group_size"]
+        if _needs_layout(training.stage_layers or [], training.virtual_stages):
+            names.remove("virtual_stages")  # as many as the layout has for each rank
         settings |= {f"training.{name}": getattr(training, name) for name in names}
     if training.backend == "megatron":
         options = set_options(MegatronOptions(), training.backend_options, training.backend)
@@ -102,7 +104,21 @@ def _layout(cell: Cell) -> Iterator[_Row]:
     if "cp" in mesh:
         yield "--hierarchical-context-parallel-sizes", f"{mesh.get('sp', 1)} {mesh['cp']}", "sizes.cp"
     yield "--use-tp-pp-dp-mapping", [axis for axis in mesh if axis in ("dp", "pp")] == ["dp", "pp"], "mesh"
-    yield from _stages(training.stage_layers or [], training.virtual_stages)
+    layers = training.stage_layers or []
+    if _needs_layout(layers, training.virtual_stages):
+        predicted = "m" * getattr(model_preset(*cell.model_arguments), "mtp_layers", 0)
+        layout = f"'E{'|'.join('t' * count for count in layers)}{predicted}L'"
+        yield "--pipeline-model-parallel-layout", layout, "training.stage_layers"
+        return
+    yield from _stages(layers, training.virtual_stages)
+
+
+def _needs_layout(layers: list[int], virtual: int) -> bool:
+    """Whether more than the first and the last number of layers, of a run or in all, is another one."""
+    run, usual = layers[: len(layers) // virtual], max(layers, default=0)
+    if run * virtual == layers:
+        return len({*run[1:-1]}) > 1
+    return {*layers[1:-1]} != {usual} or not {layers[0], layers[-1]} <= {usual, usual - 1}
 
 
 def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
