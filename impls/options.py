@@ -21,13 +21,8 @@ _REPR.maxstring = _REPR.maxother = 120
 LARGEST = 2**24
 LARGEST_OF = {"layers": 2**12}
 #: the least that a whole number may be, where its default does not say
-LEAST_OF = dict.fromkeys(
-    (
-        *("expert_pattern", "experts", "shared_inner", "dense_layers", "router_groups", "router_group_topk"),
-        *("kv_lora_rank", "mtp_layers"),
-    ),
-    0,
-)
+_MAY_BE_NONE = "experts", "shared_inner", "dense_layers", "router_groups", "router_group_topk", "mtp_layers"
+LEAST_OF = dict.fromkeys(("expert_pattern", *_MAY_BE_NONE), 0)
 #: numbers that are the share of what is dropped
 PROBABILITIES = ("dropout", "attention_dropout")
 
