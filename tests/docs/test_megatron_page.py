@@ -41,7 +41,6 @@ def test_every_mapped_argument_is_in_a_row() -> None:
     ("section", "of", "name"),
     [
         ("The model", "model_options", "gpt3-7b"),
-        ("Experts and latent attention", "model_options", "gpt3-7b"),
         ("The optimizer and the backend", "training", "megatron"),
     ],
 )
