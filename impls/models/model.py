@@ -53,6 +53,11 @@ class Model(ABC):
         more."""
         return 1
 
+    @property
+    def leading_layers(self) -> int:
+        """Layers at the start that are of another kind than those that repeat."""
+        return 0
+
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""
         return []

@@ -301,6 +301,10 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         return len(self.expert_pattern) if self.experts else 1
 
     @property
+    def leading_layers(self) -> int:
+        return min(self.dense_layers, self.layers) if self.experts else 0
+
+    @property
     def mlp_projections(self) -> int:
         """Projections that open the MLP."""
         return 2 if self.gated_mlp else 1
