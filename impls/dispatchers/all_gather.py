@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from spbench.impls.axes import Place
 from spbench.impls.collectives import all_gather, reduce_scatter
-from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall, with_backward
+from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall, with_backward
 from spbench.impls.kernels.permutation import permute, unpermute
 from spbench.impls.row_collectives import gather_flags
 from spbench.impls.traffic import Traffic
@@ -29,13 +27,13 @@ class AllGather(Dispatcher):
     source = "Megatron-LM's MoEAllGatherTokenDispatcher"
     by_counts = False
 
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
         group = self.place.group("ep", "etp")
         whole = all_gather(x, 0, group)
         weights, chosen = all_gather(weights, 0, group), gather_flags(chosen, group)
         if self.ep > 1:
             weights, chosen = weights[:, self.mine].contiguous(), chosen[:, self.mine].contiguous()
-        lengths = chosen.sum(0).cpu().numpy() if sent is None else sent.sum(0)[self.mine]
+        lengths = chosen.sum(0).cpu().numpy() if counts is None else counts.sent.sum(0)[self.mine]
         rows, row_weights, places = permute(whole, weights, chosen, int(lengths.sum()), self.permutation)
         return Dispatched(rows, row_weights, lengths.tolist(), (places, len(whole)), (whole,))
 
@@ -49,14 +47,13 @@ class AllGather(Dispatcher):
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         return rows
 
-    @classmethod
     def traffic(
-        cls, call: ExpertCall, place: Place, hidden: int, tokens: int, sent: np.ndarray, element_bytes: int
+        self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int
     ) -> Iterator[Traffic]:
-        axes, whole = ("ep", "etp"), tokens * place.size("ep", "etp")
+        axes, whole = ("ep", "etp"), tokens * self.place.size("ep", "etp")
         yield Traffic("forward", "experts of each token", "all_gather", 1, whole * call.plan.experts, axes)
-        of_weights = whole * call.plan.experts * call.weight_bytes(element_bytes)
-        of_tokens = whole * hidden * element_bytes
+        of_weights = whole * call.plan.experts * call.weight_bytes(width)
+        of_tokens = whole * hidden * width
         yield from with_backward(
             [
                 Traffic("forward", "tokens of all ranks", "all_gather", 1, of_tokens, axes),

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from spbench.impls.axes import Place
-from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall
+from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.kernels.permutation import permute, sort_chunks, unpermute
 from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.traffic import Traffic
@@ -57,9 +56,9 @@ class AllToAll(Dispatcher):
         received = chunks[self.etp_rank].sum(1)
         return _Lengths(own.tolist(), received.tolist(), chunks.sum((1, 2)).tolist(), chunks)
 
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
-        assert sent is not None
-        lengths = self._lengths(sent)
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
+        assert counts is not None
+        lengths = self._lengths(counts.sent)
         own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
         received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
         row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
@@ -101,15 +100,14 @@ class AllToAll(Dispatcher):
         order = np.arange(sizes.size).reshape(self.held, -1).T
         return sizes.ravel().tolist(), order.ravel().tolist()
 
-    @classmethod
     def traffic(
-        cls, call: ExpertCall, place: Place, hidden: int, tokens: int, sent: np.ndarray, element_bytes: int
+        self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int
     ) -> Iterator[Traffic]:
-        lengths = cls(place, call.plan.experts, "plain")._lengths(sent)
-        if place.size("ep", "etp") > 1 and not call.padded:
-            counts = sent.size * 8
-            yield Traffic("forward", "tokens of each expert", "all_gather", 1, counts, ("ep", "etp"))
-        of_weight, row = call.weight_bytes(element_bytes), hidden * element_bytes
+        lengths = self._lengths(counts.sent)
+        if self.place.size("ep", "etp") > 1 and not call.padded:
+            told = counts.sent.size * 8
+            yield Traffic("forward", "tokens of each expert", "all_gather", 1, told, ("ep", "etp"))
+        of_weight, row = call.weight_bytes(width), hidden * width
         # the payload of an all-to-all is what goes in: of a gradient, and of the way back, what came out
         out, back = sum(lengths.sent), sum(lengths.received)
         for phase, n, purpose, nbytes in (

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -33,6 +33,7 @@ class ExpertCall:
         capacity, padded: see :class:`ExpertOptions`.
         precise_weights: whether the router's weights are in float32 at least.
         aux_loss: see :class:`ExpertOptions`.
+        node_ranks: see :class:`ExpertOptions`.
         learned: whether the router decides, so that what ranks with values send is not known before.
     """
 
@@ -43,10 +44,23 @@ class ExpertCall:
     precise_weights: bool
     aux_loss: str
     learned: bool
+    node_ranks: int
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of one of the router's weights."""
         return max(4, element_bytes) if self.precise_weights else element_bytes
+
+
+class Counts(NamedTuple):
+    """What each rank along ep and etp sends.
+
+    Attributes:
+        sent: tokens to each expert [P, E].
+        met: for each of :attr:`Dispatcher.parts`, tokens that have experts in each run [P, part].
+    """
+
+    sent: np.ndarray
+    met: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,7 @@ class Dispatcher(ABC):
         place: of this rank.
         experts: E.
         permutation: one of PERMUTATIONS.
+        node_ranks: ranks of a node.
     """
 
     name: ClassVar[str]
@@ -86,7 +101,7 @@ class Dispatcher(ABC):
     #: whether what is sent depends on how many tokens each expert gets
     by_counts: ClassVar[bool] = True
 
-    def __init__(self, place: Place, experts: int, permutation: str):
+    def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
         self.place, self.experts, self.permutation = place, experts, permutation
         self.ep, self.etp = place.size("ep"), place.size("etp")
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
@@ -100,13 +115,17 @@ class Dispatcher(ABC):
         """The experts of this rank."""
         return slice(self.ep_rank * self.held, (self.ep_rank + 1) * self.held)
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Into how many runs the experts are divided of which it must know how many tokens meet each."""
+        return ()
+
     @abstractmethod
-    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, sent: np.ndarray | None) -> Dispatched:
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
         """Tokens x [T, H] with weights [T, E] to the experts that are chosen for them, bool [T, E].
 
         Args:
-            sent: how many tokens each rank along ep and etp sends to each expert [P, E]; None, where a
-                router decides it, for a dispatcher that is not ``by_counts``.
+            counts: None, where a router decides it, for a dispatcher that is not ``by_counts``.
         """
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
@@ -122,18 +141,16 @@ class Dispatcher(ABC):
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         """The sum [T, H] over the experts of each of this rank's tokens, from :meth:`send_back`."""
 
-    @classmethod
     @abstractmethod
     def traffic(
-        cls, call: ExpertCall, place: Place, hidden: int, tokens: int, sent: np.ndarray, element_bytes: int
+        self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int
     ) -> Iterator[Traffic]:
-        """What a rank sends for one block, forward and backward, in closed form; nothing along one rank.
+        """What this rank sends for one block, forward and backward, in closed form; nothing along one rank.
 
         Args:
             hidden: H.
             tokens: T.
-            sent: as for :meth:`dispatch`.
-            element_bytes: of hidden states.
+            width: bytes of an element of hidden states.
         """
 
 

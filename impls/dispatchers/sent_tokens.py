@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spbench.impls.axes import Place
-from spbench.impls.dispatchers.dispatcher import ExpertCall
+from spbench.impls.dispatchers.dispatcher import Counts, ExpertCall
 from spbench.impls.folding import FOLDED_AXES, members, stage_ranks
 from spbench.impls.routing import capacity_of, taken
 
@@ -58,6 +58,28 @@ def sent_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -
     numbers = members(place.stage_rank, FOLDED_AXES, place.sizes)
     sent = [_of_rank(call, strategy, number, batch, length) for number in numbers]
     return np.stack(sent)
+
+
+def planned_counts(
+    call: ExpertCall, strategy: Strategy, batch: int, length: int, parts: Sequence[int] = ()
+) -> Counts:
+    """What each of the ranks that share experts with this one sends; the arguments are those of
+    :func:`sent_tokens`, and :attr:`Dispatcher.parts`."""
+    met = [_met(call, strategy, batch, length, part) for part in parts]
+    return Counts(sent_tokens(call, strategy, batch, length), met)
+
+
+def _met(call: ExpertCall, strategy: Strategy, batch: int, length: int, part: int) -> np.ndarray:
+    """How many tokens of each of these ranks have experts in each of ``part`` runs of experts [P, part]."""
+    place, of_ranks = strategy.place, []
+    sizes = {axis: n for axis, n in place.sizes.items() if axis != "pp"}
+    for number in members(place.stage_rank, FOLDED_AXES, place.sizes):
+        positions = positions_of(strategy, Place.of_rank(sizes, number), length)
+        run = call.plan.of_positions(length)[positions] * part // call.plan.experts
+        hit = np.zeros((len(run), part), dtype=bool)
+        hit[np.arange(len(run))[:, None], run] = True
+        of_ranks.append(hit.sum(0) * batch)
+    return np.stack(of_ranks)
 
 
 def rows_of_ranks(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:

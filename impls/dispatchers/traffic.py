@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spbench.impls.dispatchers.sent_tokens import sent_tokens
+from spbench.impls.dispatchers.sent_tokens import planned_counts
 from spbench.impls.layout import Site
 from spbench.impls.registries import dispatchers
 from spbench.impls.traffic import Traffic
@@ -28,15 +28,16 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
     axes, replicas = strategy.position_axes, ("dp",) if call.aux_loss == "global" else ()
     entries = []
     if call.aux_loss != "none":
-        counts = (d["B"] if call.aux_loss == "sequence" else 1) * call.plan.experts * 8
+        tallied = (d["B"] if call.aux_loss == "sequence" else 1) * call.plan.experts * 8
         entries.append(
-            Traffic("forward", "tokens of each expert", "all_reduce", 1, counts, (*replicas, *axes))
+            Traffic("forward", "tokens of each expert", "all_reduce", 1, tallied, (*replicas, *axes))
         )
     if place.size("ep", "etp") > 1:
-        sent = sent_tokens(call, strategy, d["B"], d["L"])
         tokens = d["B"] * d["L"] // place.size(*axes)
         dispatcher = dispatchers()[call.dispatcher]
-        sends = dispatcher.traffic(call, place, d["H"], tokens, sent, element_bytes)
+        planned = dispatcher(replace(place, mesh=None), call.plan.experts, "plain", call.node_ranks)
+        counts = planned_counts(call, strategy, d["B"], d["L"], planned.parts)
+        sends = planned.traffic(call, d["H"], tokens, counts, element_bytes)
         varies = call.learned and dispatcher.by_counts and not call.padded
         entries += [replace(entry, varies=varies) for entry in sends]
     for entry in entries:

@@ -54,8 +54,8 @@ class Model(ABC):
         return 1
 
     @property
-    def leading_layers(self) -> int:
-        """Layers at the start that are of another kind than those that repeat."""
+    def unlike_layers(self) -> int:
+        """Layers at the beginning that are unlike those that repeat."""
         return 0
 
     def variants(self) -> list[Mapping[str, Any]]:

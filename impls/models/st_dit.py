@@ -202,7 +202,7 @@ def _numbers(modulation: Tensor) -> tuple[Tensor, ...]:
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [B, n1, .., nK, H] scaled and shifted by what the time step gives (adaLN, arXiv 2212.09748)."""
+    """x [B, T, S, H] scaled and shifted by what the time step gives (adaLN, arXiv 2212.09748)."""
     return x * (1 + scale) + shift
 
 

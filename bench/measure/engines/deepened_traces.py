@@ -14,7 +14,7 @@ What the proof cannot show is a limit that 5 layers do not reach. So nothing may
 layers that could have one (:mod:`measure.engines.deepened_traces`), unless the backend says that it
 cuts its buffers alike in all four models (:meth:`Backend.cuts`); if it does not, the whole one is traced at
 once, and guessed as if it did. A model says how often its kinds of layers repeat (:attr:`Model.period`) after
-the first ones, of which all models have as many more (:attr:`Model.leading_layers`), and
+the first ones, of which all models have as many more (:attr:`Model.unlike_layers`), and
 it is trusted that a layer does not depend on its number otherwise. A test compares traces with whole ones.
 """
 
@@ -83,7 +83,7 @@ def leading_runs(cell: Cell) -> int:
     """Of a stage's layers, counted as by :func:`stage_layers`, those that hold the first layers of a model
     that are of another kind."""
     layers, unit = stage_layers(cell)
-    leading = model_preset(*cell.model_arguments).leading_layers
+    leading = model_preset(*cell.model_arguments).unlike_layers
     here = unit // (cell.sizes.pp * cell.training.virtual_stages)
     return math.ceil(leading / here) if layers else 0
 
@@ -104,7 +104,10 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
     if effort == "whole" or layers < LEAST[effort] + leading or cell.training.stage_layers is not None:
         return None
     left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
+    # the first layers, where they are unlike those that repeat, are in all of them
     fewest = _FEWEST + leading
+    if layers < fewest + 3:
+        return None
     few, proof, some = (with_layers(cell, n * unit + left_over) for n in range(fewest, fewest + 3))
     cuts, more = _cuts(few, rank), layers - fewest
     if effort != "proved":

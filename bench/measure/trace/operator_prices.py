@@ -75,11 +75,12 @@ _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
     "scalar_tensor", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril",
     "tril_", "triu", "triu_", "zeros", "zeros_like",
     "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
-    "softplus_backward", "sum", "var_mean",
+    "softplus_backward", "sort", "sum", "topk", "var_mean",
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "native_layer_norm",
     "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "nll_loss_forward",
     "nll_loss_backward", "native_dropout_backward",
-    "embedding_dense_backward", "index", "index_put_", "index_add_", "scatter", "scatter_", "scatter_add_",
+    "embedding_dense_backward", "index", "index_put_", "index_add_", "scatter", "scatter_",
+    "scatter_add", "scatter_add_",
     "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_",
 }  # fmt: skip
 _STREAMING_FAMILIES = ("_foreach_", "chunk_cat", "split_with_sizes_copy", "_fused_adam", "_fused_sgd")

@@ -330,7 +330,7 @@ def at_depth(cell: Cell, layers: int) -> Cell:
     if not hasattr(model, "layers"):
         return cell
     options = {**cell.model_options, "layers": layers * model.period}
-    if model.leading_layers:
+    if model.unlike_layers:
         options["dense_layers"] = 0
     return cell.model_copy(update={"model_options": options})
 

@@ -152,7 +152,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
 def _with_one_leading(cell: Cell) -> Cell:
     """The cell with one dense layer before those with experts at the most: more take as long, as their MLPs
     are as wide as a token's experts together, and hold less."""
-    if model_preset(*cell.model_arguments).leading_layers <= 1:
+    if model_preset(*cell.model_arguments).unlike_layers <= 1:
         return cell
     return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 

@@ -102,7 +102,8 @@ def set_attention(a: Account, local: bool, cluster: str | None) -> None:
         a.set("model_options.kv_heads", groups, "--group-query-attention", "--num-query-groups")
     else:
         a.ignore("without --group-query-attention each head has its own", "--num-query-groups")
-    a.map_given("--qk-layernorm")
+    if not a.has("--multi-latent-attention"):  # whose latents have the norms
+        a.map_given("--qk-layernorm")
     a.map("--attention-dropout")
     option, name, versions = "model_options.attention", "--attention-backend", "--flash-attention-version"
     asked, version = a.value(name), a.value(versions)

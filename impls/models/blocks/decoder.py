@@ -301,8 +301,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         return len(self.expert_pattern) if self.experts else 1
 
     @property
-    def leading_layers(self) -> int:
-        return min(self.dense_layers, self.layers) if self.experts else 0
+    def unlike_layers(self) -> int:
+        return self.dense_layers if self.experts else 0
 
     @property
     def mlp_projections(self) -> int:

@@ -58,6 +58,7 @@ class ExpertOptions:
         routing: "learned": by the router, which virtual ranks without values take as even; else forced, see
             :class:`RoutingPlan`.
         dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
+        node_ranks: of "node_deduplicated", the ranks of a node.
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
         permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
     """
@@ -87,6 +88,7 @@ class ExpertOptions:
     capacity_padded: bool = False
     routing: str = LEARNED
     dispatcher: str = "all_to_all"
+    node_ranks: int = 8
     experts_matmul: str = "grouped"
     permutation: str = "plain"
 
@@ -113,6 +115,8 @@ class ExpertOptions:
             )
         if (self.aux_loss == "none") != (self.aux_weight == 0):
             raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
+        if self.dispatcher == "node_deduplicated" and self.capacity is not None:
+            raise ValueError("node_deduplicated sends every token; leave capacity out, or use all_to_all")
         if self.capacity_padded and self.capacity is None:
             raise ValueError("capacity_padded pads to capacity; set that, or leave it out")
         if self.capacity is not None and self.capacity <= 0:
@@ -149,10 +153,11 @@ class ExpertOptions:
             | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},
             {"routing": "even", "dispatcher": "all_gather", "permutation": "fused", "recompute": "full"}
             | {"library": "transformer-engine", "aux_loss": "global", "aux_weight": 0.1},
-            # all tokens to the same three experts, so that others have none
+            # all tokens to the same three experts, so that others have none; without the loss of logits the
+            # router's gradient of those is zero but for rounding, and a rank may hold no other
             {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"}
             | {"recompute": "selective", "recompute_modules": ("moe_act", "shared_experts", "layernorm")}
-            | {"shared_inner": 24},
+            | {"shared_inner": 24, "z_weight": 0.01},
             # Llama 4's in every second layer
             {
                 "experts_per_token": 1,

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.dispatchers.dispatcher import Dispatched, Dispatcher, ExpertCall
-from spbench.impls.dispatchers.sent_tokens import positions_of, sent_tokens
+from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
+from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project
 from spbench.impls.kernels.projection import project
@@ -83,6 +83,7 @@ def call_of(model: DecoderModel) -> ExpertCall:
         model.router_dtype == "float32",
         model.aux_loss,
         model.routing == LEARNED,
+        model.node_ranks,
     )
 
 
@@ -112,7 +113,7 @@ class MixtureModule(nn.Module):
         self.model, self.strategy, place = model, strategy, strategy.place
         self.router = Router(model, strategy)
         dispatcher = dispatchers()[model.dispatcher]
-        self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation)
+        self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation, model.node_ranks)
         held = range(model.experts)[self.dispatcher.mine]
         self.experts = nn.ModuleDict({str(number): Expert(model, strategy) for number in held})
         self.shared = MlpModule(model, strategy, model.shared_inner) if model.shared_inner else None
@@ -120,7 +121,7 @@ class MixtureModule(nn.Module):
         self.call = call_of(model)
         #: of ranks that share experts, for counts of tokens
         self.group: dist.ProcessGroup | None = place.group("ep", "etp")
-        self._sent: dict[tuple[int, int], np.ndarray] = {}
+        self._planned: dict[tuple[int, int], Counts] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.model.recomputes("moe"):
@@ -147,8 +148,8 @@ class MixtureModule(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
-        sent = self._sent_tokens(routed.chosen, batch, length)
-        there = self.dispatcher.dispatch(tokens, routed.weights, routed.chosen, sent)
+        counts = self._counts(routed.chosen, batch, length)
+        there = self.dispatcher.dispatch(tokens, routed.weights, routed.chosen, counts)
         # what programs refer to at each moment, they hold: what experts made, until tokens are summed
         made = self._by_experts(there)
         back = self.dispatcher.send_back(made, there.state)
@@ -168,17 +169,23 @@ class MixtureModule(nn.Module):
         experts = torch.from_numpy(self.call.plan.of_positions(length)[positions])
         return experts.repeat(batch, 1).to(x.device)
 
-    def _sent_tokens(self, chosen: Tensor, batch: int, length: int) -> np.ndarray | None:
-        """How many tokens each rank that shares experts sends to each [P, E]. The ranks tell each other,
-        unless each expert takes a fixed number. None: the dispatcher sees it in what it sends."""
-        counts = None
-        if not self.model.capacity_padded and self.dispatcher.by_counts:
-            counts = gather_flags(chosen.sum(0), self.group)
-        if self.model.routing == LEARNED and has_values(chosen) and not self.model.capacity_padded:
-            return None if counts is None else counts.view(-1, self.model.experts).cpu().numpy()
-        if (batch, length) not in self._sent:
-            self._sent[batch, length] = sent_tokens(self.call, self.strategy, batch, length)
-        return self._sent[batch, length]
+    def _counts(self, chosen: Tensor, batch: int, length: int) -> Counts | None:
+        """What each rank that shares experts sends. The ranks tell each other, unless each expert takes a
+        fixed number. None: the dispatcher sees it in what it sends."""
+        parts, padded, told = self.dispatcher.parts, self.model.capacity_padded, None
+        if self.dispatcher.by_counts and not padded:
+            met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
+            told = gather_flags(torch.cat([chosen.sum(0), *met]), self.group)
+        if self.model.routing == LEARNED and has_values(chosen) and not padded:
+            if told is None:
+                return None
+            ends = np.cumsum([self.model.experts, *parts])
+            sent, *others = np.split(told.view(-1, int(ends[-1])).cpu().numpy(), ends[:-1], axis=1)
+            return Counts(sent, others)
+        if (batch, length) not in self._planned:
+            planned = planned_counts(self.call, self.strategy, batch, length, parts)
+            self._planned[batch, length] = planned
+        return self._planned[batch, length]
 
     # -- what experts do ---------------------------------------------------------------------------------
 
@@ -240,7 +247,11 @@ class MixtureModule(nn.Module):
         if factors:
             factor = FACTORS.get(model.activation)
             y = y * (factors[0] if factor is None else factor(factors[0]))
-        return y if weights is None else y * weights.to(y.dtype)[:, None]
+        if weights is None:
+            return y
+        if model.fused:  # Megatron-LM rounds the product, not the weights
+            return (y * weights[:, None]).to(y.dtype)
+        return y * weights.to(y.dtype)[:, None]
 
 
 class _Shared(torch.autograd.Function):

@@ -138,23 +138,23 @@ class LatentAttentionMixer(AttentionMixer):
         return o[..., : self.kind.value_size]
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The normalised latent of queries [B, L, Q], or x itself, that of keys and values [B, L, C], and the
-        features of keys that heads share [B, L, R]."""
-        of_queries = x
-        if self.q_down is not None and self.q_norm is not None:
-            of_queries = self.q_norm(self.q_down.project(x))
+        """The latent of queries [B, L, Q], or x itself, that of keys and values [B, L, C], and the features
+        that the keys of all heads share [B, L, R]."""
+        of_queries = x if self.q_down is None else self.q_down.project(x)
         latent, shared = self.kv_down.project(x).split([self.kind.kv_rank, self.kind.turned_size], -1)
         # all heads use this key, whichever rank has them
-        shared = self.strategy.features_for_heads(shared)
-        if self.model.fused:
-            latent = latent.contiguous()  # libraries' norms take no views
-        return of_queries, self.kv_norm(latent), shared
+        return of_queries, latent, self.strategy.features_for_heads(shared)
 
     def _up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A]."""
         kind = self.kind
+        if self.q_norm is not None:
+            of_queries = self.q_norm(of_queries)
+        if self.model.fused:
+            latent = latent.contiguous()  # libraries' norms take no views
+        latent = self.kv_norm(latent)
         q, kv = self.q_up.project(of_queries, None), self.kv_up.project(latent, None)
         heads, base = q.shape[-1] // kind.key_size, kind.rotary_base
         if base is not None and self.model.fuses("rope"):

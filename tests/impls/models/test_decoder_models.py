@@ -232,7 +232,7 @@ def test_angles_are_precise_in_half_precision() -> None:
 def test_real_text_follows_itself() -> None:
     batches = causal_language_batches(1024, 3, 40, seed=5)
     first, second = next(batches), next(batches)
-    assert set(first) == set(decoder("tnl-mini").sequence_dims)
+    assert {"tokens", "labels"} <= set(first) <= set(decoder("tnl-mini").sequence_dims)
     assert torch.equal(first["tokens"][:, 1:], first["labels"][:, :-1])
     assert not torch.equal(first["tokens"], second["tokens"])
     again = next(causal_language_batches(1024, 3, 40, seed=5))

@@ -9,6 +9,7 @@ import pytest
 from spbench.bench.measure.processes.rank_pool import RankPool
 from tests.impls.models.mixture_runs import Setting, worst_of_rank
 
+TWICE = {"dispatcher": "node_deduplicated", "permutation": "fused"}
 EVEN = {"routing": "even"}
 #: a weight that is normalized alone would be 1, and have no gradient
 ONE_EXPERT = {"routing": "zipf:40", "experts_per_token": 1, "router_normalized": False}
@@ -34,6 +35,9 @@ SETTINGS = {
         {"dp": 2, "sp": 2, "ep": 2}, options={**balanced("sequence"), "router_bias": True}, micro_batches=2
     ),
     "balanced over replicas": Setting({"dp": 2, "sp": 2, "ep": 2}, options=balanced("global")),
+    "once a rank": Setting({"sp": 4, "ep": 2, "etp": 2}, options={**TWICE, "routing": "zipf:1.5"}),
+    "once a node": Setting({"sp": 4, "ep": 4}, options={**TWICE, "node_ranks": 2, "routing": "zipf:1.5"}),
+    "once a node, learned": Setting({"dp": 2, "sp": 2, "ep": 4}, options={**TWICE, "node_ranks": 2}),
     "biases under etp": Setting(
         {"sp": 4, "ep": 2, "etp": 2},
         options={

@@ -98,8 +98,11 @@ def test_transformer_engine_gives_up_the_joint_projection_where_it_must_copy() -
     [
         ({"unfused": ["softmax"]}, "unfused has words of masked_softmax, bias_gelu, .*, not 'softmax'"),
         ({"unfused": ["rope"], "library": "torch"}, "library torch does not"),
-        ({"autotune_flush_kib": 1}, "is of cross_entropy: native"),
-        ({"cross_entropy": "native", "autotune_copies": 1}, "made beside autotune_flush_kib"),
+        ({"autotune_flush_kib": 1}, "autotune_flush_kib needs cross_entropy: native"),
+        (
+            {"cross_entropy": "native", "autotune_copies": 1},
+            "autotune_copies stand beside autotune_flush_kib",
+        ),
         ({"cross_entropy": "native", "autotune_flush_kib": -1}, "at least 0"),
     ],
 )

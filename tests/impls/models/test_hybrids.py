@@ -50,7 +50,7 @@ def test_softmax_layers_alone_have_a_gate() -> None:
     ("options", "message"),
     [
         ({"pattern": ""}, "pattern has letters of S"),
-        ({"pattern": "GX"}, r"G \(Gated DeltaNet\), M \(Mamba-2\), each with - or not, not 'GX'"),
+        ({"pattern": "GX"}, r"G \(Gated DeltaNet\), M \(Mamba-2\), each with -, E or neither, not 'GX'"),
         ({"pattern": "G--S"}, "not 'G--S'"),
         ({"pattern": "-G"}, "not '-G'"),
         ({"recurrence": "fast"}, "recurrence is one of chunked, sequential, not 'fast'"),

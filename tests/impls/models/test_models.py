@@ -49,7 +49,7 @@ def test_vocabulary_is_padded_as_megatron_pads_it() -> None:
 def test_data_depend_on_the_seed_alone(name: str) -> None:
     model = model_preset(name)
     first, again = (model.inputs(5, 24, torch.Generator().manual_seed(2)) for _ in range(2))
-    assert set(first) == set(model.sequence_dims)
+    assert set(first) <= set(model.sequence_dims)  # which has those of several predicted tokens too
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 

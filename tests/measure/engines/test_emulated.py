@@ -103,7 +103,8 @@ def compared(cell: Cell) -> list[str]:
 #: real ranks of all strategies are compared in :mod:`tests.measure.engines.test_peaks`
 @pytest.mark.parametrize("strategy", mostly_slow(strategies(), "single", "dsp", "lasp", "ring_attention"))
 def test_one_rank_is_as_the_virtual_one(strategy: str) -> None:
-    cells = (cell_of(strategy, model) for model in TINY)
+    # which tokens experts get, and what that takes, depends on values, which fake ranks do not have
+    cells = (cell_of(strategy, model) for model in TINY if not model.startswith("moe"))
     cell = next(cell for cell in cells if cell is not None)
     assert compared(cell) == []
 

@@ -91,7 +91,7 @@ def test_job_that_does_not_fit(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="axis"):
         pool.run({"sp": 0}, process_id)
     with pytest.raises(ValueError, match="axis"):
-        pool.run({"ep": 2}, process_id)
+        pool.run({"xp": 2}, process_id)
 
 
 def test_dead_and_silent_workers_are_replaced() -> None:

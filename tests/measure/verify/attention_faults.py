@@ -220,6 +220,13 @@ def _other_meetings(change: Callable[[Any, Meetings], Meetings]) -> Callable[...
     return attend
 
 
+def _shifted_in_chunk(self: Any, honest: Any, x: Tensor, dim: int) -> Tensor:
+    part: Tensor = honest(x, dim)
+    if x.ndim == 3 and not x.is_floating_point():  # the last position has the chunk's first token behind it
+        part = torch.cat((part[:, :-1], part[:, :1]), 1)
+    return part
+
+
 def _rotated_in_order(self: Any, honest: Any, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
     """Rotary embedding of gathered keys by 0, 1, 2, ..., as if they came in the order of the sequence."""
     length = self.size * k.shape[2]
@@ -281,6 +288,8 @@ LocalSliceOfKeyGradients = planted(
     "LocalSliceOfKeyGradients", AllGatherKV, attend=_blocks(_UnsummedGradients, "reduce_scatter")
 )
 GatheredKeysRotatedInOrder = planted("GatheredKeysRotatedInOrder", AllGatherKV, attend=_rotated_in_order)
+# tokens to predict further ones from are shifted within each chunk (Megatron-LM issue 7498)
+NextTokensOfTheLocalChunk = planted("NextTokensOfTheLocalChunk", RingAttention, shard=_shifted_in_chunk)
 # RoPE counts the positions of every chunk from zero (360-LLaMA-Factory issue 72)
 PositionsOfTheLocalChunk = planted(
     "PositionsOfTheLocalChunk",

@@ -85,6 +85,7 @@ FAULTS: list[tuple[type[Strategy], Model, str, Names] | tuple[type[Strategy], Mo
     (attention.BackwardOfBlocksAlone, CAUSAL, "attention", INPUTS),
     (attention.MergeWithoutRescaling, CAUSAL, "attention", ANY),
     (attention.ScaleOfValues, LATENT, "attention", OUTPUTS),
+    (attention.NextTokensOfTheLocalChunk, LATENT, "model", ("output loss", "output mtp_loss", *GRADIENTS)),
     (layers.SharedKeyOfOwnHeads, LATENT, "attention", ("gradient",)),
     (layers.SharedKeyOfOwnPositions, LATENT, "attention", ("gradient",)),
     (attention.DecayOffByOneChunk, LINEAR, "attention", ANY),

@@ -27,7 +27,7 @@ def test_all_samples_together(folder: Path, command_line: Run) -> None:
     assert code == 0, err
     assert "\n\nours.yaml\n\n" in out
     missing = next(line for line in out.splitlines() if line.startswith("still missing: "))
-    assert missing.startswith("still missing: matmuls, fp16; matmuls, fp32; all_gather, within")
+    assert missing.startswith("still missing: matmuls, fp16; matmuls, fp32; all_gather, intra-node")
     assert missing.endswith("reduce_scatter, inter-node: what dgx-h100 says is used")
     text = Path("ours.yaml").read_text()
     assert text.startswith(

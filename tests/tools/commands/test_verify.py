@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from spbench.bench.command_line.forms.screen import markdown
 
+from spbench.bench.command_line.forms.as_table import markdown
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.tools.run.verify_output import _each, _sections

@@ -1,0 +1,192 @@
+"""Each token goes once to each node that has experts of it, and once to each rank there (DeepEP; HybridEP,
+arXiv 2603.07685).
+
+An all-to-all between nodes takes a token to the rank of the same number on each node that it meets. An
+all-to-all within the node takes it on to the ranks whose experts it meets, with its weights of these. Where
+all ranks that share experts are on one node, there is the second alone. A rank copies the rows to its experts
+and sums what they return before it goes back. The kernels of DeepEP do both at once, and overlap them; here
+they are two collectives.
+
+Letters beside those of dispatchers: N nodes, M ranks of a node along ep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spbench.impls.axes import Place
+from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
+from spbench.impls.kernels.permutation import permute, unpermute
+from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from spbench.impls.traffic import Traffic
+
+
+class _Hop(NamedTuple):
+    """One all-to-all: rows for each rank of its group, and from each."""
+
+    sent: list[int]
+    received: list[int]
+
+
+class _Places(NamedTuple):
+    """Where the rows of that many tokens are; see :func:`permute`."""
+
+    rows: Tensor
+    tokens: int
+
+
+class _Lengths(NamedTuple):
+    """Attributes:
+    between: nodes; None: there is one.
+    within: the node.
+    gathered: rows that each rank along etp has received.
+    """
+
+    between: _Hop | None
+    within: _Hop
+    gathered: list[int]
+
+
+class NodeDeduplicated(Dispatcher):
+    """All-to-alls between nodes and within them, of a row for each node and each rank that a token meets."""
+
+    name = "node_deduplicated"
+    summary = "all-to-alls of a row for each node, and each rank there, that a token meets"
+    source = "github.com/deepseek-ai/DeepEP; arXiv 2603.07685"
+
+    def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
+        super().__init__(place, experts, permutation, node_ranks)
+        along_ep = max(1, node_ranks // self.etp)
+        #: M and N
+        self.on_node = along_ep if self.ep % along_ep == 0 else self.ep
+        self.nodes = self.ep // self.on_node
+        self.node, self.local = divmod(self.ep_rank, self.on_node)
+        self.within = place.subgroup("ep", size=self.on_node)
+        self.between = place.subgroup("ep", size=self.on_node, across=True)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (self.ep, self.nodes)
+
+    def _lengths(self, met: Sequence[np.ndarray]) -> _Lengths:
+        """``met``: of :attr:`parts`."""
+        by_rank, by_node = (each.reshape(self.ep, self.etp, -1) for each in met)
+        # from the rank of each node that has this one's number there, to each rank of this node
+        here = by_rank.reshape(self.nodes, self.on_node, self.etp, self.nodes, self.on_node)[
+            :, :, :, self.node
+        ]
+        own = here[:, self.local, self.etp_rank].sum(0)
+        gathered = here[..., self.local].sum((0, 1))
+        within = _Hop(own.tolist(), here[:, :, self.etp_rank, self.local].sum(0).tolist())
+        if self.nodes == 1:
+            return _Lengths(None, within, gathered.tolist())
+        peers = by_node.reshape(self.nodes, self.on_node, self.etp, self.nodes)[:, self.local, self.etp_rank]
+        return _Lengths(
+            _Hop(peers[self.node].tolist(), peers[:, self.node].tolist()), within, gathered.tolist()
+        )
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
+        assert counts is not None
+        lengths, places = self._lengths(counts.met), []
+        if lengths.between is not None:
+            x, weights, chosen, place = self._hop(
+                x, weights, chosen, self.nodes, lengths.between, self.between
+            )
+            places.append(place)
+        x, weights, chosen, place = self._hop(x, weights, chosen, self.on_node, lengths.within, self.within)
+        places.append(place)
+        received = x
+        x = all_gather_rows(x, lengths.gathered, self.etp_group)
+        weights = all_gather_rows(weights, lengths.gathered, self.etp_group)
+        chosen = all_gather_rows(chosen, lengths.gathered, self.etp_group)
+        of_experts = counts.sent.sum(0)[self.mine]
+        rows, row_weights, copied = permute(x, weights, chosen, int(of_experts.sum()), self.permutation)
+        state = lengths, places, (copied, len(x))
+        return Dispatched(rows, row_weights, of_experts.tolist(), state, (received,))
+
+    def _hop(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, parts: int, hop: _Hop, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor, _Places]:
+        """Rows x [T, H] to each of ``parts`` ranks whose experts they meet, with the weights [T, E] and the
+        choices [T, E] of these alone; and what the way back needs."""
+        meets = chosen.unflatten(1, (parts, -1)).any(2)
+        rows, _, places = permute(x, weights[:, :parts], meets, sum(hop.sent), self.permutation)
+        token, part = self._rows_of(meets, sum(hop.sent))
+        of_part = weights.unflatten(1, (parts, -1))[token, part]
+        choices = chosen.unflatten(1, (parts, -1))[token, part]
+        return (
+            all_to_all_rows(rows, hop.sent, hop.received, group),
+            all_to_all_rows(of_part, hop.sent, hop.received, group),
+            all_to_all_rows(choices, hop.sent, hop.received, group),
+            _Places(places, len(x)),
+        )
+
+    def _rows_of(self, meets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """The token and the part of each row, in the order of :func:`permute`."""
+        order = meets.mT.reshape(-1).argsort(descending=True, stable=True)[:rows]
+        return order % len(meets), torch.div(order, len(meets), rounding_mode="floor")
+
+    def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
+        lengths, _, (copied, tokens) = state
+        rows = unpermute(rows, copied, tokens, self.permutation)
+        return reduce_scatter_rows(rows, lengths.gathered, self.etp_group)
+
+    def send_back(self, rows: Tensor, state: Any) -> Tensor:
+        lengths, places, _ = state
+        rows = all_to_all_rows(rows, lengths.within.received, lengths.within.sent, self.within)
+        if lengths.between is None:
+            return rows
+        rows = unpermute(rows, places[1].rows, places[1].tokens, self.permutation)
+        return all_to_all_rows(rows, lengths.between.received, lengths.between.sent, self.between)
+
+    def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        _, places, _ = state
+        return unpermute(rows, places[0].rows, places[0].tokens, self.permutation)
+
+    def traffic(
+        self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int
+    ) -> Iterator[Traffic]:
+        lengths, of_weight = self._lengths(counts.met), call.weight_bytes(width)
+        if self.place.size("ep", "etp") > 1:
+            told = (counts.sent.size + sum(each.size for each in counts.met)) * 8
+            yield Traffic("forward", "tokens of each expert", "all_gather", 1, told, ("ep", "etp"))
+        if lengths.between is not None:
+            of_node = self.experts // self.nodes
+            yield from self._of_hop(
+                "between nodes", lengths.between, hidden * width, of_node, of_weight, self.nodes
+            )
+        yield from self._of_hop(
+            "within the node", lengths.within, hidden * width, self.held, of_weight, self.on_node
+        )
+        whole = len(lengths.gathered) * max(lengths.gathered)
+        for phase, collective, purpose, nbytes in (
+            ("forward", "all_gather", "tokens of experts' features", hidden * width),
+            ("forward", "all_gather", "their weights", self.held * of_weight),
+            ("forward", "all_gather", "their experts", self.held),
+            ("forward", "reduce_scatter", "sums over experts' features", hidden * width),
+            ("backward", "all_gather", "gradient of these sums", hidden * width),
+            ("backward", "reduce_scatter", "gradient of weights", self.held * of_weight),
+            ("backward", "reduce_scatter", "gradient of tokens of experts' features", hidden * width),
+        ):
+            yield Traffic(phase, purpose, collective, 1, whole * nbytes, ("etp",))
+
+    def _of_hop(
+        self, where: str, hop: _Hop, row: int, experts: int, of_weight: int, ranks: int
+    ) -> Iterator[Traffic]:
+        out, back = sum(hop.sent), sum(hop.received)
+        for phase, n, purpose, nbytes in (
+            ("forward", out, "tokens to experts", row),
+            ("forward", out, "their weights", experts * of_weight),
+            ("forward", out, "their experts", experts),
+            ("forward", back, "tokens from experts", row),
+            ("backward", out, "gradient of tokens from experts", row),
+            ("backward", back, "gradient of weights", experts * of_weight),
+            ("backward", back, "gradient of tokens to experts", row),
+        ):
+            run = None if ranks == self.ep else ranks
+            yield Traffic(phase, f"{purpose}, {where}", "all_to_all", 1, n * nbytes, ("ep",), run)
