@@ -18,6 +18,7 @@ from spbench.bench.tools.advise.look import look
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.suggestions import single_changes
 from spbench.impls.models.model import model_preset
 
 MODEL = "moe-tiny"  # 12 experts of width 24, 3 a token
@@ -155,3 +156,12 @@ def test_an_answer_says_where_experts_go(
 def test_a_size_that_is_no_axis_is_refused() -> None:
     with pytest.raises(UserError, match="ep"):
         asked(8, [("expert", "2")])
+
+
+def test_fit_suggests_more_ranks_for_experts() -> None:
+    changes = {str(dict(each.settings)): each.words for each in single_changes(deep(2, 0))}
+    assert not any("sizes.ep" in settings for settings in changes)  # one rank
+    cell = deep(2, 0).model_copy(update={"sizes": Sizes(dp=2), "batch": 4})
+    changes = {str(dict(each.settings)): each.words for each in single_changes(cell)}
+    assert changes["{'sizes.ep': 2}"] == "6 of 12 routed experts on a rank"
+    assert any("moe_act" in settings for settings in changes)
