@@ -271,7 +271,7 @@ class Search:
 
     def _without_folding(self) -> None:
         """Where the best layout folds, look for one of the best strategies that does not, until one fits."""
-        fitting = self.fitting()
+        fitting = self.fitting() if getattr(self.question.model, "experts", 0) else []
         if not fitting or not folds_anew(fitting[0].cell.sizes.by_axis):
             return
         best = (name for s in fitting[: 4 * BEST] for name in (s.cell.strategy, s.cell.training.backend))
