@@ -175,7 +175,8 @@ def _attention_words(rate: AttentionRate) -> str:
     """As "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
     curve = f" / (1 + {rate.half_length.value:g} / length)" if rate.half_length.value else ""
     limit = (rate.limit_flops_per_s.value or 0.0) / 1e12
-    words = [f"{limit:.4g} TFLOP/s{curve}", f"head {rate.head_size}", rate.mask, rate.direction]
+    values = f" (values {rate.value_head_size})" if rate.value_head_size else ""
+    words = [f"{limit:.4g} TFLOP/s{curve}", f"head {rate.head_size}{values}", rate.mask, rate.direction]
     return ", ".join(filter(None, words))
 
 

@@ -139,6 +139,8 @@ class AttentionRate(StrictModel):
 
     Attributes:
         head_size: that it was measured at.
+        value_head_size: that of the values, where it is another one, as in latent attention: the rate is of
+            such calls alone; null: the same.
         direction: null: of a forward and a backward together, which holds for each of them.
         mask: "causal" or "whole".
         limit_flops_per_s: that very long sequences come near to.
@@ -147,6 +149,7 @@ class AttentionRate(StrictModel):
     """
 
     head_size: PositiveInt
+    value_head_size: PositiveInt | None = None
     direction: Direction | None = None
     mask: Mask
     limit_flops_per_s: Sourced[PositiveFloat]
@@ -157,6 +160,14 @@ class AttentionRate(StrictModel):
         """FLOPs a second of sequences of that length; nan: not known."""
         limit = self.limit_flops_per_s.value or float("nan")
         return limit / (1 + (self.half_length.value or 0.0) / length)
+
+    def counts_as(self, direction: Direction) -> int:
+        """The head size, rounded down, at which all matmuls of a call would have its FLOPs, as shapes of calls
+        have it: forward has a matmul of each size, backward three of queries and keys and two of values."""
+        values = self.value_head_size or self.head_size
+        if direction == "backward":
+            return (3 * self.head_size + 2 * values) // 5
+        return (self.head_size + values) // 2
 
 
 class AttentionRates(StrictModel):
@@ -180,13 +191,14 @@ class AttentionRates(StrictModel):
     def rate_of(self, kernel: str, head_size: int, direction: Direction, mask: Mask) -> AttentionRate | None:
         """The rate that was measured of the most similar calls of a kernel ("flash" is the default): of the
         same direction or else of both, then of the same mask, then of the nearest head size. None: the kernel
-        has none."""
+        has none. ``head_size`` is as :meth:`AttentionRate.counts_as`."""
         by_name = {str(name): rates for name, rates in self.kernels.items()}
-        rates = by_name.get(self.default if kernel == "flash" else kernel, [])
+        of_kernel = by_name.get(self.default if kernel == "flash" else kernel, [])
+        rates = [r for r in of_kernel if r.value_head_size is None or r.counts_as(direction) == head_size]
 
         def unlike(rate: AttentionRate) -> tuple[int, bool, int]:
             other = 0 if rate.direction == direction else 1 if rate.direction is None else 2
-            return other, rate.mask != mask, abs(rate.head_size - head_size)
+            return other, rate.mask != mask, abs(rate.counts_as(direction) - head_size)
 
         return min(rates, key=unlike, default=None)
 

@@ -68,7 +68,8 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
 
 
 def _attention_name(rate: AttentionRate) -> str:
-    return f"{rate.head_size}, {rate.mask}, {rate.direction or 'both'}"
+    values = f"/{rate.value_head_size}" if rate.value_head_size else ""
+    return f"{rate.head_size}{values}, {rate.mask}, {rate.direction or 'both'}"
 
 
 def link_curves(cluster: Cluster) -> Iterator[RateCurve]:

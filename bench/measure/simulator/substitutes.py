@@ -104,7 +104,7 @@ def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
         words.append(f"{rate.direction}")
     if rate.mask != call.mask:
         words.append("with a causal mask" if rate.mask == "causal" else "without a mask")
-    if rate.head_size != call.head_size:
+    if rate.counts_as(call.direction) != call.head_size:
         words.append(f"at head size {rate.head_size}")
     if rate.measured and not min(rate.measured) <= call.length <= max(rate.measured):
         side = "up to" if call.length > max(rate.measured) else "from"

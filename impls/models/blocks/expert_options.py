@@ -153,10 +153,11 @@ class ExpertOptions:
             | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},
             {"routing": "even", "dispatcher": "all_gather", "permutation": "fused", "recompute": "full"}
             | {"library": "transformer-engine", "aux_loss": "global", "aux_weight": 0.1},
-            # all tokens to the same three experts, so that others have none
+            # all tokens to the same three experts, so that others have none; without the loss of logits the
+            # router's gradient of those is zero but for rounding, and a rank may hold no other
             {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"}
             | {"recompute": "selective", "recompute_modules": ("moe_act", "shared_experts", "layernorm")}
-            | {"shared_inner": 24},
+            | {"shared_inner": 24, "z_weight": 0.01},
             # Llama 4's in every second layer
             {
                 "experts_per_token": 1,
