@@ -49,7 +49,7 @@ from spbench.bench.tools.papers.reproduction import (
     reproduce_paper,
     write_records,
 )
-from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.sources import EXPERTS, papers, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
@@ -137,7 +137,8 @@ def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
     those that the other sources give; and keep the errors of memory. With --write they become those of the
     package, and the pages that show them are written anew."""
-    names = (*papers(), *WITHOUT_RATES)
+    # experts' times are not counted: no class of these intervals is of their matmuls and dispatch
+    names = (*(name for name in papers() if name != EXPERTS), *WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()
     seen = observations(records, cells)
