@@ -46,6 +46,7 @@ from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
+from spbench.impls.layout import is_expert
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -154,6 +155,7 @@ class Megatron(Backend):
             self.options.full_at(self.around, chunk),
             sharding,
             instances,
+            scaled=is_expert(parameters[0]) and self.around.place.size("dp", "cp", "sp") > 1,
         )
 
     def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> _MainWeight:

@@ -25,7 +25,10 @@ from spbench.bench.tools.jobs.argument_tables import argument_table, shown
 from spbench.bench.tools.jobs.bridge import key_of
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.blocks.decoder import DecoderModel
+from spbench.impls.models.blocks.expert_options import ExpertOptions
+from spbench.impls.models.blocks.latent_options import LatentOptions
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
 from spbench.impls.registries import backends
@@ -35,10 +38,19 @@ from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 #: for it: kernels, units that are gathered at once, workspaces
 _OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
-    *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib")),
+    *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib", "padded_values")),
+    # a router that learns decides itself
+    "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
     *(f"training.{name}" for name in ("reduce_dtype", "forward_prefetch", "backward_prefetch")),
+}
+_PREDICTION = {"mtp_layers", "mtp_weight"}
+#: options that count only where another one is not 0, by that one
+_WITH = {
+    "experts": ExpertOptions.__dataclass_fields__.keys() - {"recompute_modules"},
+    "kv_lora_rank": LatentOptions.__dataclass_fields__.keys() - _PREDICTION,
+    "mtp_layers": _PREDICTION,
 }
 #: which steps are measured, and where the harness holds a batch: no program is asked for these
 _OF_MEASUREMENT = {"steps", "moments", "batch_on_device"}
@@ -162,7 +174,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
     model = model_preset(*cell.model_arguments)
     settings: dict[str, Any] = {"model": type(model).__name__, "strategy": strategy.name}
     settings |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in MESH_AXES}
-    settings["mesh"] = list(mesh)
+    settings |= {f"sizes.{axis}": cell.sizes.by_axis.get(axis, 1) for axis in FOLDED_AXES}
+    settings["mesh"] = [axis for axis in mesh if axis not in FOLDED_AXES]
     settings |= {name: getattr(cell, name) for name in ("batch", "seq_len", "precision", "learning")}
     options = strategy.options_type()
     of_parts = {field.name for field in fields(options)}
@@ -173,6 +186,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
         of_model["recompute"] = "full"
     if isinstance(model, DecoderModel):
         of_model["max_positions"] = model.learned_positions
+        of_model |= _as_they_count(model)
+        of_model = {name: value for name, value in of_model.items() if name not in without_effect(model)}
     settings |= _of("model_options", of_model)
     training = cell.training
     settings |= _of(
@@ -182,6 +197,27 @@ def _settings(cell: Cell) -> dict[str, Any]:
     return settings | _of(
         "training", asdict(set_options(backend, training.backend_options, training.backend))
     )
+
+
+def without_effect(model: DecoderModel) -> set[str]:
+    """Options of experts, latent attention, multi-token prediction and recomputation that a model without
+    these has all the same."""
+    unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
+    if model.recompute != "selective":
+        unused.add("recompute_modules")
+    if model.dispatcher != "node_deduplicated":
+        unused.add("node_ranks")
+    return unused
+
+
+def _as_they_count(model: DecoderModel) -> dict[str, Any]:
+    """Options of experts of which several values say the same, as one."""
+    layers = {"expert_pattern": [*map(model.has_experts, range(model.layers))], "dense_layers": 0}
+    options = layers | {"expert_inner": model.expert_width}
+    if model.router == "softmax" and (model.router_normalized or model.router_scores == "chosen"):
+        # the softmax of the chosen logits is that of all, divided by the sum of the chosen
+        options |= {"router_scores": "chosen", "router_normalized": False}
+    return options
 
 
 def _of(section: str, options: dict[str, Any]) -> dict[str, Any]:

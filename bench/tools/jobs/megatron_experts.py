@@ -9,13 +9,17 @@ from spbench.bench.tools.jobs.account import Account
 
 _EXPERTS, _LATENT, _PREDICTED = "--num-experts", "--multi-latent-attention", "--mtp-num-layers"
 _AUX, _AUX_WEIGHT = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
-_AUX_LOSSES = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
+AUX_LOSSES = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
 _GROUPS, _GROUP_TOPK = "--moe-router-num-groups", "--moe-router-group-topk"
 _SCORE, _PRE_SOFTMAX = "--moe-router-score-function", "--moe-router-pre-softmax"
 _CAPACITY, _PADDED = "--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity"
 _OVERLAPS = ("--overlap-moe-expert-parallel-comm", "--overlap-dispatch-backward-with-experts-wgrad")
+_LATENT_SCALES = "--rotary-scaling-factor", "--mscale", "--mscale-all-dim"
+_LATENT_SIZES = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
 #: sizes of a layer's experts by the ranks of a stage
 EXPERT_RANKS, EXPERT_PARTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+#: arguments that a job without experts may have
+_OF_EXPERTS = re.compile(r"--(moe|expert)-")
 #: a pattern of layers: digits, lists of them, sums and repetitions
 _PATTERN = re.compile(r"[\d\s()\[\],+*]+")
 _MOST_LAYERS = 10_000
@@ -33,6 +37,10 @@ def set_experts(a: Account, layers: int | None) -> None:
         layers: of the model; None: not known.
     """
     if not has_experts(a):
+        names = [
+            n for n, each in a.program_arguments.items() if each.outcome == "mapped" and _OF_EXPERTS.match(n)
+        ]
+        a.ignore("of a mixture of experts (MoE), which the job has not", *names, *_OVERLAPS)
         return
     a.map(_EXPERTS, "--moe-router-topk")
     if (width := a.value("--moe-ffn-hidden-size")) is not None:
@@ -146,8 +154,8 @@ def _set_balance(a: Account) -> None:
     (kind,), weight = kinds, float(weights[0])
     if kind == "quantile_balancing":
         a.refuse_given("balancing by quantiles", _AUX)
-    elif kind in _AUX_LOSSES and weight:
-        a.set("model_options.aux_loss", _AUX_LOSSES[kind], _AUX)
+    elif kind in AUX_LOSSES and weight:
+        a.set("model_options.aux_loss", AUX_LOSSES[kind], _AUX)
         a.set("model_options.aux_weight", weight, _AUX_WEIGHT)
     a.ignore("without a weight there is no such loss", _AUX)
     a.ignore("there is no loss that balances experts", _AUX_WEIGHT)
@@ -207,16 +215,16 @@ def expert_sizes(a: Account, tensor: int, gpus: int | None, stages: int) -> None
 def set_latent_attention(a: Account) -> bool:
     """Set latent attention, if the model has it; returns whether it has."""
     if not a.has(_LATENT):
+        a.ignore("of latent attention, which the job has not", *_LATENT_SIZES, *_LATENT_SCALES)
         return False
     a.took("attention from latents, whose sizes are below", _LATENT)
     a.map("--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
     if a.value("--q-lora-rank") is not None:
         a.map("--q-lora-rank")
     if not a.has("--qk-layernorm"):
-        a.refuse("latents without norms", "--qk-layernorm")
+        a.refuse_given("latents without norms (no --qk-layernorm): not modelled", _LATENT)
     a.took("latents are normalised", "--qk-layernorm")
-    scales = "--rotary-scaling-factor", "--mscale", "--mscale-all-dim"
-    a.ignore("the values of angles and scales alone", *scales)
+    a.ignore("the values of angles and scales alone", *_LATENT_SCALES)
     a.ignore("latent attention has head sizes of its own", "--kv-channels", "--rotary-percent")
     return True
 
@@ -225,3 +233,4 @@ def set_predicted_tokens(a: Account) -> None:
     """Set multi-token prediction, if the model has it."""
     if a.value(_PREDICTED):
         a.map(_PREDICTED, "--mtp-loss-scaling-factor")
+    a.ignore("no token beyond the next is predicted", _PREDICTED, "--mtp-loss-scaling-factor")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
+from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks, without_effect
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
+from spbench.bench.tools.jobs.megatron_experts import AUX_LOSSES
 from spbench.impls.backends.megatron_options import MegatronOptions
-from spbench.impls.models.blocks.expert_options import ExpertOptions
-from spbench.impls.models.blocks.latent_options import LatentOptions
+from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
@@ -24,13 +25,10 @@ from spbench.impls.strategies.nesting import PLUS
 _COMMUNICATION = {strategy: how for how, (strategy, _) in CONTEXT.items()} | dict([HIERARCHICAL])
 _OTHER_MODEL = "flags here for the model {}, which is no GPTModel"
 _KERNELS = {"flash": "flash", "cudnn": "fused", "unfused": "unfused"}
-_PREDICTION = {"mtp_layers", "mtp_weight"}
-#: options that count only where another one is not 0, by that one
-_WITH = {
-    "experts": ExpertOptions.__dataclass_fields__.keys() - {"recompute_modules"},
-    "kv_lora_rank": LatentOptions.__dataclass_fields__.keys() - _PREDICTION,
-    "mtp_layers": _PREDICTION,
-}
+#: options whose value 0, or None, is none, which Megatron-LM has by default
+_NONE = ("shared_inner", "router_groups", "router_group_topk", "z_weight", "expert_inner", "q_lora_rank")
+#: options that latent attention has no use for
+_WITHOUT_LATENTS = ("head_dim", "rotary_share", "qk_norm")
 
 #: an argument, its value (None or False: it is left out; True: a switch), and the setting it comes from
 _Row = tuple[str, Any, str]
@@ -42,7 +40,14 @@ def flags(cell: Cell) -> Flags:
     if not isinstance(model, CausalTransformerModel):
         return Flags(table.program, "train.sh", (), "", (_OTHER_MODEL.format(cell.model),))
     rows = [*table.values_of(_settings(model, cell))]
-    rows += [*_layout(cell), *_step(cell), *_backend(cell), *_model(model, cell), *_kernels(model)]
+    rows += [
+        *_layout(cell),
+        *_step(cell),
+        *_backend(cell),
+        *_model(model, cell),
+        *_experts(model),
+        *_kernels(model),
+    ]
     order = {name: place for place, name in enumerate(table.arguments)}
     lines = [
         Flag(name, _written(value) if table.arguments[name].takes else "", setting)
@@ -61,7 +66,9 @@ def _written(value: Any) -> str:
 
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     """The settings that arguments say as they are, where they count."""
-    unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
+    unused = without_effect(model) | {name for name in _NONE if not getattr(model, name)}
+    unused |= {*_WITHOUT_LATENTS} if model.kv_lora_rank else set()
+    unused |= {"router_scale"} if model.router_scale == 1 else set()
     settings = {f"model_options.{name}": value for name, value in vars(model).items() if name not in unused}
     in_full = model.checkpointing or model.recompute == "full"
     if not in_full or model.recompute_method not in ("uniform", "block"):
@@ -69,9 +76,14 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     _, mesh = several_ranks(cell)
     training = cell.training
     settings |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in ("tp", "pp")}
+    if model.experts:
+        ep, etp = (cell.sizes.by_axis.get(axis, 1) for axis in FOLDED_AXES)
+        settings |= {"sizes.ep": ep} | ({"sizes.etp": etp} if etp != settings["sizes.tp"] else {})
     settings |= {"batch": cell.shape[0], "seq_len": cell.shape[1]}
     if training.schedule == "interleaved":
-        names = ("virtual_stages", "overlap_p2p_communication", "microbatch_group_size")
+        names = ["virtual_stages", "overlap_p2p_communication", "microbatch_group_size"]
+        if _needs_layout(training.stage_layers or [], training.virtual_stages):
+            names.remove("virtual_stages")  # as many as the layout has for each rank
         settings |= {f"training.{name}": getattr(training, name) for name in names}
     if training.backend == "megatron":
         options = set_options(MegatronOptions(), training.backend_options, training.backend)
@@ -92,7 +104,21 @@ def _layout(cell: Cell) -> Iterator[_Row]:
     if "cp" in mesh:
         yield "--hierarchical-context-parallel-sizes", f"{mesh.get('sp', 1)} {mesh['cp']}", "sizes.cp"
     yield "--use-tp-pp-dp-mapping", [axis for axis in mesh if axis in ("dp", "pp")] == ["dp", "pp"], "mesh"
-    yield from _stages(training.stage_layers or [], training.virtual_stages)
+    layers = training.stage_layers or []
+    if _needs_layout(layers, training.virtual_stages):
+        predicted = "m" * getattr(model_preset(*cell.model_arguments), "mtp_layers", 0)
+        layout = f"'E{'|'.join('t' * count for count in layers)}{predicted}L'"
+        yield "--pipeline-model-parallel-layout", layout, "training.stage_layers"
+        return
+    yield from _stages(layers, training.virtual_stages)
+
+
+def _needs_layout(layers: list[int], virtual: int) -> bool:
+    """Whether more than the first and the last number of layers, of a run or in all, is another one."""
+    run, usual = layers[: len(layers) // virtual], max(layers, default=0)
+    if run * virtual == layers:
+        return len({*run[1:-1]}) > 1
+    return {*layers[1:-1]} != {usual} or not {layers[0], layers[-1]} <= {usual, usual - 1}
 
 
 def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
@@ -140,6 +166,38 @@ def _model(model: CausalTransformerModel, cell: Cell) -> Iterator[_Row]:
     yield "--max-position-embeddings", rows or cell.seq_len, setting
 
 
+def _experts(model: CausalTransformerModel) -> Iterator[_Row]:
+    if model.kv_lora_rank:
+        yield "--multi-latent-attention", True, "model_options.kv_lora_rank"
+        yield "--qk-layernorm", True, "model_options.kv_lora_rank"
+    if not model.experts:
+        return
+    yield "--moe-layer-freq", _layers_with_experts(model), "model_options.expert_pattern"
+    softmax = model.router == "softmax"
+    yield (
+        "--moe-router-score-function",
+        None if model.router == "sinkhorn" else model.router,
+        "model_options.router",
+    )
+    first = softmax and model.router_scores == "all" and not model.router_normalized
+    yield "--moe-router-pre-softmax", first, "model_options.router_scores"
+    kinds = {setting: kind for kind, setting in AUX_LOSSES.items()} | {"none": "none"}
+    kind = "sinkhorn" if model.router == "sinkhorn" else kinds[model.aux_loss]
+    yield "--moe-router-load-balancing-type", kind, "model_options.aux_loss"
+    yield "--moe-aux-loss-coeff", model.aux_weight, "model_options.aux_weight"
+
+
+def _layers_with_experts(model: CausalTransformerModel) -> str:
+    """Each N-th layer from the first, as N; else a list of 0 and 1 for all layers, shortened."""
+    have = [int(model.has_experts(layer)) for layer in range(model.layers)]
+    for each in range(1, len(have) + 1):
+        if have == [int(layer % each == 0) for layer in range(len(have))]:
+            return str(each)
+    period = next(n for n in range(1, len(have) + 1) if have == have[:n] * (len(have) // n))
+    runs = "+".join(f"[{which}]*{len([*run])}" for which, run in groupby(have[:period]))
+    return f"'({runs})*{len(have) // period}'"
+
+
 def _kernels(model: CausalTransformerModel) -> Iterator[_Row]:
     loss = model.cross_entropy
     kernel, _, version = model.attention.partition("_attention_")
@@ -154,6 +212,8 @@ def _kernels(model: CausalTransformerModel) -> Iterator[_Row]:
     again = "full" if model.checkpointing else model.recompute
     if again in ("selective", "full"):
         yield "--recompute-granularity", again, "model_options.recompute"
+    if again == "selective" and model.recompute_modules != ("core_attn",):
+        yield "--recompute-modules", " ".join(model.recompute_modules), "model_options.recompute_modules"
 
 
 def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:

@@ -170,6 +170,27 @@ def test_flags_of_megatron_are_the_same_cell_again(cell: Cell) -> None:
     assert same(cell, read_back("megatron", cell, found).cell())
 
 
+@pytest.mark.parametrize(
+    ("layers", "virtual", "written"),
+    [
+        ([3, 4, 2, 5], 1, "--pipeline-model-parallel-layout 'Ettt|tttt|tt|tttttL'"),
+        ([1, 2, 2, 1, 2, 1, 2, 3], 2, "--pipeline-model-parallel-layout 'Et|tt|tt|t|tt|t|tt|tttL'"),
+        ([0, 4, 4, 4], 1, "--decoder-first-pipeline-num-layers 0"),
+        ([2, 4, 4, 3], 1, "--decoder-last-pipeline-num-layers 3"),
+        ([1, 2, 2, 2, 2, 2, 2, 1], 2, "--account-for-loss-in-pipeline-split"),
+    ],
+)
+def test_stages_of_any_numbers_of_layers(layers: list[int], virtual: int, written: str) -> None:
+    training = {"micro_batches": 8, "stage_layers": layers, "virtual_stages": virtual}
+    training |= {"schedule": "interleaved", "overlap_p2p_communication": True} if virtual > 1 else {}
+    model = {"layers": sum(layers)}
+    one = cell(MEGATRON, sizes={"dp": 2, "pp": 4}, batch=16, model_options=model, training=training)
+    found = program_flags("megatron", one)
+    assert found.missing == ()
+    assert written in found.text()
+    assert same(one, read_back("megatron", one, found).cell())
+
+
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(torchtitan_cells())
 def test_a_toml_of_torchtitan_is_the_same_cell_again(cell: Cell) -> None:
@@ -343,6 +364,8 @@ def test_megatrons_functional_tests_and_back() -> None:
             assert found.missing
             continue
         assert found.missing == ()
-        assert [*differences(cell, read_back("megatron", cell, found).cell())] == []
+        unlike = {path for path, *_ in differences(cell, read_back("megatron", cell, found).cell())}
+        # which a job has by its container, of which no argument speaks
+        assert unlike <= {"model_options.autotune_copies", "model_options.autotune_flush_kib"}
         back += 1
-    assert back >= 300
+    assert back >= 450

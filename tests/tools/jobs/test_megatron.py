@@ -41,30 +41,33 @@ def settings(arguments: str, **more: Any) -> dict[str, Any]:
 
 def test_every_argument_and_variable_of_the_functional_tests_is_accounted_for() -> None:
     kinds: Counter[str] = Counter()
+    unknown = 0
     for case in {case.case: case for case in cases()}.values():
         given = parse_yaml(Path(case.case), case.text.encode())
         argued = [a for a in case.job.arguments if a.name.startswith("--")]
         assert {a.name.removeprefix("--") for a in argued} == given["MODEL_ARGS"].keys()
         others = {a.name.split()[0] for a in case.job.arguments if a not in argued}  # a variable's settings
         assert others == given["ENV_VARS"].keys()
-        assert not case.job.of("unknown")
-        assert all(argument.detail for argument in case.job.arguments)
+        unknown += bool(case.job.of("unknown"))
+        assert all(argument.detail or argument.outcome == "unknown" for argument in case.job.arguments)
         # what keeps a case from being imported is an argument, not a fault of ours
         assert not case.job.refusal() or case.job.of("refused"), case.job.refusal()
         kinds.update(argument.outcome for argument in case.job.arguments)
-    assert kinds.keys() == {"mapped", "no effect", "not modelled", "refused"}
+    assert kinds.keys() == {"mapped", "no effect", "not modelled", "refused", "unknown"}
+    # of another program (Flextron), and variables of TransformerEngine that are in no table
+    assert unknown == 5
 
 
 def test_most_functional_tests_are_imported() -> None:
     found = {case.case: case for case in cases()}
-    assert len(found) == 155
-    assert sum(not case.job.refusal() for case in found.values()) >= 110
+    assert len(found) == 221
+    assert sum(not case.job.refusal() for case in found.values()) >= 180
 
 
 @pytest.mark.slow
 def test_what_is_imported_is_a_cell() -> None:
     found = cases()
-    assert len({(case.case, case.golden) for case in found}) == len(found) == 581
+    assert len({(case.case, case.golden) for case in found}) == len(found) == 763
     for case in found:
         assert isinstance(case.cell, str) == bool(case.job.refusal()), case.cell
 
@@ -196,8 +199,6 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--global-batch-size 9 is no multiple of --micro-batch-size 2 x 8 replicas"),
         ("--use-torch-fsdp2 --untie-embeddings-and-output-weights",
          "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
-        ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2",
-         "--num-experts 8, --expert-model-parallel-size 2: a mixture of experts (MoE): not modelled"),
         ("--fp8-format hybrid", "--fp8-format hybrid: matmuls in 8 bits: not modelled"),
         ("--hiden-size 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hiden-size (did you mean "
          "--hidden-size?); --allow-unknown leaves it out"),
@@ -265,14 +266,6 @@ def test_what_is_left_out_cannot_write_settings(text: str, tmp_path: Path) -> No
     found = load_scenario(tmp_path / "job.yaml")
     assert found.document.title == made.title
     assert found.cells == {"": [made.cell()]}
-
-
-def test_a_switch_that_is_told_of_experts_alone_has_no_effect_without_them() -> None:
-    (argument,) = [a for a in job("--moe-router-topk 4").arguments if a.name == "--moe-router-topk"]
-    assert (argument.outcome, argument.detail) == (
-        "no effect",
-        "of a mixture of experts (MoE), which the job has not",
-    )
 
 
 def test_the_scenario_says_of_each_line_what_it_came_from(tmp_path: Path) -> None:
