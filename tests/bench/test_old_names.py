@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.row import parse_row
 from spbench.bench.tools.papers.comparison import read_comparisons
+from spbench.bench.tools.papers.strategy_traces import LAYERS, read_trace
 
 OLD: dict[str, Any] = {
     "bound": "links across nodes",
@@ -65,3 +67,17 @@ def test_a_cluster_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 def test_a_cluster_file_with_both_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"device\.products"):
         load_cluster(cluster_file(tmp_path / "a.yaml", "products", "matmul"))
+
+
+def test_committed_traces_of_strategies_have_todays_classes_of_work() -> None:
+    """Those of any version: the report has a colour for each class."""
+    folder = Path(__file__).parents[2] / "results" / "reproduction" / "strategies"
+    (cell, *_) = [
+        Cell.model_validate(row["cell"])
+        for line in (folder / LAYERS / "cells.jsonl").read_text().splitlines()
+        if (row := json.loads(line))["cell"]["strategy"] == "ulysses"
+    ]
+    trace = read_trace(folder, cell)
+    assert trace is not None
+    classes = {(event.get("args") or {}).get("class") for event in trace["traceEvents"]}
+    assert classes - {None} == {"matmul", "attention", "memory-bound"}

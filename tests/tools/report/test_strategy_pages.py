@@ -185,7 +185,7 @@ def test_closed_form_beside_meter_is_what_the_row_says(kept: Path) -> None:
 def test_a_page_shows_rows_and_a_trace_and_when_they_were_made(kept: Path) -> None:
     page = site_of(kept)["strategy-lasp.html"]
     assert '<strong class="good">Every entry is equal, exactly.</strong>' in page
-    assert page.count("Made by commit <code>abc on 2026-01-02</code>.") == 2
+    assert page.count("From commit <code>abc on 2026-01-02</code>.") == 2
     assert 'id="layer-backward"' in page
 
 
