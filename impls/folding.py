@@ -52,6 +52,11 @@ def stage_ranks(sizes: Mapping[str, int]) -> int:
     return math.prod(size for axis, size in sizes.items() if axis not in ("pp", *FOLDED_AXES))
 
 
+def world_ranks(sizes: Mapping[str, int]) -> int:
+    """Ranks of the whole mesh."""
+    return stage_ranks(sizes) * sizes.get("pp", 1)
+
+
 def check_folds(sizes: Mapping[str, int]) -> None:
     """Raise ValueError where ep x etp does not divide the ranks of a stage; the message has a size of ep that
     does."""

@@ -67,7 +67,7 @@ class DrawnClaim:
 def _key_words(key: str) -> tuple[str, str] | None:
     """The model of a cell, and its strategy with its ranks, by its key; None where that has no mesh."""
     model, strategy, mesh, *_ = [*key.split("/"), "", ""]
-    sizes = [int(size) for size in re.findall(r"\d+", mesh)]
+    sizes = [int(size) for size in re.findall(r"\d+", mesh.partition("·")[0])]
     if not sizes:
         return None
     return model_name(model), f"{short_name(strategy)} on {math.prod(sizes)}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from spbench.impls.folding import world_ranks
 from spbench.plots.style import engine_name, model_name
 
 Row = Mapping[str, Any]
@@ -21,7 +21,7 @@ _SPEAKING = ("variant", "cluster", "engine", "precision")
 
 def gpus(row: Row) -> int:
     """The number of GPUs of a row's cell."""
-    return math.prod((row["cell"].get("sizes") or {}).values())
+    return world_ranks(row["cell"].get("sizes") or {})
 
 
 def gpu_counts(rows: Iterable[Row]) -> list[int]:

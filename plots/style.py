@@ -93,7 +93,7 @@ _MODEL_PARTS = {
     "xl": "XL",
 }
 _MODEL_PART = re.compile(rf"{'|'.join(sorted(_MODEL_PARTS, key=len, reverse=True))}|[^-]+")
-_SIZE = re.compile(r"\d+(\.\d+)?[bmk]")
+_SIZE = re.compile(r"a?\d+(\.\d+)?[bmk]")
 INK, GREY = "#262626", "#666666"
 #: between the names of strategies around each other
 PLUS = "+"

@@ -26,7 +26,8 @@ from spbench.impls.collectives import (
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 
 #: Megatron-Core divides by the ranks of the group here, in a pass over the bucket, which takes time.
-#: Losses here are shares of one sum over all ranks, so the same pass multiplies by 1
+#: Losses here are shares of one sum over all ranks, so the same pass multiplies by 1. It divides gradients of
+#: experts by all replicas, so that a rank which alone has its experts takes the pass too
 GRADIENT_SCALE = 1.0
 
 
@@ -37,6 +38,7 @@ class GradientBucket:
         parameters: in the order in which they lie.
         gradients, weights: its elements of the buffers [n]; ``weights`` is None where these are not sharded.
         own: start and end, in the bucket, of the part that this rank holds.
+        scaled: whether :meth:`reduce` scales gradients where no other rank has them.
         instances: the ranks that hold the same part; None: no other does.
     """
 
@@ -48,8 +50,10 @@ class GradientBucket:
         weights: Tensor | None,
         group: dist.ProcessGroup | None,
         instances: dist.ProcessGroup | None = None,
+        *,
+        scaled: bool = False,
     ):
-        self.parameters = parameters
+        self.parameters, self.scaled = parameters, scaled
         self.gradients, self.weights, self.group = gradients, weights, group
         self.instances = instances
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -71,9 +75,10 @@ class GradientBucket:
     def reduce(self, *, overlapped: bool) -> None:
         """Sum the gradients over the group, in place: all of them or, if they are sharded, this rank's part.
         If ``overlapped``, only begin to; :meth:`wait` ends it."""
+        if self.group is not None or self.scaled:
+            self.gradients.mul_(GRADIENT_SCALE)
         if self.group is None:
             return
-        self.gradients.mul_(GRADIENT_SCALE)
         if self.weights is not None:
             self.work = reduce_scatter_in_place(self.gradients, self.group, begin=overlapped)
         elif overlapped:
@@ -109,6 +114,7 @@ class GradientBuffer:
         full_at: see :func:`laid_out`.
         sharding: None: nothing is sharded.
         instances: the ranks of other such groups that hold the same parts; None: there is one group.
+        scaled: see :class:`GradientBucket`.
     """
 
     def __init__(
@@ -120,7 +126,10 @@ class GradientBuffer:
         full_at: int | None,
         sharding: Sharding | None,
         instances: dist.ProcessGroup | None = None,
+        *,
+        scaled: bool = False,
     ):
+        self._scaled = scaled
         layouts = laid_out(
             [p.numel() for p in parameters], [p in alone for p in parameters], full_at, sharding
         )
@@ -148,7 +157,9 @@ class GradientBuffer:
         elements = slice(layout.start, layout.end)
         weights = None if self.weights is None else self.weights[elements]
         members = [parameters[i] for i in layout.members]
-        return GradientBucket(layout, members, self.gradients[elements], weights, *groups)
+        return GradientBucket(
+            layout, members, self.gradients[elements], weights, *groups, scaled=self._scaled
+        )
 
     def _take_weights(self) -> None:
         """Move the weights into the buffer."""

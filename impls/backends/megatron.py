@@ -169,6 +169,7 @@ class Megatron(Backend):
             self.options.full_at(self.around, chunk),
             sharding,
             instances,
+            scaled=is_expert(parameters[0]) and self.around.place.size("dp", "cp", "sp") > 1,
         )
 
     def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> _MainWeight:

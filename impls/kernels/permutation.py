@@ -152,14 +152,14 @@ def _sort_rows(
     x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = _row_order(sizes, order).to(x.device)
-    return x[rows], weights[rows], rows.int()
+    return x.index_select(0, rows), weights[rows], rows.int()
 
 
 @_sort_rows.register_fake
 def _(
     x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weights), x.new_empty(len(x), dtype=torch.int32)
+    return x.new_empty(x.shape), torch.empty_like(weights), x.new_empty(len(x), dtype=torch.int32)
 
 
 @torch.library.custom_op("spbench::sort_rows_backward", mutates_args=())

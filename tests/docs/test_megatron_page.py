@@ -39,7 +39,10 @@ def test_every_mapped_argument_is_in_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("section", "of", "name"),
-    [("The model", "model_options", "gpt3-7b"), ("The optimizer and the backend", "training", "megatron")],
+    [
+        ("The model", "model_options", "gpt3-7b"),
+        ("The optimizer and the backend", "training", "megatron"),
+    ],
 )
 def test_every_option_exists(section: str, of: str, name: str) -> None:
     """The options of the table's second column, as `option: value` or alone."""

@@ -6,6 +6,13 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.options import LARGEST, LARGEST_OF, wrong_values
 
 
+@pytest.mark.parametrize("name", ["experts", "shared_inner", "dense_layers", "mtp_layers"])
+def test_zero_switches_off_what_a_preset_has(name: str) -> None:
+    model = model_preset("deepseek-v3")
+    assert getattr(model, name)
+    assert [*wrong_values(model, {name: 0})] == []
+
+
 @pytest.mark.parametrize(
     ("name", "least", "most"), [("layers", 1, LARGEST_OF["layers"]), ("hidden", 1, LARGEST)]
 )

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from spbench.plots import dsp, lasp, measured, rsa, splits
+from spbench.plots import dsp, expert_skew, lasp, measured, rsa, splits
 from spbench.plots.communication import draw as draw_communication
 from spbench.plots.convergence import draw as draw_convergence
 from spbench.plots.grid import Drawing
@@ -66,6 +66,15 @@ def steps(strategy: str, axis: str, count: int, length: int, status: str = "ok",
     } | cell.pop("measured", {})
     given = {"model": "tnl-1b", "batch": 1, **cell}
     return ran(status, numbers, strategy=strategy, sizes={axis: count}, seq_len=length, **given)
+
+
+def skewed(routing: str, variant: str) -> Row:
+    """A step of experts that is longer and larger with the skew."""
+    skew = float(routing.partition(":")[2] or 0)
+    numbers = {"peak_memory_bytes": (20 + 2 * skew) * GIB, "step_time_s": 0.1 + 0.04 * skew}
+    cell = {"model": "qwen3-30b-a3b", "model_options": {"routing": routing}, "strategy": "ulysses"}
+    mesh = {"sizes": {"dp": 2, "sp": 4, "ep": 8}, "cluster": "dgx-h100", "batch": 2, "seq_len": 16384}
+    return ran("ok", {**numbers, "expert_imbalance": 1 + skew}, variant=variant, **cell, **mesh)
 
 
 def sized(strategy: str, count: int, frames: int, status: str = "ok", **options: Any) -> Row:
@@ -552,6 +561,22 @@ BARS = {
             "1 of 42 published formulas not measured",
             f"BERT tiny, {TP} at 2 GPUs, distributed: failed (reason of failed)",
         ],
+    ),
+    "memory, step and the fullest rank by skew, dashed by variant; ep does not multiply GPUs": Case(
+        expert_skew.draw,
+        [
+            skewed(routing, variant)
+            for routing in ("zipf:0", "zipf:1.5")
+            for variant in ("dropless", "capacity")
+        ]
+        + [skewed("even", "dropless")],
+        titles=[f"Qwen3 30B A3B, 8 {TIMES} dgx-h100"] * 3,
+        axes=["Peak memory (GiB)", "Step (ms)", "Tokens of the fullest\nrank, over mean"],
+        data={
+            "ours peak_memory_gib Ulysses, dropless": [[(0, 20), (150, 23)]],
+            "ours step_ms Ulysses, capacity": [[(0, 100), (150, 160)]],
+            "ours expert_imbalance Ulysses, dropless": [[(0, 1), (150, 2.5)]],
+        },
     ),
     "splits by time, bytes stacked by axis, memory against the card": Case(
         splits.draw_four_d,

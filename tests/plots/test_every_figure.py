@@ -64,6 +64,7 @@ def rows_of(scenario: str) -> list[Row]:
             "peak_memory_bytes": (4 + number % 7) * GIB,
             "usable_memory_bytes": 12 * GIB,
             "imbalance": 1.0 + number % 4,
+            "expert_imbalance": 1.0 + number % 4,
             "step_time_s": 1.5 + number % 5,
             "tokens_per_s": 1000.0 * (1 + number % 9) * length / 512,
             "samples_per_s": 1.0 + number % 9,

@@ -162,8 +162,8 @@ class AttentionRate(StrictModel):
         return limit / (1 + (self.half_length.value or 0.0) / length)
 
     def counts_as(self, direction: Direction) -> int:
-        """The head size, rounded down, at which all matmuls of a call would have its FLOPs, as shapes of calls
-        have it: forward has a matmul of each size, backward three of queries and keys and two of values."""
+        """The head size, rounded down, at which all matmuls of a call would have its FLOPs: forward has a
+        matmul of each size, backward three of queries and keys and two of values. Shapes of calls have it."""
         values = self.value_head_size or self.head_size
         if direction == "backward":
             return (3 * self.head_size + 2 * values) // 5

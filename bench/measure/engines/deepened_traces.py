@@ -13,7 +13,8 @@ blocks, the whole model is traced. A guess takes the models of 3 and 5 layers, a
 What the proof cannot show is a limit that 5 layers do not reach. So nothing may grow with the number of
 layers that could have one (:mod:`measure.engines.deepened_traces`), unless the backend says that it
 cuts its buffers alike in all four models (:meth:`Backend.cuts`); if it does not, the whole one is traced at
-once, and guessed as if it did. A model says how often its kinds of layers repeat (:attr:`Model.period`), and
+once, and guessed as if it did. A model says how often its kinds of layers repeat (:attr:`Model.period`) after
+the first ones, of which all models have as many more (:attr:`Model.unlike_layers`), and
 it is trusted that a layer does not depend on its number otherwise. A test compares traces with whole ones.
 """
 
@@ -78,6 +79,15 @@ def stage_layers(cell: Cell) -> tuple[int, int]:
     return 0 if model.period > 1 and layers % unit else layers // unit, unit
 
 
+def leading_runs(cell: Cell) -> int:
+    """Of a stage's layers, counted as by :func:`stage_layers`, those that hold the first layers of a model
+    that are of another kind."""
+    layers, unit = stage_layers(cell)
+    leading = model_preset(*cell.model_arguments).unlike_layers
+    here = unit // (cell.sizes.pp * cell.training.virtual_stages)
+    return math.ceil(leading / here) if layers else 0
+
+
 def with_layers(cell: Cell, layers: int) -> Cell:
     """The cell of a model with that many layers."""
     return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
@@ -90,13 +100,12 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
         NotAlike: the backend cuts buffers of all layers otherwise than those of few.
         Unsupported: the strategy cannot run so few layers.
     """
-    layers, unit = stage_layers(cell)
-    if effort == "whole" or layers < LEAST[effort] or cell.training.stage_layers is not None:
+    (layers, unit), leading = stage_layers(cell), leading_runs(cell)
+    if effort == "whole" or layers < LEAST[effort] + leading or cell.training.stage_layers is not None:
         return None
-    model = model_preset(*cell.model_arguments)
-    left_over = getattr(model, "layers", 0) - layers * unit
+    left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
     # the first layers, where they are unlike those that repeat, are in all of them
-    fewest = _FEWEST + -(-model.unlike_layers // unit)
+    fewest = _FEWEST + leading
     if layers < fewest + 3:
         return None
     few, proof, some = (with_layers(cell, n * unit + left_over) for n in range(fewest, fewest + 3))

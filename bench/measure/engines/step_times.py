@@ -82,26 +82,27 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
 
     Causal softmax attention is work that ranks only share out: together they have the model's, but for heads
     that are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the
-    same work. All matmuls together are at least the model's. This is not said of linear attention. A
-    strategy of users may have more, as one that multiplies what a mask hides.
+    same work. All matmuls together are at least the model's. This is not said of linear attention, or where
+    experts have a capacity. A strategy of users may have more, as one that multiplies what a mask hides.
 
     Args:
         metered: of all ranks.
     """
     model = forward_flops(cell)
     counts = {"model": model_flops(cell), "forward": metered.forward, "all": metered.all}
-    _, length = cell.shape
-    kinds = {site.kind for site in model_preset(*cell.model_arguments).sites(1, length)}
+    sites = model_preset(*cell.model_arguments).sites(1, cell.shape[1])
+    kinds = {site.kind for site in sites}
     if kinds & {"linear_attention", "gated_recurrence"}:
         return counts, ""  # cut into other chunks where ranks have fewer positions
     allowed = _ROUNDING + (work_error(cell) or 0.0)
     if cell.strategy_options.get("placement") == "striped":
-        allowed += cell.sizes.world / length
+        allowed += cell.sizes.world / cell.shape[1]
     more = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads") or _of_users(cell)
     most = float("inf") if more else model.attention * (1 + allowed)
     if not model.attention * (1 - allowed) <= metered.attention <= most:
         return counts, _differs("softmax attention", metered.attention, model.attention)
-    if metered.forward < model.forward * (1 - allowed):
+    capped = any(site.experts is not None and site.experts.capacity is not None for site in sites)
+    if not capped and metered.forward < model.forward * (1 - allowed):
         return counts, _differs("forward", metered.forward, model.forward)
     return counts, ""
 

@@ -108,12 +108,11 @@ def verify(
         ValueError: strategies cannot be around each other.
     """
     nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
-    of_models = dict(model_options or {})
-    tried = _tiny() if models is None else models
+    of_models, tried = dict(model_options or {}), _tiny() if models is None else models
     presets = {name: set_options(_model(name), of_models, f"model {name}") for name in tried}
     _check_known(dtypes, backend)
-    given = {"options": dict(options or {}), "backend_options": dict(backend_options or {})}
-    settings = {"batch": batch, "seq_len": seq_len, "backend": backend, **given}
+    settings = {"batch": batch, "seq_len": seq_len, "backend": backend, "options": dict(options or {})}
+    settings["backend_options"] = dict(backend_options or {})
     cases = [*_cases(nestings, presets, world_sizes, dtypes, parts, of_models, settings)]
     if pool is None and not world_sizes:
         return

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import written
 from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
+from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
+from spbench.bench.tools.advise.layouts import folds_anew
 from spbench.bench.tools.advise.possible import Absence
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
@@ -29,13 +28,8 @@ from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import shown_price
 from spbench.bench.yaml_text import dump
-from spbench.impls.axes import Place
 from spbench.impls.models.model import model_preset
 
-#: collectives of which a rank sends to each of the others, so that a share of it leaves the node
-_TO_EACH = "all_to_all"
-#: messages from a rank to the next, which leave a node by one card
-_TO_NEXT = ("send", "recv")
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "matmul_s": "matmul",
@@ -158,6 +152,22 @@ class Advice:
         """What a card must have for a layout; of one that was traced with few layers, about."""
         return card_memory(seen.cell, seen.measured, seen.tensors_bytes)
 
+    def folding(self) -> str:
+        """What the fastest layout gains by groups of ranks of its own for experts, in words; "": it has none,
+        or there are no experts."""
+        best = next(iter(self.result.best), None)
+        if best is None or not has_experts(best.cell) or not folds_anew(best.cell.sizes.by_axis):
+            return ""
+        head = f"folding: the fastest layout, {best}, has its experts over ranks of several axes"
+        others = (s for s in self.result.traced if s.fits and not folds_anew(s.cell.sizes.by_axis))
+        other = min(others, key=lambda seen: seen.step_s, default=None)
+        if other is None:
+            return f"{head}; none without it that was traced fits"
+        mine, theirs = _parts(best), _parts(other)
+        name = max(_PARTS, key=lambda part: theirs[part] - mine[part])
+        cause = f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        return f"{head}; without it {other} takes {other.step_s / best.step_s - 1:+.0%}: {cause}"
+
     def simpler(self) -> list[Seen]:
         """The layouts that fit and are simpler than the one that is named first: of each number of strategies
         and axes the fastest. None of them ties with the fastest."""
@@ -262,6 +272,11 @@ class Advice:
         return "; ".join(filter(None, [head, causes, order]))
 
 
+def has_experts(cell: Cell) -> bool:
+    """Whether its model has routed experts."""
+    return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
+
+
 def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Settings that another layout has not, as people write them."""
     options = settings.get("strategy_options", {})
@@ -292,55 +307,3 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
     return dump({"title": title, "groups": groups})
-
-
-# -- floors: what the work of a step takes at the promised rates, however well all else is hidden ------------
-
-
-def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the FLOPs of the model (nothing computed again) at what the card's datasheet promises; None:
-    it promises nothing of this precision."""
-    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
-    return None if utilization is None else float(utilization * step_s)
-
-
-def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the bytes that a rank sends at the bandwidth of the links, those within a node and those
-    across nodes at the same time; None: the cluster lacks a bandwidth that they need."""
-    within_s = across_s = 0.0
-    for row in measurement["formula"]:
-        times = _row_s(cell, row)
-        if times is None:
-            return None
-        within_s, across_s = within_s + times[0], across_s + times[1]
-    return max(within_s, across_s)
-
-
-def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Seconds within a node and across nodes of one row of the closed form."""
-    cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
-    ranks, here = _members(cell, row["axis"].split("_"), cluster.devices_per_node)
-    if not sent or ranks == 1:
-        return 0.0, 0.0
-    card = cluster.network.bandwidth_bytes_per_s.value
-    node = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else card
-    if not node or (here < ranks and not card):
-        return None
-    if here == ranks:
-        return sent / node, 0.0
-    assert card is not None
-    share = card * min(1.0, cluster.network.nics_per_node / cluster.devices_per_node)
-    if row["collective"] == _TO_EACH:
-        leaves = (ranks - here) / (ranks - 1)
-        return sent * (1 - leaves) / node, sent * leaves / share
-    # of a ring one rank of a node sends to the next node, by the cards of all its ranks there
-    by = share * here
-    if row["collective"] in _TO_NEXT:
-        by = min(by, card)
-    return (sent / node if here > 1 else 0.0), sent / by
-
-
-def _members(cell: Cell, axes: list[str], of_node: int) -> tuple[int, int]:
-    """(ranks of the group along these axes, of them in one node)."""
-    group = np.array(Place(cell.mesh_sizes).members(*axes))
-    return len(group), int((group // of_node == group[0] // of_node).sum())

@@ -18,6 +18,7 @@ from spbench.bench.tools.advise.layouts import (
     Refused,
     Way,
     backend_settings,
+    folded,
     layouts,
     settings_of,
     ways,
@@ -25,11 +26,14 @@ from spbench.bench.tools.advise.layouts import (
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import as_text
 from spbench.impls.axes import MESH_AXES, spelled
+from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0
+#: a layout whose estimated bytes are so much less than a card has probably fits, and so much more, may fit
+_MAY_FIT = 1.25
 #: settings that save memory which is there must be faster than simpler ones by so much, by the estimate
 _SAME = 1.005
 #: what became of layouts that take longer than another that surely fits
@@ -40,6 +44,11 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
     """The axes of several ranks in that order; None: as they are by default."""
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
+
+
+def mesh_alone(cell: Cell) -> str:
+    """The mesh of a cell as text, without the ranks of its experts."""
+    return spelled({axis: n for axis, n in cell.mesh_sizes.items() if axis not in FOLDED_AXES})
 
 
 #: a choice and its value
@@ -75,14 +84,16 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Strategy and mesh, as of a cell: of each kind the best layout is named."""
+        """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
         sizes = self.layout.sizes
         return self.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
         """What another layout of the same way may have other than this one."""
-        return ("backend", as_text(self.training)), ("micro-batch", str(self.layout.micro_batch))
+        of_all = ("backend", as_text(self.training)), ("micro-batch", str(self.layout.micro_batch))
+        fold = self.layout.fold
+        return of_all if fold is None else (*of_all, ("fold", str(fold)))
 
     @cached_property
     def saving_text(self) -> str:
@@ -116,6 +127,7 @@ def candidates(
     refused: Refused,
     usable: float = 0.0,
     left_out: Counter[str] | None = None,
+    unfolded: bool = False,
 ) -> Iterator[Candidate]:
     """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
     backend none that takes longer by the estimate than another that surely fits, also with its states on the
@@ -126,6 +138,7 @@ def candidates(
         refused: takes what cannot be.
         usable: bytes of a card that tensors can have; 0: nothing surely fits.
         left_out: counts those that take longer, as :data:`SLOWER`.
+        unfolded: only those whose experts have no groups of their own; see :attr:`Layout.folds_anew`.
     """
     forward_only = question.cell.training.step == "inference"
     settings_by_text = (
@@ -135,29 +148,80 @@ def candidates(
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+    choices = _Choices(backends, pipelined, twins, settings)
     for way in ways(question):
         figures_and_options = figures_of(estimates, way, question, refused)
         if figures_and_options is None:
             continue
         figures, options = figures_and_options
-        for layout in layouts(question, way, estimates.layers, refused):
-            times, states = estimates.times(layout, figures), estimates.states(layout, figures)
-            activations = estimates.activations(layout)
-            memories = states[:, None] + activations
-            fitting = np.where(memories * SURELY <= usable, times, np.inf)
-            shortest = fitting.min(axis=1, initial=np.inf)
-            for row, training in enumerate(backends):
-                if layout.pp > 1 and not pipelined[row]:
-                    continue
-                twin = None if (other := twins[row]) is None else backends[other]
-                of_twin = np.inf if other is None else shortest[other]
-                kept = np.flatnonzero(promising(times[row], fitting[row], of_twin))
-                for at in kept.tolist():
-                    seconds, nbytes = float(times[row, at]), float(memories[row, at])
-                    own = float(activations[at])
-                    yield Candidate(layout, options, training, settings[at], seconds, nbytes, own, twin)
-                if left_out is not None:
-                    left_out[SLOWER] += len(settings) - len(kept)
+        for unfolded_layout in layouts(question, way, estimates.layers, refused):
+            every = folded(question, unfolded_layout)
+            if unfolded:
+                every = [layout for layout in every if not layout.folds_anew]
+            yield from _of_layouts(every, figures, options, estimates, choices, usable, left_out)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What each layout can have: settings of backends, whether these have stages, the places of their twins,
+    and settings of the model."""
+
+    backends: Sequence[Mapping[str, Any]]
+    pipelined: Sequence[bool]
+    twins: Sequence[int | None]
+    settings: Sequence[Mapping[str, Any]]
+
+
+def _of_layouts(
+    every: Sequence[Layout],
+    figures: WayFigures,
+    options: Mapping[str, Any],
+    estimates: Estimates,
+    choices: _Choices,
+    usable: float,
+    left_out: Counter[str] | None,
+) -> Iterator[Candidate]:
+    """The candidates of layouts that differ in the ranks of their experts alone."""
+    if not every:
+        return
+    backends, settings, twins = choices.backends, choices.settings, choices.twins
+    times_of = np.stack([estimates.times(layout, figures) for layout in every])
+    activations = estimates.activations(every[0])
+    memories_of = np.stack([estimates.states(layout, figures)[:, None] + activations for layout in every])
+    folds = best_folds(times_of, memories_of, usable)
+    for layout, times, memories, fold in zip(every, times_of, memories_of, folds, strict=True):
+        fitting = np.where(memories * SURELY <= usable, times, np.inf)
+        shortest = fitting.min(axis=1, initial=np.inf)
+        for row, training in enumerate(backends):
+            if layout.pp > 1 and not choices.pipelined[row]:
+                continue
+            twin = None if (other := twins[row]) is None else backends[other]
+            of_twin = np.inf if other is None else shortest[other]
+            kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & fold[row])
+            for at in kept.tolist():
+                seconds, nbytes = float(times[row, at]), float(memories[row, at])
+                own = float(activations[at])
+                yield Candidate(layout, options, training, settings[at], seconds, nbytes, own, twin)
+            if left_out is not None:
+                left_out[SLOWER] += len(settings) - len(kept)
+
+
+def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:
+    """Which of the folds may be the best, bool [folds, backends, settings]: with each backend and settings
+    the fastest of those that probably fit and of those that may fit, else the smallest.
+
+    Args:
+        times, memories: [folds, backends, settings].
+        usable: bytes of a card; 0: anything fits.
+    """
+    kept = np.zeros(times.shape, dtype=bool)
+    if len(kept) == 1:
+        return ~kept
+    smallest = memories.min(axis=0)
+    for most in (usable / _MAY_FIT, usable * _MAY_FIT) if usable else (np.inf,):
+        within = np.where(memories <= np.maximum(most, smallest), times, np.inf)
+        np.put_along_axis(kept, within.argmin(axis=0)[None], True, axis=0)
+    return kept
 
 
 def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:

@@ -19,10 +19,11 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import model_parameters, planned_strategy
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.tools.advise.layouts import ORDER, Layout, Way
+from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.backend import planned_sums
 from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.folding import EXPERT_AXES, folded_sizes, folds, given_folds
 from spbench.impls.models.model import model_preset
 
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
@@ -88,11 +89,16 @@ class WayFigures:
         sent_s: seconds of what the strategy sends for one sample of one micro-batch.
         elements: of parameters.
         alike: the axes of the strategy along which ranks hold the same of most parameters.
+        experts: elements of routed experts, before they are shared out over ranks; they are not among
+            ``elements``.
+        dispatched: bytes of the rows that a rank's tokens of one sample are for their experts.
     """
 
     sent_s: Depths
     elements: Depths
     alike: tuple[str, ...]
+    experts: Depths = Depths(0.0, 0.0)
+    dispatched: Depths = Depths(0.0, 0.0)
 
 
 class Estimates:
@@ -119,7 +125,7 @@ class Estimates:
         #: of layers, one of which is what figures here are of
         self.periods = self.layers / model.period
         self._known: dict[tuple[Any, ...], float] = {}
-        self._of_backends: dict[tuple[Way, int, int], np.ndarray] = {}
+        self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
 
     @cached_property
     def _costs(self) -> Costs:
@@ -134,7 +140,7 @@ class Estimates:
             Unsupported: it cannot divide the model so.
         """
         sizes = {"dp": self.gpus // way.ranks, **way.axes}
-        sent, elements = [], []
+        sent, elements, experts, rows = [], [], [], []
         for layers in (1, 2):
             shallow = at_depth(self.cell, layers).model_copy(
                 update={
@@ -157,15 +163,24 @@ class Estimates:
                 )
             )
             sums = planned_sums(sites, strategy, 1)
-            elements.append(float(sum(each.elements for each in sums)))
-        most = max(sums, key=lambda each: each.elements, default=None)
-        return WayFigures(Depths(*sent), Depths(*elements), most.axes if most else ())
+            of_mesh = [each for each in sums if not folds(each.axes)]
+            weights = (s.count * s.dims.get("experts", 0) for s in sites if s.kind == "parameters")
+            experts.append(float(sum(weights)))
+            elements.append(float(sum(each.elements for each in sums)) - experts[-1])
+            routed = ((s.count, s.dims) for s in sites if s.kind == "experts")
+            of_sample = sum(n * d["B"] * d["L"] * d["K"] * d["H"] for n, d in routed)
+            rows.append(of_sample * precision.parameters.itemsize / way.ranks)
+        most = max(of_mesh, key=lambda each: each.elements, default=None)
+        alike = most.axes if most else ()
+        return WayFigures(Depths(*sent), Depths(*elements), alike, Depths(*experts), Depths(*rows))
 
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:
         """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
         mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
+        if axes and folds(axes):
+            mesh |= folded_sizes(mesh | given_folds(sizes))
         around = tuple(axis for axis in axes if mesh[axis] > 1)
         if not around or not nbytes:
             return 0.0
@@ -177,9 +192,7 @@ class Estimates:
     def _seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], mesh: Mapping[str, int]
     ) -> float:
-        ranks = np.arange(int(np.prod([*mesh.values()]))).reshape([*mesh.values()])
-        last = [list(mesh).index(axis) for axis in axes]
-        groups = np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))
+        groups = _groups(axes, mesh)
         if collective in ("send", "recv"):
             if collective == "recv":
                 return 0.0
@@ -196,11 +209,11 @@ class Estimates:
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
         layer_s, ends_s, _, _ = self._of_savings
-        layer = b * (layer_s / ranks + way.sent_s.layer)
-        ends = b * (ends_s / ranks + way.sent_s.ends)
+        layer = b * (layer_s / ranks + way.sent_s.layer) + self._dispatch_s(layout, b * way.dispatched.layer)
+        ends = b * (ends_s / ranks + way.sent_s.ends) + self._dispatch_s(layout, b * way.dispatched.ends)
         stage = self.periods / layout.pp * layer
         computing = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
-        key = (layout.way, layout.dp, layout.pp)
+        key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key not in self._of_backends:
             sent = [self._replicas_s(layout, way, backend) for backend in self.backends]
             self._of_backends[key] = np.array(sent, dtype=float).reshape(-1, 2).T[:, :, None]
@@ -211,11 +224,31 @@ class Estimates:
         seconds: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
         return seconds
 
+    def _dispatch_s(self, layout: Layout, nbytes: float) -> float:
+        """Seconds in which rows of so many bytes go to experts and back, and their gradients."""
+        if layout.fold is None or not nbytes:
+            return 0.0
+        ep, etp = layout.fold
+        to_each = self.seconds("all_to_all", float(f"{nbytes:.2g}"), ("ep",), layout.sizes) if ep > 1 else 0.0
+        gathered = float(f"{nbytes * etp:.2g}")
+        of_parts = self.seconds("all_gather", gathered, ("etp",), layout.sizes) if etp > 1 else 0.0
+        return 4 * (to_each + of_parts)
+
+    def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
+        """(elements of routed experts that a rank has, replicas that have the same ones)."""
+        if layout.fold is None:
+            return 0.0, 1
+        ranks = layout.fold.ep * layout.fold.etp
+        ends = way.experts.ends * (1 if layout.pp == 1 else 0.5)
+        elements = way.experts.layer * self.periods / layout.pp + ends
+        return elements / ranks, layout.stage_ranks // ranks
+
     def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
         """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
         once."""
         sharing = layout.dp * ranks_along(way.alike, layout.sizes)
-        return self._host_s_of_parameter * (self._elements(layout, way) / sharing)
+        experts, replicas = self._expert_elements(layout, way)
+        return self._host_s_of_parameter * (self._elements(layout, way) / sharing + experts / replicas)
 
     @cached_property
     def _host_s_of_parameter(self) -> np.ndarray:
@@ -230,11 +263,15 @@ class Estimates:
     def _replicas_s(self, layout: Layout, way: WayFigures, backend: str) -> tuple[float, float]:
         """Seconds of what a backend sends once a step, and with each micro-batch."""
         figures, elements = self.backends[backend], self._elements(layout, way)
-        group, sizes = ("dp", *way.alike), layout.sizes
+        experts, _ = self._expert_elements(layout, way)
+        sets, sizes = [(("dp", *way.alike), elements), (("edp",), experts)], layout.sizes
 
         def sent(of: Mapping[str, float]) -> float:
             return sum(
-                self.seconds(name, float(f"{n * elements:.2g}"), group, sizes) for name, n in of.items()
+                self.seconds(name, float(f"{n * held:.2g}"), group, sizes)
+                for group, held in sets
+                if held
+                for name, n in of.items()
             )
 
         return sent(figures.once), sent(figures.each)
@@ -248,6 +285,10 @@ class Estimates:
         sharing = layout.dp * ranks_along(way.alike, layout.sizes)
         each = np.array([e.whole_bytes + e.shared_bytes / sharing for e in self.backends.values()])
         nbytes: np.ndarray = each * self._elements(layout, way)
+        experts, replicas = self._expert_elements(layout, way)
+        if experts:
+            of_expert = [e.whole_bytes + e.shared_bytes / replicas for e in self.backends.values()]
+            nbytes = nbytes + np.array(of_expert) * experts
         return nbytes
 
     def activations(self, layout: Layout) -> np.ndarray:
@@ -267,9 +308,38 @@ class Estimates:
         return np.array(rows, dtype=float).T
 
 
+def _groups(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
+    """The ranks of every group along these axes [groups, ranks]; folded ones are of a stage."""
+    if folds(axes):
+        ranks = np.arange(ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
+        ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(
+            mesh["pp"], *(mesh[axis] for axis in EXPERT_AXES)
+        )
+        order = ["pp", *EXPERT_AXES]
+    else:
+        order = [*ORDER]
+        ranks = np.arange(ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
+    last = [order.index(axis) for axis in axes]
+    return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))
+
+
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, or periods of them, where its model has a number of layers."""
+    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
+    kinds that repeat."""
     model = model_preset(*cell.model_arguments)
     if not hasattr(model, "layers"):
         return cell
-    return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers * model.period}})
+    options = {**cell.model_options, "layers": layers * model.period}
+    if model.unlike_layers:
+        options["dense_layers"] = 0
+    return cell.model_copy(update={"model_options": options})
+
+
+def few_experts(cell: Cell) -> Cell:
+    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
+    which ranks share."""
+    model = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return cell
+    few = {"experts": model.experts_per_token, "router_groups": 0, "router_group_topk": 0, "routing": "even"}  # type: ignore[attr-defined]
+    return cell.model_copy(update={"model_options": {**cell.model_options, **few}})

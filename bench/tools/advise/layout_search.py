@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import changed
-from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates, ordered
+from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates, mesh_alone, ordered
 from spbench.bench.tools.advise.estimates import Estimates
-from spbench.bench.tools.advise.layouts import Way, settings_of
+from spbench.bench.tools.advise.layouts import Refused, Way, folds_anew, other_folds, settings_of
 from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.possible import why_impossible
@@ -29,6 +30,7 @@ from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import NAMED, TOSS, SearchResult, Seen, complexity, ranked
 from spbench.bench.tools.advise.references import references, savings_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
+from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
@@ -45,6 +47,8 @@ BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
 _TOO_LARGE = 1.25
 #: a layout whose estimated memory is so much less probably fits
 _ROOM = 1.1
+#: rounds of traces, each of as many as there are workers, of layouts without folding
+_UNFOLDED = 3
 #: orders of the mesh that are tried for the best
 _OTHER_ORDERS = (
     ("pp", "dp", "cp", "sp", "tp"),
@@ -108,6 +112,7 @@ class Search:
         self._few_layers(left)
         counts["too slow by the estimate, or too large after traces of their strategy"] = len(left)
         self._polish()
+        self._without_folding()
         self._whole()
         self._conclude()
         return self.result
@@ -122,6 +127,7 @@ class Search:
         question, counts, refused = self.question, self.result.counts, self.result.refused
         savings = savings_of(question)
         estimates = Estimates(question.cell, question.gpus, *references(question, self.asking, savings))
+        self._estimated = estimates, savings
         self.every = [*candidates(question, estimates, savings, refused, self.usable, counts)]
         if not self.every:
             reasons = ", or ".join(dict.fromkeys(refused.reasons.values()))
@@ -154,7 +160,7 @@ class Search:
         strategy that was not traced yet, one."""
         best = self._best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
-        of_kind = {(seen.cell.strategy, seen.cell.mesh_text): seen.step_s for seen in best}
+        of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}
         expected_s, least_s = self.learned.bounds(waiting)
         places = np.flatnonzero(waiting.left & (least_s <= bar))
         chosen: dict[int, Candidate] = {}
@@ -250,11 +256,9 @@ class Search:
     def _polish(self) -> None:
         """Look at single changes of the best: other settings of its strategy, another order of the mesh, and
         a part of the layers computed again, where all are."""
-        fitting = self.fitting()
-        if not fitting:
+        if not (fitting := self.fitting()):
             return
-        best = fitting[0].cell
-        changes = self._changed(best, self._changes(best))
+        changes = self._changed(best := fitting[0].cell, self._changes(fitting[0].cell))
         self.say(f"{len(changes)} single changes of the best", BEHIND["few"])
         self._changes_looked_at(changes)
         waiting = self._changed(best, self._partial(best))
@@ -264,6 +268,23 @@ class Search:
             if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
                 break  # the next ones save more memory, and take longer
             waiting = waiting[len(begun) :]
+
+    def _without_folding(self) -> None:
+        """Where the best layout folds, look for one of the best strategies that does not, until one fits."""
+        fitting = self.fitting() if getattr(self.question.model, "experts", 0) else []
+        if not fitting or not folds_anew(fitting[0].cell.sizes.by_axis):
+            return
+        best = (name for s in fitting[: 4 * BEST] for name in (s.cell.strategy, s.cell.training.backend))
+        asked = replace(self.question, only=[*dict.fromkeys(best)], without=())
+        every = candidates(asked, *self._estimated, Refused(), self.usable, unfolded=True)
+        if not (small := [each for each in every if each.estimated_bytes <= self.too_large]):
+            return
+        order = np.argsort(self.learned.bounds(Waiting(small)).expected_s, kind="stable")
+        for at in range(0, _UNFOLDED * self.asking.jobs, self.asking.jobs):
+            if any(not folds_anew(seen.cell.sizes.by_axis) for seen in self.fitting()):
+                return
+            chosen = [small[n] for n in order[at : at + self.asking.jobs]]
+            self._traced([each.cell(self.question.cell) for each in chosen], "few_layers")
 
     def _changed(self, cell: Cell, changes: Iterator[dict[str, Any]]) -> list[Cell]:
         """The cell with each of these changes that can be, and was not seen."""
@@ -287,6 +308,8 @@ class Search:
         for options in settings_of(self.question, cell.strategy)[1:]:
             yield {f"strategy_options.{name}": value for name, value in options.items()}
         sizes = cell.sizes.by_axis
+        if getattr(self.question.model, "experts", 0) and not {*FOLDED_AXES} & {*self.question.fixed}:
+            yield from other_folds(sizes)
         for order in _OTHER_ORDERS:
             if (mesh := ordered(sizes, order)) != cell.mesh:
                 yield {"mesh": mesh}
@@ -302,7 +325,7 @@ class Search:
     # -- the end ---------------------------------------------------------------------------------------
 
     def _best_layouts(self) -> list[Seen]:
-        return self._best_of(lambda cell: (cell.strategy, cell.mesh_text))
+        return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
         """The fastest of each kind of cells that fits, or the simplest of those that are as fast but for a

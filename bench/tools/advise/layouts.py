@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from spbench.bench.cell import Sizes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.tools.advise.question import Question
 from spbench.impls.axes import spelled
+from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
@@ -22,6 +24,8 @@ _DEEPEST = 3
 _MANY_POSITIONS = 16384
 #: micro-batches are doubled so often at the most
 _DOUBLINGS = 4
+#: what may be fixed beside the axes of a mesh
+_OTHERS = ("micro_batch", *FOLDED_AXES)
 #: runs of layers a rank of the pipeline holds
 _VIRTUAL_STAGES = (1, 2)
 
@@ -48,12 +52,20 @@ class Way:
         return f"{self.strategy} {spelled(self.axes)}"
 
 
+class Fold(NamedTuple):
+    """Ranks of a stage among which experts are shared out, and among which each of them is split."""
+
+    ep: int
+    etp: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """A way with the ranks around it.
 
     Attributes:
         micro_batch: samples of one.
+        fold: of the experts; None: the model has none.
     """
 
     way: Way
@@ -61,11 +73,30 @@ class Layout:
     pp: int
     micro_batch: int
     virtual_stages: int = 1
+    fold: Fold | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis."""
-        return {"dp": self.dp, "pp": self.pp, **self.way.axes}
+        folded = {} if self.fold is None else {k: n for k, n in self.fold._asdict().items() if n > 1}
+        return {"dp": self.dp, "pp": self.pp, **self.way.axes, **folded}
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage of the pipeline."""
+        return self.dp * self.way.ranks
+
+    @property
+    def folds_anew(self) -> bool:
+        """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas."""
+        return self.fold is not None and folds_anew(self.sizes)
+
+
+def folds_anew(sizes: Mapping[str, int]) -> bool:
+    """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas: ``etp``
+    is not the ranks along tp, or ``ep`` does not divide the replicas."""
+    ep, etp, tp, dp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp", "dp"))
+    return etp != tp or dp % ep != 0
 
 
 @dataclass
@@ -111,7 +142,7 @@ def ways(question: Question) -> Iterator[Way]:
 
 def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Ranks along each axis, 2 or more, that together divide the ranks, with every fixed axis among them."""
-    if any(n > 1 and axis not in (*axes, "dp", "pp") for axis, n in fixed.items() if axis != "micro_batch"):
+    if any(n > 1 and axis not in (*axes, "dp", "pp", *_OTHERS) for axis, n in fixed.items()):
         return
     if not axes:
         yield {}
@@ -133,6 +164,7 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
     """
     batch, length = question.cell.shape
     around, fixed = question.gpus // way.ranks, question.fixed
+    given = spelled({axis: fixed.get(axis, 1) for axis in FOLDED_AXES}).strip("1·")
     forward_only = question.cell.training.step == "inference"
     for pp in [1] if forward_only else divisors(around):
         dp = around // pp
@@ -143,6 +175,8 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
             refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
         elif pp > 1 and layers % pp:
             refused.add(what, f"{layers} layers are no whole number for {pp} stages")
+        elif given and not folded(question, Layout(way, dp, pp, 1)):
+            refused.add(what, f"{given} fits neither the experts nor the {dp * way.ranks} ranks of a stage")
         else:
             samples_of = _micro_batches(question, way, batch // dp, length)
             for samples in [batch // dp] if forward_only else samples_of:
@@ -150,6 +184,32 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
                     parts = batch // (dp * samples)
                     if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
                         yield Layout(way, dp, pp, samples, virtual)
+
+
+def folded(question: Question, layout: Layout) -> list[Layout]:
+    """A layout with its experts over the ranks of a stage in each way that can be: ``ep`` divides these and
+    the experts, and ``etp`` is 1 or the ranks along tp. The layout itself for a model without experts."""
+    experts: int = getattr(question.model, "experts", 0)
+    if not experts:
+        return [layout]
+    fixed, width = question.fixed, question.model.expert_width  # type: ignore[attr-defined]
+    return [
+        replace(layout, fold=Fold(ep, etp))
+        for etp in dict.fromkeys((1, layout.way.axes.get("tp", 1)))
+        if layout.stage_ranks % etp == 0 and width % etp == 0 and fixed.get("etp", etp) == etp
+        for ep in divisors(math.gcd(experts, layout.stage_ranks // etp))
+        if fixed.get("ep", ep) == ep
+    ]
+
+
+def other_folds(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Half and twice the ranks along ep, and experts that are split over the ranks along tp."""
+    ep, etp, tp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp"))
+    for other in (ep // 2, 2 * ep):
+        if other:
+            yield {"sizes.ep": other}
+    if tp > 1:
+        yield {"sizes.etp": tp if etp == 1 else 1, "sizes.ep": max(1, ep * etp // (tp if etp == 1 else 1))}
 
 
 def _micro_batches(question: Question, way: Way, samples: int, length: int) -> Iterator[int]:

@@ -255,7 +255,7 @@ class Learned:
 def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
     """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
-    yield 1.03, (way, pp, saving)
+    yield 1.03, (way, pp, saving, candidate.layout.fold)
     yield 1.08, (candidate.strategy, pp, saving, as_text(candidate.training))
     yield 1.08, way
     yield 1.1, candidate.strategy

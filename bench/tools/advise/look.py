@@ -19,7 +19,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.deepened_traces import stage_layers, with_layers
+from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
@@ -34,6 +34,7 @@ from spbench.bench.tools.fit.anatomy import fullest
 from spbench.bench.tools.fit.asking import COST, Asking, Task
 from spbench.bench.units import GIB
 from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
 
 #: the depths of shallow traces, in layers a pipeline stage; each phase of a step is then mostly layers
 DEPTHS = (2, 3)
@@ -113,10 +114,12 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     """
     begun = time.process_time()
     plan(cell)
-    layers, unit = stage_layers(cell)
+    if depth == "few_layers":
+        cell = _with_one_leading(cell)
+    (layers, unit), leading = stage_layers(cell), leading_runs(cell)
     counts = _counts(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
-    if depth != "few_layers" or layers <= sum(DEPTHS):
+    if depth != "few_layers" or layers <= sum(DEPTHS) + 2 * leading:
         by_count = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
         most = by_count[counts[-1]]
         measurement = most.memory_measurement()
@@ -127,15 +130,15 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         )
     else:
         deep = {
-            (d, n): virtual.trace_classes(_with(cell, d * unit, n), events=True)
+            (d, n): virtual.trace_classes(_with(cell, (d + leading) * unit, n), events=True)
             for d, n in itertools.product(DEPTHS, counts)
         }
-        measurement = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers, cell)
+        measurement = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers - leading, cell)
         by_depth = [
             _grown({n: ShallowStep.of(deep[d, n]) for n in counts}, cell.training.micro_batches)
             for d in DEPTHS
         ]
-        step = by_depth[0].on(by_depth[1], (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+        step = by_depth[0].on(by_depth[1], (layers - leading - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
     _set_bytes(measurement, cell)
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
     add_step_time(measurement, cell, step.seconds["step"], breakdown, step.priced_by)
@@ -144,6 +147,14 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     measurement.mfu = utilization(cell, step.seconds["step"])
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
+
+
+def _with_one_leading(cell: Cell) -> Cell:
+    """The cell with one dense layer before those with experts at the most: more take as long, as their MLPs
+    are as wide as a token's experts together, and hold less."""
+    if model_preset(*cell.model_arguments).unlike_layers <= 1:
+        return cell
+    return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 
 
 def _counts(cell: Cell) -> list[int]:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from spbench.bench.tools.advise.candidates import Candidate, figures_of
+from spbench.bench.tools.advise.candidates import Candidate, figures_of, mesh_alone
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Refused, backend_settings, divisors, layouts, ways
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.units import GIB, shown_price
+from spbench.impls.axes import MESH_AXES
 from spbench.impls.registries import backend_class
 
 #: changes that are named at the most, and values that are tried for one
@@ -145,7 +146,7 @@ def _gpus(question: Question) -> list[int]:
     """Numbers of GPUs that the fixed ranks divide: near ones, powers of two, and as many as there are
     samples; the nearest first."""
     gpus, (batch, _) = question.gpus, question.cell.shape
-    fixed = math.prod(n for axis, n in question.fixed.items() if axis != "micro_batch")
+    fixed = math.prod(n for axis, n in question.fixed.items() if axis in MESH_AXES)
     power = 1 << (gpus.bit_length() - 1)
     around = {_near(gpus, fixed), _near(power, fixed), _near(2 * power, fixed), batch * fixed} - {gpus}
     return sorted(around, key=lambda n: max(n, gpus) / min(n, gpus))
@@ -204,7 +205,7 @@ def absence(
         for what, reason in result.refused.reasons.items()
         if wanted <= {part for word in what.split() for part in word.split("x")}
     ]
-    kinds = {(each.cell.strategy, each.cell.mesh_text) for each in result.traced}
+    kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
     return Absence(lines, _untraced(left, named, best_s, too_large) if left else "")
 
@@ -220,7 +221,7 @@ def _has(sizes: Mapping[str, int], asked_about: Mapping[str, int]) -> bool:
 
 def _cannot_be(question: Question, asked_about: Mapping[str, int]) -> str:
     """Why no layout has these ranks; "" where some can."""
-    ranks = math.prod(asked_about.values())
+    ranks = math.prod(n for axis, n in asked_about.items() if axis in MESH_AXES)
     if question.gpus % ranks:
         return f"{ranks} ranks do not divide {question.gpus} GPUs"
     for axis, n in asked_about.items():

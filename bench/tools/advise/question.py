@@ -19,8 +19,9 @@ from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_attention
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
+from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.layout import HEEDED
-from spbench.impls.models.model import model_preset
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.nesting import PLUS
 
 #: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
@@ -33,7 +34,7 @@ _OF_EVERY_LAYOUT = ("step", *VARIABLES)
 #: what of a cell comes with a strategy
 _BELONGS = {"strategy": ("strategy", "sizes", "mesh")}
 #: what may be given of every layout: these, and options of these
-_FIXED, _WITH_OPTIONS = (*MESH_AXES, "micro_batch"), ("training", "model_options")
+_FIXED, _WITH_OPTIONS = (*MESH_AXES, *FOLDED_AXES, "micro_batch"), ("training", "model_options")
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,15 @@ class Question:
         return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
 
     @cached_property
+    def model(self) -> Model:
+        """The model that is asked about."""
+        return model_preset(*self.cell.model_arguments)
+
+    @cached_property
     def heeded(self) -> frozenset[str]:
         """What the model's attention heeds beside a causal mask, keys of HEEDED."""
         _, length = self.cell.shape
-        sites = model_preset(*self.cell.model_arguments).sites(1, length, 1)
+        sites = self.model.sites(1, length, 1)
         return frozenset(word for site in sites for word in HEEDED if word in site.dims)
 
     def allows(self, strategy: str) -> bool:
@@ -286,7 +292,7 @@ def _check_setting(name: str) -> None:
 
 
 def whole_numbers(
-    flag: str, pairs: Sequence[tuple[str, str]], allowed: Sequence[str] = MESH_AXES
+    flag: str, pairs: Sequence[tuple[str, str]], allowed: Sequence[str] = (*MESH_AXES, *FOLDED_AXES)
 ) -> dict[str, int]:
     """The numbers that an option's pairs of name and text give.
 

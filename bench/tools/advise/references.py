@@ -13,7 +13,7 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import model_parameters, plan
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference, at_depth
+from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference, at_depth, few_experts
 from spbench.bench.tools.advise.layouts import backend_settings
 from spbench.bench.tools.advise.look import looks
 from spbench.bench.tools.advise.question import Question
@@ -111,12 +111,17 @@ def references(
 
     for text, settings in savings.items():
         for layers in (1, 2):
-            ask("model", text, layers, at_depth(cell_of(question, batch=1, model=settings), layers))
+            ask(
+                "model",
+                text,
+                layers,
+                few_experts(at_depth(cell_of(question, batch=1, model=settings), layers)),
+            )
     forward_only = question.cell.training.step == "inference"
     kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
     for settings in kinds:
         for dp in _REPLICAS:
-            cell = at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1)
+            cell = few_experts(at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1))
             ask("backend", as_text(settings), dp, _short(cell))
     outcomes: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
     as_it_is = next(iter(cells))

@@ -9,7 +9,6 @@ exactly into the record's ``extra_info``.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from spbench.bench.tools.changes.exported import Exported, ExportedValue, Export
 from spbench.bench.tools.changes.metrics import Reading
 from spbench.bench.tools.changes.result_files import Origin
 from spbench.bench.units import GIB, MIB
+from spbench.impls.folding import world_ranks
 
 #: of the interval of a simulated step time
 _ENDS = ("step_time_low_s", "step_time_high_s")
@@ -107,5 +107,5 @@ def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
         "gpu_count": len(gpus),
         "gpu_mem_info": "",
         "avail_gpu_mem_in_gb": 0,
-        "extra_info": {"world_size": str(math.prod((cell.get("sizes") or {"": 1}).values()))},
+        "extra_info": {"world_size": str(world_ranks(cell.get("sizes") or {}))},
     }

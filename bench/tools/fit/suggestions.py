@@ -11,6 +11,7 @@ from typing import Any
 from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.impls.backends.backend import Backend
+from spbench.impls.folding import stage_ranks
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import Options, Saving, set_options
 from spbench.impls.registries import backend_class, backends, strategies
@@ -44,6 +45,7 @@ def single_changes(cell: Cell) -> list[Change]:
         *savings_of(cell),
         *_of_step(cell),
         *_of_strategies(cell),
+        *_of_experts(cell),
         *_of_sizes(cell),
         *_of_job(cell),
     ]
@@ -109,6 +111,20 @@ def _of_strategies(cell: Cell) -> Iterator[Change]:
             new = {strategy.axes[0]: n, "dp": dp // n}
             words = f"{strategy.summary}, over {n} ranks"
             yield Change({"strategy": name, **_divided(cell, new)}, words)
+
+
+def _of_experts(cell: Cell) -> Iterator[Change]:
+    """The activation of experts alone computed again, and experts shared out over twice the ranks."""
+    model, sizes = model_preset(*cell.model_arguments), cell.sizes.by_axis
+    experts = getattr(model, "experts", 0)
+    if not experts:
+        return
+    if getattr(model, "recompute", "") == "none":
+        again = {"model_options.recompute": "selective", "model_options.recompute_modules": ["moe_act"]}
+        yield Change(again, "backward runs the activation of experts again")
+    ep = 2 * sizes.get("ep", 1)
+    if experts % ep == 0 and stage_ranks(sizes) % (ep * sizes.get("etp", 1)) == 0:
+        yield Change({"sizes.ep": ep}, f"{experts // ep} of {experts} routed experts on a rank")
 
 
 def usual_strategies() -> dict[str, type[Strategy]]:

@@ -19,6 +19,7 @@ from spbench.bench.measure.engines.tracing import only_plain_traces
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import GRANULE
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.impls.backends import main_gradients
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron
@@ -194,6 +195,19 @@ def test_what_layers_add_themselves_is_added_once(cls: type[MainGradients], tied
     # of a tied weight, what autograd was given for the head is zero, and adding it is right
     assert right == (cls is MainGradients or tied)
     assert all(p.grad is None for p in parameters)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rank_alone_scales_the_gradients_of_its_experts(
+    scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main_gradients, "GRADIENT_SCALE", 0.5)
+    buffer = GradientBuffer(
+        None, [nn.Parameter(torch.ones(4))], torch.float32, set(), None, None, scaled=scaled
+    )
+    buffer.gradients.fill_(2.0)
+    buffer.buckets[0].reduce(overlapped=False)
+    assert buffer.gradients.tolist() == [1.0 if scaled else 2.0] * 4
 
 
 def test_without_fusion_layers_are_given_nothing() -> None:

@@ -133,7 +133,37 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
         "dropout_flash_attention": (q, k, k, 0.5, 3),
         "dropout_flash_attention with smaller values": (q, k, k[..., :5], 0.5, 3),
         "dropout_flash_attention_backward": (q, q, k, k, q, lse, 0.5, 3),
+        **_of_experts(x[0], y[0], made(2, 8, 8, dtype=x.dtype, seed=6).detach()),
     }
+
+
+def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Arguments of operators on rows of experts; x, y [3, 8], of which two rows are of the first expert."""
+    rows, weights, row_weights = [2, 1], [*square], x[:, 0].contiguous()
+    chosen = torch.tensor([[True, True], [False, True], [True, False]])
+    permuted, d_weights, row_of = OPS.permute_rows(x, x[:, :2], chosen, 4)
+    _, _, order = OPS.sort_rows(x, row_weights, [1, 2], [1, 0])
+    pairs = torch.stack((x, y), 1)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "grouped_bias": (x, weights[0][:2].unbind(), rows, None),
+        "grouped_bias with weights": (x, weights[0][:2].unbind(), rows, row_weights),
+        "grouped_bias_backward": (x, weights[0][:2].unbind(), rows, None),
+        "grouped_bias_backward with weights": (x, weights[0][:2].unbind(), rows, row_weights),
+        "permute_rows": (x, x[:, :2], chosen, 4),
+        "permute_rows_backward": (permuted, d_weights, row_of),
+        "unpermute_rows": (permuted, row_of),
+        "unpermute_rows_backward": (y, row_of, 4),
+        "sort_rows": (x, row_weights, [1, 2], [1, 0]),
+        "sort_rows_backward": (y, row_weights, order),
+        "te_mm_to": (x, y.mT, torch.float64),
+        "weighted_swiglu": (pairs, row_weights),
+        "weighted_swiglu_backward": (x, pairs, row_weights),
+    }
+    for library in ("", "te_"):
+        arguments[f"{library}grouped_mm"] = (x, weights, rows)
+        arguments[f"{library}grouped_mm_weights"] = (x, y, rows)
+        arguments[f"{library}grouped_accumulate_mm_"] = ([w.double() for w in weights], x, y, rows)
+    return arguments
 
 
 @pytest.mark.one_in(5)

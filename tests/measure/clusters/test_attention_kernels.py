@@ -59,13 +59,16 @@ def test_what_nobody_says_is_taken_and_told_and_what_is_said_is_kept() -> None:
 
 def test_rates_of_latent_attention_are_of_its_calls_alone() -> None:
     h100, b200 = (load_cluster(name).device.attention for name in ("h100-sxm", "dgx-b200"))
-    assert h100 is not None and b200 is not None
+    assert h100 is not None
+    assert b200 is not None
     # a call's head size is the mean over its matmuls: 160 forward and 166 backward for 192 and 128
     for size, direction, reached in ((160, "forward", 553e12), (166, "backward", 422e12)):
         rate = h100.rate_of("cudnn", size, direction, "causal")
-        assert rate is not None and rate.value_head_size == 128
+        assert rate is not None
+        assert rate.value_head_size == 128
         assert rate.at(4096) == pytest.approx(reached, rel=1e-3)
     for direction in ("forward", "backward"):
         rate = h100.rate_of("cudnn", 128, direction, "causal")
-        assert rate is not None and rate.value_head_size is None
+        assert rate is not None
+        assert rate.value_head_size is None
         assert b200.rate_of("cudnn", 128, direction, "causal") is None

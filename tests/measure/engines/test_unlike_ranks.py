@@ -216,6 +216,19 @@ def test_other_work_is_a_mismatch(changed: dict[str, float], reason: str) -> Non
     assert reason in checked_flops(cell, wrong)[1]
 
 
+@pytest.mark.parametrize(("capacity", "reason"), [(None, "of forward"), (1.0, "")])
+def test_ranks_with_capacity_may_do_less_than_one_device(capacity: float | None, reason: str) -> None:
+    """Each drops the tokens that exceed its own share, where one device drops by the shares of all."""
+    experts = {"model": "moe-tiny", "model_options": {"routing": "zipf:0", "capacity": capacity}}
+    mesh = {"strategy": "ulysses", "sizes": {"sp": 2, "ep": 2}, "cluster": "dgx-h100", "precision": "bf16"}
+    cell = Cell.model_validate(experts | mesh | {"batch": 1, "seq_len": 64})
+    model = forward_flops(cell)
+    less = Flops(0.99 * model.forward, model.attention, 4 * model.forward)
+    problem = checked_flops(cell, less)[1]
+    assert reason in problem
+    assert bool(problem) == bool(reason)
+
+
 def test_a_rank_that_stands_for_unlike_ones_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spbench.bench.measure.engines.virtual.marked_axis", lambda cell: None)
     traces: ClassTraces = trace_classes(Cell.model_validate(LLAMA | RING), events=True)

@@ -49,6 +49,7 @@ def returns_a_lambda(mesh: DeviceMesh) -> object:
 
 
 def process_id(mesh: DeviceMesh) -> int:
+    dist.barrier()  # one that left early would fail others, which may still connect
     return os.getpid()
 
 

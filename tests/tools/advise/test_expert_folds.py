@@ -1,0 +1,167 @@
+"""Layouts of models with experts: how these are shared out, what it costs, and few layers for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.errors import UserError
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.deepened_traces import few_layers, leading_runs
+from spbench.bench.tools.advise.candidates import best_folds
+from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
+from spbench.bench.tools.advise.layouts import Layout, Refused, Way, folded, folds_anew, layouts, ways
+from spbench.bench.tools.advise.look import look
+from spbench.bench.tools.advise.possible import why_impossible
+from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.suggestions import single_changes
+from spbench.impls.models.model import model_preset
+
+MODEL = "moe-tiny"  # 12 experts of width 24, 3 a token
+LAYERS, EXPERTS = 2, 12
+
+
+def asked(gpus: int, fixed: list[tuple[str, str]] | None = None, model: str = MODEL) -> Question:
+    settings = {"seq_len": 256, "batch": 16}
+    return question((model,), Asked("dgx-h100", gpus, None, settings), fixed=fixed or [])
+
+
+def every(about: Question) -> list[Layout]:
+    unfolded = [each for way in ways(about) for each in layouts(about, way, LAYERS, Refused())]
+    return [layout for each in unfolded for layout in folded(about, each)]
+
+
+def estimates(about: Question) -> Estimates:
+    layer = Depths(2.0, 3.0)
+    backend = BackendFigures(4.0, 12.0, {"all_reduce": 4.0}, {})
+    return Estimates(about.cell, about.gpus, {"": Reference(layer, layer)}, {"ddp": backend})
+
+
+def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
+    found = every(asked(8))
+    for layout in found:
+        assert layout.fold is not None
+        ep, etp = layout.fold
+        assert layout.stage_ranks % (ep * etp) == 0
+        assert EXPERTS % ep == 0
+        assert etp in (1, layout.way.axes.get("tp", 1))
+        assert Sizes(**layout.sizes).world == 8
+    of_all = {each.fold for each in found if each.way.strategy == "single" and each.pp == 1}
+    assert of_all == {(1, 1), (2, 1), (4, 1)}
+
+
+def test_a_model_without_experts_has_no_folds() -> None:
+    assert {each.fold for each in every(asked(8, model="causal-transformer-tiny"))} == {None}
+
+
+def test_a_fixed_size_holds_and_is_refused_where_it_cannot_be() -> None:
+    assert {each.fold.ep for each in every(asked(8, [("ep", "4")])) if each.fold} == {4}
+    assert "one is without --fixed ep=5" in why_impossible(asked(8, [("ep", "5")]))
+    assert not why_impossible(asked(8, [("ep", "2")]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "anew"),
+    [
+        ({"dp": 8, "ep": 8}, False),
+        ({"dp": 2, "sp": 4, "ep": 8}, True),
+        ({"dp": 4, "tp": 2, "etp": 2, "ep": 4}, False),
+        ({"dp": 4, "tp": 2, "ep": 4}, True),
+        ({"dp": 8}, False),
+    ],
+)
+def test_folding_is_groups_of_their_own(sizes: dict[str, int], anew: bool) -> None:
+    assert folds_anew(sizes) is anew
+
+
+def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
+    about = asked(16)
+    estimated = estimates(about)
+    way = Way("single", {})
+    figures = estimated.figures(way, {})
+    model = model_preset(*about.cell.model_arguments)
+    of_layer = EXPERTS * 3 * model.hidden * 24  # type: ignore[attr-defined]
+    assert figures.experts.layer == of_layer
+    assert figures.dispatched.layer == 256 * 3 * model.hidden * 2  # type: ignore[attr-defined]
+    whole, shared = (Layout(way, 16, 1, 1, fold=fold) for fold in folds_of(about, way))
+    difference = estimated.states(whole, figures) - estimated.states(shared, figures)
+    expected = LAYERS * of_layer * ((4 + 12 / 16) - (4 + 12 / 4) / 4)
+    assert difference == pytest.approx(expected)
+    assert estimated.seconds("all_to_all", 2**20, ("ep",), shared.sizes) > 0
+    assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
+
+
+def folds_of(about: Question, way: Way) -> list[object]:
+    every_fold = [each.fold for each in folded(about, Layout(way, 16, 1, 1))]
+    return [every_fold[0], every_fold[-1]]
+
+
+def test_groups_of_experts_are_consecutive_ranks_of_a_stage() -> None:
+    estimated = estimates(asked(16))
+    within = estimated.seconds("all_to_all", 2**24, ("ep",), {"dp": 4, "pp": 2, "sp": 2, "ep": 4})
+    across = estimated.seconds("all_to_all", 2**24, ("edp",), {"dp": 16, "ep": 4})
+    assert within < across  # 4 ranks of a node; ranks of both nodes
+
+
+def test_the_fastest_folds_that_probably_fit_and_that_may_are_kept() -> None:
+    times = np.array([1.0, 2.0, 3.0]).reshape(3, 1, 1)
+    memories = np.array([100.0, 90.0, 60.0]).reshape(3, 1, 1)
+    assert best_folds(times, memories, 88.0).ravel().tolist() == [True, False, True]
+    assert best_folds(times, memories, 0.0).ravel().tolist() == [True, False, False]
+    assert best_folds(times, memories, 10.0).ravel().tolist() == [False, False, True]
+    assert best_folds(times[:1], memories[:1], 1.0).all()
+
+
+def deep(layers: int, dense: int) -> Cell:
+    options = {"layers": layers, "dense_layers": dense}
+    return Cell(
+        strategy="single", model=MODEL, model_options=options, cluster="dgx-h100", batch=2, seq_len=64
+    )
+
+
+def test_a_deep_model_is_put_together_behind_its_dense_layers(kept_traces: None) -> None:
+    cell = deep(24, 2)
+    assert leading_runs(cell) == 2
+    few = few_layers(cell, 0, "guess")
+    assert few is not None
+    assert [each.model_options["layers"] for each in few.sources] == [5, 7]
+    whole = tracing.trace(cell, events=True, effort="whole")
+    guess = tracing.trace(cell, events=True, effort="guess")
+    assert guess.memory.peak().nbytes == pytest.approx(whole.memory.peak().nbytes, rel=0.01)
+
+
+def test_few_layers_count_one_dense_layer_at_most(kept_traces: None) -> None:
+    few, exact = (look(deep(14, 3), depth) for depth in ("few_layers", "all_layers"))
+    assert few.peak_memory_bytes == pytest.approx(exact.peak_memory_bytes, rel=0.05)
+    assert few.step_time_s == pytest.approx(exact.step_time_s, rel=0.1)
+
+
+def test_an_answer_says_where_experts_go(
+    advise: Callable[..., tuple[int, str, str]], one_saving: None
+) -> None:
+    narrow = ["--only", "ulysses,zero2", "--fixed", "sp=4,micro_batch=1,pp=1,ep=4"]
+    code, output, _ = advise(
+        MODEL, "--cluster", "dgx-h100", "--gpus", "4", "--seq-len", "256", "--batch", "4", *narrow
+    )
+    assert code == 0
+    assert (
+        "folding: the fastest layout, ulysses sp4·ep4, has its experts over ranks of several axes" in output
+    )
+
+
+def test_a_size_that_is_no_axis_is_refused() -> None:
+    with pytest.raises(UserError, match="ep"):
+        asked(8, [("expert", "2")])
+
+
+def test_fit_suggests_more_ranks_for_experts() -> None:
+    changes = {str(dict(each.settings)): each.words for each in single_changes(deep(2, 0))}
+    assert not any("sizes.ep" in settings for settings in changes)  # one rank
+    cell = deep(2, 0).model_copy(update={"sizes": Sizes(dp=2), "batch": 4})
+    changes = {str(dict(each.settings)): each.words for each in single_changes(cell)}
+    assert changes["{'sizes.ep': 2}"] == "6 of 12 routed experts on a rank"
+    assert any("moe_act" in settings for settings in changes)
