@@ -44,9 +44,10 @@ from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
+from spbench.impls.backends.part_on_host import PartOnHost, first_of
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
-from spbench.impls.layout import is_expert
+from spbench.impls.layout import Unsupported, is_expert
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -117,6 +118,9 @@ class Megatron(Backend):
         # a rank may hold padding alone of a small model, but torch's optimizers want a tensor
         self.mains = [main for main in mains if main.values.numel()] or mains[:1]
         groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
+        if self.options.optimizer_offload_fraction < 1:
+            values, settings = [main.values for main in self.mains], self.optimizer_settings(groups)
+            return PartOnHost(values, self._on_host(), self.precision, self.host_layout, **settings)
         return self.make_optimizer(
             [main.values for main in self.mains],
             masters=False,
@@ -126,6 +130,16 @@ class Megatron(Backend):
     @property
     def host_layout(self) -> HostLayout:
         return replace(EACH_WEIGHT, overlaps=self.options.overlap_cpu_optimizer_d2h_h2d)
+
+    def _on_host(self) -> list[bool]:
+        """Whether each main weight is on the host; experts have an optimizer of their own."""
+        chosen: dict[int, bool] = {}
+        for kind in (False, True):
+            mains = [main for main in self.mains if is_expert(main.parameter) == kind]
+            sizes = [main.values.numel() for main in mains]
+            there = first_of(sizes, self.options.optimizer_offload_fraction)
+            chosen |= {id(main): each for main, each in zip(mains, there, strict=True)}
+        return [chosen[id(main)] for main in self.mains]
 
     def _groups(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The ranks that share or sum a buffer of these parameters, and the ranks of other optimizer
@@ -234,13 +248,17 @@ class Megatron(Backend):
                 padding = layout.end - layout.start - sum(sizes)
                 # the only bucket is of all layers, and others of some
                 within = None if full_at is None else tuple(sizes)
-                found.add((chunk, axes, padding, within, part if each > 1 else None))
+                # a part of all layers may be on the host
+                whole = sum(sizes) if options.optimizer_offload_fraction < 1 else None
+                found.add((chunk, axes, padding, within, whole, part if each > 1 else None))
         return frozenset(found)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         options = step.options
         assert isinstance(options, MegatronOptions)
+        if options.optimizer_offload_fraction < 1 and step.precision.loss_scale:
+            raise Unsupported("a part of the optimizer on the host has no loss scaling", "use bf16")
         width = cls.gradient_dtype(step.precision, options).itemsize
         phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
         lengths = _sharded_lengths(step, options) if options.distributed_optimizer else Counter()

@@ -37,6 +37,8 @@ class MegatronOptions(OptimizerOptions):
             weights.
         overlap_cpu_optimizer_d2h_h2d: with ``optimizer: host``, copies have streams of their own, and each
             weight is updated as soon as its gradient has arrived.
+        optimizer_offload_fraction: with ``optimizer: host``, the share of a rank's main weights that is
+            there: the first ones, of experts and of the rest each.
     """
 
     distributed_optimizer: bool = False
@@ -49,6 +51,7 @@ class MegatronOptions(OptimizerOptions):
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
     overlap_cpu_optimizer_d2h_h2d: bool = False
+    optimizer_offload_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +59,11 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError("optimizer: host needs distributed_optimizer, as Megatron-Core's does")
         if self.overlap_cpu_optimizer_d2h_h2d and self.optimizer == "device":
             raise ValueError("overlap_cpu_optimizer_d2h_h2d needs optimizer: host; set that, or leave it out")
+        fraction = self.optimizer_offload_fraction
+        if not 0 < fraction <= 1:
+            raise ValueError(f"optimizer_offload_fraction is above 0, at most 1, not {fraction}")
+        if fraction < 1 and self.optimizer == "device":
+            raise ValueError("optimizer_offload_fraction needs optimizer: host; set that, or leave it out")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:

@@ -209,12 +209,21 @@ def _set_offloading(a: Account) -> None:
     """Set the optimizer's place, for which Megatron-LM has the path of its precision-aware optimizer."""
     aware, torchs = "--use-precision-aware-optimizer", "--use-torch-optimizer-for-cpu-offload"
     offloaded, overlapped = "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"
+    share = "--optimizer-offload-fraction"
     a.ignore("main weights, gradients and moments are float32 as without it", aware)
     if not a.has(offloaded):
-        a.ignore(f"of {offloaded}", overlapped, torchs)
+        a.ignore(f"of {offloaded}", overlapped, torchs, share)
         return
     a.problems += [f"{offloaded} needs {name}" for name in (aware, _SHARDS) if not a.has(name)]
+    fraction = a.value(share)
+    if fraction == 0:
+        a.took("no state is on the host", offloaded, share, overlapped)
+        return
     a.map(offloaded, overlapped)
+    if not 0 < fraction <= 1:
+        a.problems.append(f"{a.spelled(share)} is no share from 0 to 1")
+    if fraction != 1:
+        a.map(share)
 
 
 def _set_main_gradients(a: Account) -> None:

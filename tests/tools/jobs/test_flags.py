@@ -95,6 +95,8 @@ def megatron_cells(draw: st.DrawFn) -> Cell:
         training |= {"distributed_optimizer": True, "overlap_grad_reduce": draw(st.booleans())}
         if draw(st.booleans()):
             training |= {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": draw(st.booleans())}
+            if precision != "fp16":
+                training["optimizer_offload_fraction"] = draw(st.sampled_from([0.25, 1.0]))
         training["overlap_param_gather"] = training["overlap_grad_reduce"] and draw(st.booleans())
         if training["overlap_param_gather"] and "schedule" in training:
             training["align_param_gather"] = draw(st.booleans())

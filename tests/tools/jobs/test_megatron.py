@@ -73,6 +73,7 @@ def test_what_is_imported_is_a_cell() -> None:
 
 
 _A, _H, _B = "dgx-a100", "dgx-h100", "dgx-b200"
+_OFFLOADED = "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
 _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entropy-loss-fusion"
 
 
@@ -106,6 +107,15 @@ _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entro
         (_A, "", "", "training.gradient_accumulation_fusion", True),
         (_A, "", "--grad-reduce-in-bf16", "training.accumulate_allreduce_grads_in_fp32", False),
         (_A, "", "--train-iters 1", "training.steps", 1),
+        (_A, "", _OFFLOADED, "training.optimizer", "host"),
+        (_A, "", _OFFLOADED, "training.optimizer_offload_fraction", None),
+        (_A, "", f"{_OFFLOADED} --optimizer-offload-fraction 0.5", "training.optimizer", "host"),
+        (
+            *(_A, "", f"{_OFFLOADED} --optimizer-offload-fraction 0.5"),
+            *("training.optimizer_offload_fraction", 0.5),
+        ),
+        (_A, "", f"{_OFFLOADED} --optimizer-offload-fraction 0", "training.optimizer", None),
+        (_A, "", "--optimizer-offload-fraction 0.5", "training.optimizer_offload_fraction", None),
         # TransformerEngine chooses attention by the card
         (_H, "", "", "model_options.attention", "cudnn"),
         (_B, "", "", "model_options.attention", "cudnn"),
@@ -218,6 +228,8 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"),
         ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer; "
          "--optimizer-cpu-offload needs --use-distributed-optimizer"),
+        (f"{_OFFLOADED} --optimizer-offload-fraction 1.5",
+         "--optimizer-offload-fraction 1.5 is no share from 0 to 1"),
         ("--tokenizer-type HuggingFaceTokenizer",
          "how many words the HuggingFaceTokenizer has is not said; add --vocab-size N"),
     ],
