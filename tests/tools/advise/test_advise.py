@@ -103,8 +103,14 @@ def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run
         (("--gpus", "200000"), "--gpus 200000: there can be 131072 at most"),
         (("--cluster", "local"), "cluster local has no memory limit"),
         (("--batch", "", "--batch-tokens", "64"), "--batch-tokens 64: less than one sequence of 256 tokens"),
-        (("--fixed", "tp=three"), "--fixed tp=three: give dp, pp, cp, tp, sp, micro_batch as a whole number"),
-        (("--fixed", "ep=2"), "--fixed ep=2: give dp, pp, cp, tp, sp, micro_batch as a whole number"),
+        (
+            ("--fixed", "tp=three"),
+            "--fixed tp=three: give dp, pp, cp, tp, sp, ep, etp, micro_batch as a whole number",
+        ),
+        (
+            ("--fixed", "expert=2"),
+            "--fixed expert=2: give dp, pp, cp, tp, sp, ep, etp, micro_batch as a whole number",
+        ),
         (("--fixed", "tp=7"), "no layout of 8 GPUs is possible as it is asked; one is without --fixed tp=7"),
         (("--fixed", "tp=2,tp=4"), "--fixed tp is given twice; leave one out"),
         (("--for", "deepspeed"), "there are no flags of 'deepspeed'"),
@@ -116,7 +122,7 @@ def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run
             "--set training.backend: advise looks for it; narrow that by --only",
         ),
         (("--set", "sizes.tp=2"), "--set sizes.tp: advise looks for it"),
-        (("--why", "tensor=2"), "--why tensor=2: give dp, pp, cp, tp, sp as a whole number"),
+        (("--why", "tensor=2"), "--why tensor=2: give dp, pp, cp, tp, sp, ep, etp as a whole number"),
         (("--gpus", "8..4"), "8..4: write the smaller number first"),
     ],
 )
