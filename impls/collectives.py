@@ -45,6 +45,7 @@ __all__ = [
     "all_gather",
     "all_gather_flat",
     "all_gather_in_place",
+    "all_gather_rows_into",
     "all_reduce",
     "all_reduce_async",
     "all_to_all",
@@ -178,6 +179,11 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return with_gradient(_gathered, _summed_chunk, x, dim, group)
 
 
+def all_gather_rows_into(x: Tensor, group: Group, buffer: ReusedBuffer) -> Tensor:
+    """As :func:`all_gather` along the first dim, into memory lent until the buffer's next use."""
+    return with_gradient(_lent, _without_buffer, x, buffer, group)
+
+
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's chunk along ``dim`` of the sum of x over the ranks."""
     return with_gradient(_kept_summed_chunk, _gathered, x, dim, group)
@@ -224,6 +230,16 @@ def _summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     chunk, work = start_reduce_scatter(x, dim, group)
     work.wait()
     return chunk
+
+
+def _lent(x: Tensor, buffer: ReusedBuffer, group: dist.ProcessGroup) -> Tensor:
+    whole, work = start_all_gather(x, group, buffer)
+    work.wait()
+    return joined(whole, 0)
+
+
+def _without_buffer(x: Tensor, buffer: ReusedBuffer, group: dist.ProcessGroup) -> Tensor:
+    return _summed_chunk(x, 0, group)
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:

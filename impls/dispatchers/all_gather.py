@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spbench.impls.collectives import all_gather, reduce_scatter
+from spbench.impls.collectives import all_gather, all_gather_rows_into, reduce_scatter
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall, with_backward
 from spbench.impls.kernels.permutation import permute, unpermute
 from spbench.impls.row_collectives import gather_flags
@@ -29,7 +29,8 @@ class AllGather(Dispatcher):
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
         group = self.place.group("ep", "etp")
-        whole = all_gather(x, 0, group)
+        buffer = self.buffer
+        whole = all_gather(x, 0, group) if buffer is None else all_gather_rows_into(x, group, buffer)
         weights, chosen = all_gather(weights, 0, group), gather_flags(chosen, group)
         if self.ep > 1:
             weights, chosen = weights[:, self.mine].contiguous(), chosen[:, self.mine].contiguous()

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from spbench.impls.axes import Place
+from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.traffic import Traffic
 
@@ -107,6 +108,8 @@ class Dispatcher(ABC):
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
         #: experts of a rank
         self.held = experts // self.ep
+        #: where gathered tokens lie, if not in memory that is made for them
+        self.buffer: ReusedBuffer | None = None
         # before a step, which is metered by the names that groups have got
         self.group, self.etp_group = place.group("ep"), place.group("etp")
 

@@ -24,7 +24,7 @@ from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher,
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project
-from spbench.impls.kernels.projection import project
+from spbench.impls.kernels.projection import LIBRARIES, project
 from spbench.impls.layout import Shard, mark_expert, mark_shard
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
 from spbench.impls.models.blocks.recomputation import recomputed
@@ -114,6 +114,9 @@ class MixtureModule(nn.Module):
         self.router = Router(model, strategy)
         dispatcher = dispatchers()[model.dispatcher]
         self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation, model.node_ranks)
+        if model.library != LIBRARIES[0]:
+            # use_global_buffer of Megatron-Core's MoEAllGatherTokenDispatcher
+            self.dispatcher.buffer = strategy.buffer
         held = range(model.experts)[self.dispatcher.mine]
         self.experts = nn.ModuleDict({str(number): Expert(model, strategy) for number in held})
         self.shared = MlpModule(model, strategy, model.shared_inner) if model.shared_inner else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce
-from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, te_mm, te_mm_to
+from spbench.impls.kernels.projection import LIBRARIES, library_of, te_mm, te_mm_to
 from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
 
@@ -171,13 +171,17 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 
 class _RouterLogits(torch.autograd.Function):
-    """Keeps x and the weight as they are, not the copies in another precision that are multiplied."""
+    """Keeps x and the weight as they are, not the copies in another precision that are multiplied.
+
+    Megatron-Core multiplies by TransformerEngine here, also where its other layers do not
+    (RouterGatingLinearFunction of core/transformer/moe/moe_utils.py, te_general_gemm).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.dtype, ctx.library = bias, dtype, library_of(weight)
-        if library_of(weight) == TRANSFORMER_ENGINE:
+        ctx.bias, ctx.dtype, ctx.by_engine = bias, dtype, library_of(weight) != LIBRARIES[0]
+        if ctx.by_engine:
             logits = te_mm_to(x, weight.mT, dtype)
         else:
             logits = torch.mm(x.to(dtype), weight.to(dtype).mT)
@@ -186,7 +190,7 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        product = te_mm if ctx.library == TRANSFORMER_ENGINE else torch.mm
+        product = te_mm if ctx.by_engine else torch.mm
         d_x = product(d_logits, weight.to(ctx.dtype)).to(x.dtype)
         d_weight = product(d_logits.mT, x.to(ctx.dtype)).to(weight.dtype)
         d_bias = None if ctx.bias is None else d_logits.sum(0).to(ctx.bias.dtype)

@@ -84,3 +84,20 @@ def test_activations_that_are_made_again_are_not_kept() -> None:
     again = {"recompute": "selective", "recompute_modules": ("moe_act",)}
     # the result of gelu, and its product with weights: [32768, 2048] each, in bf16
     assert peak_of_layer({}) - peak_of_layer(again) == pytest.approx(2 * 2**15 * 2048 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("library", ["torch", TRANSFORMER_ENGINE])
+def test_megatron_gathers_tokens_into_a_buffer_that_stays(library: str) -> None:
+    model, sizes = (
+        model_preset("moe-tiny", {"dispatcher": "all_gather", "library": library}),
+        {"dp": 2, "ep": 2},
+    )
+    assert isinstance(model, CausalTransformerModel)
+    with fake_mesh(sizes, 0) as mesh, FakeTensorMode():
+        strategy = nesting("single").configured(Place.on(mesh, sizes))
+        layer = MixtureModule(model, strategy)
+        for length in (16, 8):
+            layer(torch.empty(1, length, model.hidden))
+        held = strategy.buffer.take((1,), torch.empty(1)).untyped_storage().nbytes()
+    # of both ranks, the longer of the two; nothing before where memory is made for them
+    assert held == (4 if library == "torch" else 2 * 16 * model.hidden * 4)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from spbench.impls.models.blocks.router import Router
+from spbench.impls.kernels.projection import LIBRARIES, mark_library
+from spbench.impls.models.blocks.router import Router, router_logits
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.routing import capacity_of
@@ -171,3 +173,23 @@ def test_full_experts_keep_the_tokens_of_the_largest_weights(padded: bool) -> No
         assert set(kept) <= set(got)
         assert len(got) == (capacity if padded else len(kept))
         assert all(float(limited.weights[t, expert]) == 0 for t in got if t not in kept)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_megatrons_router_multiplies_by_transformer_engine(library: str) -> None:
+    layer = nn.Linear(4, 3, bias=False)
+    mark_library(layer, library)
+    x = torch.randn(2, 4, requires_grad=True)
+    with _Names() as seen:
+        router_logits(x, layer.weight, None, torch.float32).sum().backward()
+    assert ("te_mm" in seen.names, "mm" in seen.names) == (library != "torch", library == "torch")
