@@ -107,7 +107,9 @@ def _shares(routing: str, experts: int) -> np.ndarray:
     if match := _zipf(routing):
         return np.arange(1.0, experts + 1) ** -float(match[1])
     try:
-        counts = [float(word) for word in re.split(r"[\s,]+", Path(routing).read_text("utf-8").strip())]
+        counts = [
+            float(word) for word in re.split(r"[\s,]+", Path(routing).read_text(encoding="utf-8").strip())
+        ]
     except (OSError, ValueError) as error:
         raise ValueError(
             f"routing is {LEARNED}, {EVEN}, {ZIPF}:S or a file of counts, not {routing!r} ({error})"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TextIO
 from unittest.mock import patch
 
+from spbench.bench.command_line.drawn_tables import text_of
 from spbench.bench.command_line.forms import as_table
-from spbench.bench.command_line.forms.as_table import text_of
 from spbench.bench.command_line.output import Output, Verbatim, View
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ import pandas as pd
 import pytest
 import torch
 
-from spbench.bench.command_line.forms.as_table import markdown
+from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Table
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.registries import absent, peers

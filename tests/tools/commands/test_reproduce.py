@@ -40,7 +40,7 @@ def test_one_scenario_of_a_paper_alone(spbench: Run, monkeypatch: pytest.MonkeyP
     runs = [(run["scenario"], run["cells"]) for run in lines_of("results/reproduction/rsa_runs.csv")]
     assert runs == [("other", "77"), ("small", "5")]
     Path("other.yaml").write_text(SMALL.replace("batch: 64", "batch: 32"))
-    changed = "spbench: rsa/other has changed since it was run, and its numbers here are of before; "
+    changed = "spbench: rsa/other has changed since it was run, and its numbers here are older; "
     assert changed + "`spbench reproduce rsa/other` runs it again" in spbench("reproduce", "rsa/small")[2]
     code, _, err = spbench("reproduce", "rsa/smal")
     assert (code, err) == (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.forms.as_table import markdown
+from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output
 from spbench.bench.measure.sweep.results import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.command_line.forms.as_table import markdown
+from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.tools.run.verify_output import _each, _sections

@@ -1,0 +1,243 @@
+"""Tables for people, drawn by rich. On a terminal the columns are fitted to its width: no word is broken and
+no row wraps. Elsewhere they are Markdown with everything in it, which reads as plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Drawing
+from rich.text import Text
+
+from spbench.bench.command_line.output import GAP, Table, View, wrapped
+
+#: characters that a sentence has at the least where it is broken within its column
+_NARROW = 28
+
+
+def text_of(value: Any) -> str:
+    """A value as it is shown: None is a blank, and what would steer a terminal a question mark."""
+    text = "" if value is None else str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def filled(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns that have a value in some line, in order."""
+    return [name for name in (lines[0] if lines else ()) if any(text_of(line[name]) for line in lines)]
+
+
+def is_number(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether a column is aligned as one of numbers: each value is one, or a blank."""
+    return all(_is_number(line[name]) for line in lines)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip("+-%x,.0123456789") == ""
+    return isinstance(value, (int, float, type(None)))
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """What of a table has room.
+
+    Attributes:
+        lines: those that are shown.
+        same: the columns that have one value in all of them, which is said once.
+        beside: the columns of the rows, in order, with their widths in characters; a value that is longer is
+            broken between words.
+        below: the sentences that stand below each row, a line each.
+        joined: further columns that stand below each row, in one line.
+        left_out: the columns that are not shown.
+        folded: how many lines have been left out for each of the texts in their place.
+        cut: lines left out as there are too many.
+    """
+
+    lines: Sequence[Mapping[str, Any]]
+    same: Mapping[str, str]
+    beside: Mapping[str, int]
+    below: Sequence[str]
+    joined: Sequence[str]
+    left_out: Sequence[str]
+    folded: Mapping[str, int]
+    cut: int
+
+
+def layout(table: Table, width: int, view: View) -> TableLayout:
+    """Fit a table to a width in characters: the important columns get room first, each as wide as its longest
+    value and the longest word of its name."""
+    kept, folded = _kept(table, view)
+    lines = kept if view.details or table.most is None else kept[: table.most]
+    names = filled(lines)
+    same = {name: text_of(lines[0][name]) for name in names if name and _is_same(lines, name)}
+    if len(lines) < 2 or len(same) == len(names):
+        same = {}
+    names = [name for name in names if name not in same]
+    beside = _with_room(table, lines, names, width)
+    others = [name for name in names if name not in beside]
+    # what names a row is not left out
+    first = next(iter(_by_importance(table, names)), None)
+    below = [name for name in others if name in table.below or name == first]
+    rest = [name for name in others if name not in below]
+    joined, left_out = (rest, []) if view.wide else ([], rest)
+    return TableLayout(lines, same, beside, below, joined, left_out, folded, len(kept) - len(lines))
+
+
+def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
+    """The lines that have rows of their own, and the counts of the others by what is said of them."""
+    if view.details:
+        return list(table.lines), {}
+    folded: dict[str, int] = {}
+    for text in table.folded.values():
+        folded[text] = folded.get(text, 0) + 1
+    return [line for index, line in enumerate(table.lines) if index not in table.folded], folded
+
+
+def _is_same(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return len({text_of(line[name]) for line in lines}) == 1
+
+
+def _by_importance(table: Table, names: Sequence[str]) -> list[str]:
+    """The columns, sentences last where nothing else is said."""
+    order = [*table.important, *(name for name in names if name not in table.below), *names]
+    return [name for name in dict.fromkeys(order) if name in names]
+
+
+def _with_room(
+    table: Table, lines: Sequence[Mapping[str, Any]], names: Sequence[str], width: int
+) -> dict[str, int]:
+    """The columns of a row with their widths. A sentence that most rows have is broken within the room that
+    is left, if there is some; otherwise what is left goes to names of several words."""
+    taken: dict[str, int] = {}
+    left = width + len(GAP)
+    for name in _by_importance(table, names):
+        texts = [text_of(line[name]) for line in lines]
+        needed = max([*map(len, texts), *map(len, name.split())])
+        narrow = max([_NARROW, *(len(word) for text in texts for word in text.split())])
+        is_usual = sum(map(bool, texts)) > len(texts) / 2
+        if name in table.below and is_usual and needed + len(GAP) > left >= narrow + len(GAP):
+            needed = left - len(GAP)
+        if needed + len(GAP) <= left:
+            taken[name] = needed
+            left -= needed + len(GAP)
+    for name in taken:
+        more = max(len(name) - taken[name], 0)
+        if more <= left:
+            taken[name] += more
+            left -= more
+    return {name: taken[name] for name in names if name in taken}
+
+
+#: texts in the place of folded lines that are shown
+_FOLDED = 3
+_BELOW = "    "
+
+
+class Screen:
+    """Draws for a terminal, as text with its escape sequences.
+
+    Args:
+        out: the terminal, whose width and colours count.
+        width: of the terminal, in characters; None: as it is.
+    """
+
+    def __init__(self, out: TextIO, view: View, width: int | None = None):
+        self._console = Console(file=out, highlight=False, width=width)
+        self._view = view
+        self.width = self._console.width
+
+    def paragraph(self, text: str) -> str:
+        """A text, broken between words."""
+        return "\n".join(wrapped(text, self.width))
+
+    def aside(self, text: str) -> str:
+        """A remark on what is shown."""
+        return self._styled(wrapped(text, self.width, further=GAP), "dim")
+
+    def table(self, table: Table) -> str:
+        """A table: its title, what all rows have in common, the rows, and what is not shown."""
+        fitted = layout(table, self.width, self._view)
+        lines = [self._styled(wrapped(table.title, self.width, further=GAP), "bold")] if table.title else []
+        if fitted.same:
+            common = ", ".join(f"{name} {value}" for name, value in fitted.same.items())
+            lines.append(self.aside(f"in each row: {common}"))
+        lines += self._rows(fitted)
+        if asides := list(_asides(fitted)):
+            lines.append(self.aside("\n".join(asides)))
+        return "\n".join(lines)
+
+    def _rows(self, fitted: TableLayout) -> Iterator[str]:
+        if not fitted.lines:
+            return
+        widths = fitted.beside
+        right = {name for name in widths if is_number(fitted.lines, name)}
+        for text in _cells({name: name for name in widths}, widths, right, is_head=True):
+            yield self._styled([text], "bold")
+        if widths:
+            yield "─" * (sum(widths.values()) + len(GAP) * (len(widths) - 1))
+        for line in fitted.lines:
+            yield from _cells(line, widths, right)
+            for text in _below(line, fitted):
+                yield from wrapped(text, self.width, _BELOW, GAP)
+
+    def _styled(self, lines: list[str], style: str) -> str:
+        with self._console.capture() as drawn:
+            self._console.print(Text("\n".join(lines)), style=style, soft_wrap=True, end="")
+        return drawn.get()
+
+
+def _cells(
+    values: Mapping[str, Any], widths: Mapping[str, int], right: set[str], *, is_head: bool = False
+) -> Iterator[str]:
+    """The lines of a row, of which a value that is broken takes several; a head stands at the bottom."""
+    texts = {name: wrapped(text_of(values[name]), width, further="") for name, width in widths.items()}
+    height = max(map(len, texts.values()), default=0)
+    for name, width in widths.items():
+        blank = [""] * (height - len(texts[name]))
+        lines = [*blank, *texts[name]] if is_head else [*texts[name], *blank]
+        texts[name] = [text.rjust(width) if name in right else text.ljust(width) for text in lines]
+    for number in range(height):
+        yield GAP.join(lines[number] for lines in texts.values()).rstrip()
+
+
+def _below(line: Mapping[str, Any], fitted: TableLayout) -> Iterator[str]:
+    """What stands below a row."""
+    if texts := [f"{name}: {text}" for name in fitted.joined if (text := text_of(line[name]))]:
+        yield "; ".join(texts)
+    for name in fitted.below:
+        if text := text_of(line[name]):
+            yield f"{name}: {text}" if name else text
+
+
+def _asides(fitted: TableLayout) -> Iterator[str]:
+    """What is not shown, and how to see it."""
+    texts = [*fitted.folded.items()]
+    for text, count in texts[:_FOLDED]:
+        yield f"{count} more: {text}"
+    if rest := texts[_FOLDED:]:
+        count = sum(number for _, number in rest)
+        yield f"{count} more for {len(rest)} other reason{'s' * (len(rest) > 1)}; --details shows them"
+    if fitted.cut:
+        yield f"{fitted.cut} more row{'s' * (fitted.cut > 1)}; --details shows all"
+    if fitted.left_out:
+        yield f"not shown: {', '.join(fitted.left_out)}; --wide shows all"
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown: numbers are aligned to the right, columns without any value are left out."""
+    console = Console(width=10_000, highlight=False, force_terminal=False, color_system=None)
+    drawing = Drawing(box=box.MARKDOWN)
+    columns = filled(table.lines)
+    for name in columns:
+        drawing.add_column(name, justify="right" if is_number(table.lines, name) else "left")
+    for line in table.lines:
+        drawing.add_row(*(escape(text_of(line[name])) for name in columns))
+    with console.capture() as text:
+        console.print(escape(table.title), soft_wrap=True)
+        console.print(drawing)
+    return "\n".join(line for line in text.get().splitlines() if line.strip())
