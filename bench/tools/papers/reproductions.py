@@ -166,9 +166,11 @@ def fit_bands(request: Reproduction) -> Output:
         write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
     ]
     if request.write:
+        of_experts = request.earlier(f"{EXPERTS}.csv")
+        every = counted_times([*files, *([of_experts] if of_experts.exists() else [])])
         written += [
             write_part(TIMES_PAGE, BANDS, TIMES, markdown(lines)),
-            write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
+            write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(every))),
             *write_shared(),
         ]
         packaged_model.cache_clear()
