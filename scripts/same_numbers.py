@@ -60,6 +60,10 @@ CELLS: dict[str, Sequence[str]] = {
 QUICK_QUESTIONS = ("8b-8-8k", "8b-8-128k", "tnl-64", "bert-64", "st-dit-128")
 
 
+#: fields that answers without experts did not have when they were frozen
+OF_EXPERTS = ("expert_imbalance", "dropped_tokens", "routing")
+
+
 def spbench(*words: str) -> str:
     """What a command prints, whatever it exits with; SystemExit where it is refused."""
     command = [sys.executable, "-m", "spbench", *words]
@@ -72,7 +76,11 @@ def spbench(*words: str) -> str:
 def frozen(answer: Any, key: str = "") -> Any:
     """The answer, which has that key, without what differs from run to run, and under its old names."""
     if isinstance(answer, dict):
-        kept = {name: value for name, value in answer.items() if name not in NOT_FROZEN}
+        kept = {
+            name: value
+            for name, value in answer.items()
+            if name not in NOT_FROZEN and not (name in OF_EXPERTS and not value)
+        }
         return {OLD_KEYS.get(name, name): frozen(value, name) for name, value in kept.items()}
     if isinstance(answer, str):
         for new, old in OLD_WORDS.get(key, {}).items():
