@@ -48,6 +48,13 @@ def _keys_and_values(block: Sequence[Tensor]) -> Sequence[Tensor]:
     return block[0].unbind() if len(block) == 1 else block
 
 
+def _by_heads(block: Sequence[Tensor], rows: Any) -> Sequence[Tensor]:
+    """Rows of k and v, [B, G, rows, A] each; of what travels as one tensor by two views, not by four."""
+    if len(block) == 1:
+        return block[0][:, :, rows].transpose(2, 3).unbind()
+    return [x[:, rows].transpose(1, 2) for x in block]
+
+
 def _accumulate(sums: Sequence[Tensor], contribution: BlockGradients, *, first: bool) -> None:
     """Add the gradients of a block's keys and values to their sums, or begin the sums with them."""
     *gradients, part = contribution
@@ -115,7 +122,7 @@ class RoundTheRing(KeyBlocks):
         for owner, block in passing:
             if (met := self.meetings.of(owner)) is not None:
                 mine, theirs, seen = met
-                keys, values = (x[:, theirs].transpose(1, 2) for x in _keys_and_values(block))
+                keys, values = _by_heads(block, theirs)
                 with self.meetings.work_on(owner):
                     yield mine, keys, values, seen
 
