@@ -30,9 +30,9 @@ from spbench.bench.command_line.options import body, executor, fresh, jobs, path
 def command() -> None:
     """Set each published number of a PAPER beside ours.
 
-    Run every scenario of PAPER (rsa, lasp, dsp, measured, field or all); PAPER/SCENARIO runs that one alone,
-    and keeps what the files have of the others. `strategies` makes the rows and traces of the strategies'
-    pages, `datasheets` times of datasheets alone, `substitutes` times without a rate of the kind,
+    Run every scenario of PAPER (rsa, lasp, dsp, measured, field, experts or all); PAPER/SCENARIO runs that
+    one alone, and keeps what the files have of the others. `strategies` makes the rows and traces of the
+    strategies' pages, `datasheets` times of datasheets alone, `substitutes` times without a rate of the kind,
     `bands` fits the intervals of simulated times to these results, and `megatron_cases` predicts what each of
     Megatron-LM's functional tests needs, as it is imported.
 

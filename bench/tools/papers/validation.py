@@ -19,6 +19,7 @@ from spbench.bench.tools.papers.megatron_cases import CASES
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
 from spbench.bench.tools.papers.past_errors import DATASHEETS, counted_times, log_error
 from spbench.bench.tools.papers.sources import (
+    EXPERTS,
     MEASURED,
     MeasuredSource,
     measured_sources,
@@ -130,7 +131,7 @@ def trust_lines(folder: Path) -> list[Line]:
         for record in some
         if "B200" in source.machines and "GB200" not in source.machines
     ]
-    others = [record for some in by_paper.values() for record in some]
+    others = [record for name, some in by_paper.items() if name != EXPERTS for record in some]
     numbers = distinct(others)
     cases = read_csv(folder / f"{CASES}_errors.csv")[1]
     lines = [
