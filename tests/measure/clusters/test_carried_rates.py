@@ -33,7 +33,7 @@ def test_another_has_the_ratio_of_both_kernels_on_the_card_that_has_both() -> No
     carried = rates[other.name, "triton"]
     assert carried is not None
     assert carried.limit_flops_per_s.substitute.startswith(
-        "flash_attention_2's, by the ratio of both on a100"
+        "flash_attention_2's, by the ratio of both on NVIDIA A100"
     )
 
 
