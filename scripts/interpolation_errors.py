@@ -1,11 +1,12 @@
-"""How far interpolation in the tables of rates is off: each measured call left out and computed from the others.
+"""How far interpolation in the tables of rates is off: each call left out, and computed from the others.
 
     python scripts/interpolation_errors.py                   # the table, as CSV
     python scripts/interpolation_errors.py --write           # into results/reproduction/interpolation.csv
 
-A call is left out that has measured neighbours on both sides along a size: it is computed on the straight line
-between them, the mean over its sizes, in which the nearer neighbours weigh more. "beyond": the calls of the
-largest m, or length, or bytes, each computed at the rate of the same call with half of that.
+A call is left out that has measured neighbours on both sides along a size. It is computed on the straight
+line between them, the mean over its sizes, in which the nearer neighbours weigh more. Collectives are left
+out along the bytes alone: each group has all of these. "beyond": the calls of the largest m, length or bytes,
+each computed at the rate of the same call with half of that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +39,14 @@ def tables(name: str) -> list[RateTable]:
     return [matmul_table(name) if kind == "matmul" else attention_table(name)]
 
 
-def errors_between(table: RateTable) -> list[float]:
-    """Relative errors of the calls that can be left out."""
+def errors_between(table: RateTable, axes: Sequence[int]) -> list[float]:
+    """Relative errors of the calls that can be left out, by their neighbours along some sizes."""
     rates, places = np.log(table.work / table.seconds), np.log2(table.sizes)
     at = {tuple(sizes): number for number, sizes in enumerate(table.sizes.tolist())}
     errors = []
     for number, own in enumerate(rates):
         estimates, weights = [], []
-        for axis, low, high in _neighbours(table, at, number):
+        for axis, low, high in _neighbours(table, axes, at, number):
             distance = places[high][axis] - places[low][axis]
             share = (places[number][axis] - places[low][axis]) / distance
             estimates.append((1 - share) * rates[low] + share * rates[high])
@@ -56,11 +57,12 @@ def errors_between(table: RateTable) -> list[float]:
 
 
 def _neighbours(
-    table: RateTable, at: dict[tuple[float, ...], int], number: int
+    table: RateTable, axes: Sequence[int], at: dict[tuple[float, ...], int], number: int
 ) -> Iterator[tuple[int, int, int]]:
     """Along each axis that has both: the nearest calls below and above that differ in that size alone."""
     call = tuple(table.sizes[number].tolist())
-    for axis, own in enumerate(call):
+    for axis in axes:
+        own = call[axis]
         along = {
             size: at.get((*call[:axis], size, *call[axis + 1 :])) for size in np.unique(table.sizes[:, axis])
         }
@@ -85,10 +87,10 @@ def errors_beyond(table: RateTable, axis: int) -> list[float]:
 
 def row(name: str) -> dict[str, object]:
     """The line of a table."""
-    axis = {"collectives": 1}.get(name.rpartition("-")[2], 0)
-    of_tables = tables(name)
-    between = np.abs([error for table in of_tables for error in errors_between(table)])
-    beyond = np.abs([error for table in of_tables for error in errors_beyond(table, axis)])
+    of_tables, collectives = tables(name), name.endswith("-collectives")
+    axes, largest = ([1], 1) if collectives else (range(3), 0)
+    between = np.abs([error for table in of_tables for error in errors_between(table, axes)])
+    beyond = np.abs([error for table in of_tables for error in errors_beyond(table, largest)])
     values = [
         name,
         sum(len(table.seconds) for table in of_tables),

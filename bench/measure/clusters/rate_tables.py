@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+
 from spbench.bench.errors import UserError, shown, suggestion
 
 PACKAGE = "spbench.scenarios.clusters"
@@ -70,8 +72,7 @@ class RateTable:
         grid = np.full([len(axis) for axis in axes], np.nan)
         at = [np.searchsorted(axis, along) for axis, along in zip(axes, places.T, strict=True)]
         grid[tuple(at)] = np.log(work / seconds)
-        # scipy imports a part when it is first asked for; this one takes half a second
-        self._grid = scipy.interpolate.RegularGridInterpolator(axes, _filled(axes, grid))
+        self._axes, self._grid = axes, _filled(axes, grid)
 
     def cut(self, sizes: np.ndarray) -> np.ndarray:
         """Sizes of calls, each of them cut to those that were measured."""
@@ -79,7 +80,19 @@ class RateTable:
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
         """[calls]: work a second of calls of these sizes, each of them cut to those that were measured."""
-        return np.asarray(np.exp(self._grid(np.log2(self.cut(sizes)))))
+        below, shares = [], []
+        for axis, along in zip(self._axes, np.log2(self.cut(sizes)).T, strict=True):
+            place = np.clip(np.searchsorted(axis, along, side="right") - 1, 0, max(len(axis) - 2, 0))
+            above = np.minimum(place + 1, len(axis) - 1)
+            below.append((place, above))
+            width = axis[above] - axis[place]
+            shares.append(np.divide(along - axis[place], width, out=np.zeros_like(along), where=width > 0))
+        logarithms = np.zeros(len(sizes))
+        for corner in product((0, 1), repeat=len(self._axes)):
+            weights = [share if side else 1 - share for share, side in zip(shares, corner, strict=True)]
+            at = tuple(places[side] for places, side in zip(below, corner, strict=True))
+            logarithms += np.prod(weights, axis=0) * self._grid[at]
+        return np.asarray(np.exp(logarithms))
 
     def covers(self, sizes: np.ndarray) -> np.ndarray:
         """[calls]: whether each call lies between measured ones."""

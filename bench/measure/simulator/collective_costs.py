@@ -2,9 +2,10 @@
 
 By hops: the ring algorithms (Thakur, Rabenseifner, Gropp 2005; as NCCL uses for large messages), and pairwise
 exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, with the rates that stand with the
-links of a cluster (:class:`BusRate`), or within a node by a table of measured collectives. There a group on several nodes moves its bytes on rings that leave the
-nodes by their cards, at the slower of the intra-node link and the group's share of the cards. Its latency
-is that within a node and, between nodes, that of a tree of them.
+links of a cluster (:class:`BusRate`), or within a node by a table of measured collectives. There a group on
+several nodes moves its bytes on rings that leave the nodes by their cards, at the slower of the intra-node
+link and the group's share of the cards. Its latency is that within a node and, between nodes, that of a tree
+of them.
 
 Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
 

@@ -28,8 +28,8 @@ _HALF = 2
 
 
 def matmul_sizes(table: RateTable, shapes: np.ndarray) -> np.ndarray:
-    """[calls, 3]: m, n, k of matmuls of (batch, m, n, k) as a table has them. A batch counts as more rows; and
-    a matmul takes as long as its transpose, which counts where the table has that alone."""
+    """[calls, 3]: m, n, k of matmuls of (batch, m, n, k) as a table has them. A batch counts as more
+    rows. A matmul takes as long as its transpose, which counts where the table has that alone."""
     batch, m, n, k = shapes.T.astype(float)
     sizes, turned = np.stack([batch * m, n, k], axis=1), np.stack([n, batch * m, k], axis=1)
     outside, outside_turned = (np.abs(np.log(each / table.cut(each))).sum(axis=1) for each in (sizes, turned))
@@ -122,7 +122,7 @@ def collective_seconds(link: Link, kind: str, nbytes: float, ranks: int) -> floa
 @lru_cache(maxsize=2**16)
 def _seconds(name: str, kind: str, nbytes: float, ranks: int) -> float:
     table = collective_tables(name)[kind]
-    (fewest, least), (most, largest) = table.smallest, table.largest
+    (fewest, _), (most, largest) = table.smallest, table.largest
     n = float(np.clip(ranks, fewest, most))
     # beyond the ranks that were measured, at the same bus bandwidth
     payload = nbytes * float(WIRE_SHARE[kind](ranks) / WIRE_SHARE[kind](int(n)))
@@ -141,7 +141,7 @@ def _latency(table: RateTable, ranks: float) -> float:
 
 
 def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> tuple[float, float] | None:
-    """The same as the seconds of the smallest message, and the bus bandwidth of the rest in bytes a second."""
+    """The same as the seconds of the smallest message, and the bus bandwidth of the rest (bytes a second)."""
     seconds = collective_seconds(link, kind, nbytes, ranks)
     latency = collective_seconds(link, kind, 0.0, ranks)
     if seconds is None or latency is None:
@@ -150,8 +150,8 @@ def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> t
 
 
 def groups_of(program: Program, event: int) -> int:
-    """Heads of keys and values, all sequences together, of a forward call of attention in half precision: what
-    its bytes are beside its queries, its outputs and their float32 sums."""
+    """Heads of keys and values, all sequences together, of a forward call of attention in half precision: by what
+    it moves beside its queries, its outputs and their sums in float32."""
     heads, queries, keys, size = (int(each) for each in program.shape[event])
     rest = float(program.nbytes[event]) - heads * queries * (2 * _HALF * size + 4)
     return int(np.clip(round(rest / (2 * _HALF * keys * size)), 1, heads))
