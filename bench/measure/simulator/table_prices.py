@@ -150,8 +150,8 @@ def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> t
 
 
 def groups_of(program: Program, event: int) -> int:
-    """Heads of keys and values, all sequences together, of a forward call of attention in half precision: by what
-    it moves beside its queries, its outputs and their sums in float32."""
+    """Heads of keys and values, all sequences together, of a forward call of attention in half precision: by
+    what it moves beside its queries, its outputs and their sums in float32."""
     heads, queries, keys, size = (int(each) for each in program.shape[event])
     rest = float(program.nbytes[event]) - heads * queries * (2 * _HALF * size + 4)
     return int(np.clip(round(rest / (2 * _HALF * keys * size)), 1, heads))
