@@ -12,7 +12,7 @@ from functools import cache
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import generation_of
-from spbench.bench.measure.clusters.rates import AttentionRate, Direction, Mask, Sourced
+from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask, Sourced
 
 
 def rate_of_call(
@@ -62,6 +62,7 @@ def _carried(
             ),
             "half_length": Sourced(value=half, source=here.half_length.source),
             "measured": {},
+            "table": NO_TABLE,
         }
     )
 
