@@ -73,24 +73,42 @@ class Turns:
         """How many forwards are run before the first backward follows on a forward."""
         return min(2 * (self.ranks - 1 - self.rank) + (self.chunks - 1) * self.group, len(self))
 
-    @cached_property
-    def actions(self) -> list[Action]:
-        """What is done, in its order."""
-        return [*self._actions()]
+    @property
+    def period(self) -> int:
+        """Forwards of a group through all chunks: as many later a rank does the same again, once it
+        alternates."""
+        return self.group * self.chunks
 
-    def _actions(self) -> Iterator[Action]:
-        count, ahead = len(self), self.ahead
+    @property
+    def periods(self) -> int:
+        """How many periods a rank alternates for. What follows on them ends the step: turns whose input is
+        not received, the last backwards, and a last group of another size."""
+        whole = self.micro_batches // self.group * self.period
+        return max(0, whole - 1 - self.ahead) // self.period
+
+    def warm_up(self) -> Iterator[Action]:
+        """What is done before forwards and backwards alternate, in its order."""
         yield "pass_on", -1
-        for i in range(ahead):
+        for i in range(self.ahead):
             yield from [("forward", i), ("pass_on", i)]
         yield "pass_back", -1
-        for i in range(ahead, count):
-            forward, backward, passed = ("forward", i), ("backward", i - ahead), ("pass_back", i - ahead)
+
+    def alternating(self, forwards: range) -> Iterator[Action]:
+        """What is done in these forwards and the backwards after them."""
+        for i in forwards:
+            forward, backward, passed = (
+                ("forward", i),
+                ("backward", i - self.ahead),
+                ("pass_back", i - self.ahead),
+            )
             if self.overlapped:
                 yield from [forward, ("pass_on", i), backward, passed, ("free", i)]
             else:
                 yield from [forward, backward, ("pass_on", i), passed]
-        for i in range(count - ahead, count):
+
+    def cool_down(self) -> Iterator[Action]:
+        """What is done after the last forward."""
+        for i in range(len(self) - self.ahead, len(self)):
             yield from [("backward", i), ("pass_back", i)]
 
     def gathered(self, number: int) -> int | None:
