@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 #: a method of a step, and the number of the forward or of the backward that it is or follows on; -1 is before
@@ -72,6 +72,15 @@ class Turns:
     def ahead(self) -> int:
         """How many forwards are run before the first backward follows on a forward."""
         return min(2 * (self.ranks - 1 - self.rank) + (self.chunks - 1) * self.group, len(self))
+
+    def passes(self, chunk: int) -> Iterator[bool]:
+        """A chunk's forwards (True) and backwards (False), in their order."""
+        alternating = self.alternating(range(self.ahead, len(self)))
+        for action, number in chain(self.warm_up(), alternating, self.cool_down()):
+            if action in ("forward", "backward"):
+                turns = self.forwards if action == "forward" else self.backwards
+                if turns[number].chunk == chunk:
+                    yield action == "forward"
 
     @property
     def period(self) -> int:

@@ -113,7 +113,7 @@ def check_bytes(
         with torch.device("meta"):
             return model.build(strategy, seq_len)
 
-    step = PlannedStep(sums, 1, precision, strategy, around, build, backend.options)
+    step = PlannedStep(sums, 1, precision, strategy, around, build, lambda: [[True, False]], backend.options)
     entries = [
         *composed_traffic(sites, strategy, ONE_STAGE, 1, width, gradient_bytes),
         *backend.traffic(step),

@@ -172,6 +172,25 @@ def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), backends()[backend])
 
 
+@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"schedule": "1f1b", "micro_batches": 3},
+        {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6},
+        slow({"schedule": "gpipe", "micro_batches": 3}),
+    ],
+    ids=lambda schedule: schedule["schedule"],
+)
+def test_sharded_stages_gather_and_sum_when_torch_does(
+    pool: RankPool, backend: str, schedule: dict[str, Any]
+) -> None:
+    training = {"backend": backend, **schedule}
+    asked = cell(backend, "single", sizes={"dp": 2, "pp": 2}, training=training, model_options={"layers": 4})
+    assert_right(pool, asked, backends()[backend])
+    assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
+
+
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):
