@@ -261,6 +261,12 @@ class Backend(ABC):
         """Update the weights from the gradients."""
         self.optimizer.step()
 
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """After :meth:`step`: the norm [] of the gradients of all ranks, each counted once, before they were
+        clipped; None for a backend that does not clip them."""
+        return None
+
     def held(self) -> dict[str, list[Tensor]]:
         """The tensors held between steps, by the memory meter's category: ``parameters``, ``gradients`` and
         ``optimizer_state``."""
