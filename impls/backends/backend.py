@@ -139,6 +139,9 @@ class Backend(ABC):
     keeps_stage_inputs: ClassVar[bool] = False
     #: whether the host waits for its device after each exchange between stages of a pipeline
     host_waits_for_transfers: ClassVar[bool] = False
+    #: whether setting its buffers of gradients to zero takes a part of the step's forward; it does not where
+    #: these hold few gradients or none
+    zeroes_in_step: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
     #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the

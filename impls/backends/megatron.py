@@ -86,6 +86,7 @@ class Megatron(Backend):
     frees_sent_outputs = True
     keeps_stage_inputs = True  # set_input_tensor of its core/transformer/transformer_block.py
     host_waits_for_transfers = True
+    zeroes_in_step = True
     options_type = MegatronOptions
     options: MegatronOptions
 
@@ -211,6 +212,8 @@ class Megatron(Backend):
         for main in self.mains:
             main.values.grad = None
         self.gradients.zero()
+        if self.clipping is not None:
+            self.clipping.norm = None
 
     def begin_gathering(self, stage: nn.Module) -> None:
         if self.options.overlap_param_gather and self.options.align_param_gather:
