@@ -1,4 +1,4 @@
-"""The sum of squares of many gradients in one kernel, as multi_tensor_l2norm of TransformerEngine."""
+"""The sum of squares of many gradients in one kernel: multi_tensor_l2norm of apex and TransformerEngine."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def check_bytes(
         with torch.device("meta"):
             return model.build(strategy, seq_len)
 
-    step = PlannedStep(sums, 1, precision, strategy, around, build, backend.options)
+    step = PlannedStep(sums, 1, precision, strategy, around, build, lambda: [[True, False]], backend.options)
     entries = [
         *composed_traffic(sites, strategy, ONE_STAGE, 1, width, gradient_bytes),
         *backend.traffic(step),
@@ -136,7 +136,7 @@ def check_bytes(
 
 def check_norm(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """The norm of all gradients, of which every rank holds a part, where the step that :func:`check_bytes`
-    has run took one. One that left some out, or counted them twice, would clip by a wrong factor."""
+    has run took one. A norm that left some out, or counted them twice, would clip by a wrong factor."""
     norm = checked.backend.gradient_norm
     if norm is not None:
         parts = truth.backend.gradient_parts().values()

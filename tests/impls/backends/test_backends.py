@@ -74,13 +74,20 @@ def reference_step(
     return gradients, norm
 
 
-def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[str, float]:
-    """Relative errors of what this rank holds of each step's gradients and updated weights."""
+def errors_of_rank(
+    mesh: DeviceMesh,
+    asked: Cell,
+    cls: type[Backend],
+    updated: Callable[[Training], None] = lambda reference: None,
+) -> dict[str, float]:
+    """Relative errors of what this rank holds of each step's gradients and updated weights, from those of
+    one device, whose optimizer ``updated`` may change."""
     model = model_preset(asked.model, asked.model_options)
     with default_dtype(torch.float64):
         whole = model.build(Strategy(), LENGTH)
     set_weights(whole)
     reference = Training(whole, Strategy(), PRECISIONS["fp64"])
+    updated(reference)
     shards = {}
 
     def noted(module: Any) -> None:
@@ -188,6 +195,25 @@ def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Ce
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), backends()[backend])
+
+
+@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"schedule": "1f1b", "micro_batches": 3},
+        {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6},
+        slow({"schedule": "gpipe", "micro_batches": 3}),
+    ],
+    ids=lambda schedule: schedule["schedule"],
+)
+def test_sharded_stages_gather_and_sum_when_torch_does(
+    pool: RankPool, backend: str, schedule: dict[str, Any]
+) -> None:
+    training = {"backend": backend, **schedule}
+    asked = cell(backend, "single", sizes={"dp": 2, "pp": 2}, training=training, model_options={"layers": 4})
+    assert_right(pool, asked, backends()[backend])
+    assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
