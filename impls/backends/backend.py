@@ -240,6 +240,11 @@ class Backend(ABC):
     def zero(self) -> None:
         """Forget the gradients of the step before, or set them to zero."""
 
+    @property
+    def host_reads_losses(self) -> bool:
+        """Whether the host waits for each micro-batch's loss."""
+        return False
+
     def begin_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
         """Called before the last backward of a step through the ``module``, or through one of its stages:
         from here on gradients may be sent.
