@@ -42,6 +42,16 @@ def table_text(name: str) -> str:
     return (_folder() / f"{name}.csv").read_text(encoding="utf-8")
 
 
+def table_in_words(name: str) -> str:
+    """A table as "1,932 matmuls, m 2048 to 16384, n 32 to 65536, k 32 to 65536 (h200_sxm-matmul)"."""
+    rows, kind = _rows(name), name.rpartition("-")[2]
+    sizes = [size for size in rows[0] if size not in ("collective", "us")]
+    along = zip(sizes, _columns(rows, sizes)[0].T, strict=True)
+    ranges = (f"{size} {values.min():.0f} to {values.max():.0f}" for size, values in along)
+    of_kind = {"matmul": "matmuls", "collectives": "collectives"}.get(kind, "calls")
+    return f"{len(rows):,} {of_kind}, {', '.join(ranges)} ({name})"
+
+
 def table_digest(name: str) -> str:
     """A digest of a table's content."""
     return hashlib.sha256(table_text(name).encode()).hexdigest()
