@@ -142,9 +142,7 @@ def _source(figure: Sourced[Any]) -> str:
 def _table(work: str, table: Sourced[str], words: str) -> Iterator[KindOfWork]:
     """The kind of a table of measured calls, if there is one."""
     if table.value is not None:
-        yield KindOfWork(
-            work, f"{table_in_words(table.value)}; {words}{_substitute(table)}", _source(table)
-        )
+        yield KindOfWork(work, f"{table_in_words(table.value)}; {words}{_substitute(table)}", _source(table))
 
 
 def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:

@@ -132,7 +132,7 @@ def attention_table(name: str) -> RateTable:
     features, by [length, heads, groups]: heads share as many keys and values as there are groups. Its work is
     the FLOPs that the mask leaves."""
     sizes, seconds = _columns(_rows(name), ("length", "heads", "groups"))
-    return RateTable(sizes, seconds, 2.0 * HEAD_SIZE * sizes[:, 1] * sizes[:, 0] ** 2)
+    return RateTable(sizes, seconds, 2.0 * HEAD_SIZE * sizes[:, 1] * sizes[:, 0] * (sizes[:, 0] + 1))
 
 
 @cache
