@@ -45,7 +45,7 @@ Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
 #: how wrong a rate may be that stands for another; see :mod:`measure.simulator.substitutes`
 Grade = Literal["extrapolated", "transferred", "substituted"]
-Rates = Literal["datasheet", "sourced", "fitted"] | Grade
+Rates = Literal["datasheet", "sourced", "fitted", "fitted elsewhere"] | Grade
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
