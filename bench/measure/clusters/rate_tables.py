@@ -25,7 +25,8 @@ PACKAGE = "spbench.scenarios.clusters"
 HEAD_SIZE = 128
 
 
-def table_names() -> list[str]:
+@cache
+def table_names() -> Sequence[str]:
     """The tables that come with the package."""
     return sorted(path.stem for path in _folder().glob("*.csv"))
 
@@ -124,6 +125,22 @@ def matmul_table(name: str) -> RateTable:
     """A table of matmuls in half precision, by [m, n, k]; its work is their FLOPs."""
     sizes, seconds = _columns(_rows(name), ("m", "n", "k"))
     return RateTable(sizes, seconds, 2.0 * sizes.prod(axis=1))
+
+
+def square_matmuls(name: str) -> dict[int, float]:
+    """FLOPs a second of a table's matmuls of [n, n] and [n, n], by n."""
+    table = matmul_table(name)
+    square = (table.sizes == table.sizes[:, :1]).all(axis=1)
+    rates = table.work[square] / table.seconds[square]
+    return {int(n): float(rate) for n, rate in zip(table.sizes[square, 0], rates, strict=True)}
+
+
+def attention_by_length(name: str, heads: int, groups: int) -> dict[int, float]:
+    """FLOPs a second of a table's calls with so many heads and groups, by length."""
+    table = attention_table(name)
+    alike = (table.sizes[:, 1:] == [heads, groups]).all(axis=1)
+    rates = table.work[alike] / table.seconds[alike]
+    return {int(length): float(rate) for length, rate in zip(table.sizes[alike, 0], rates, strict=True)}
 
 
 @cache

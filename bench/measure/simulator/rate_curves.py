@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
+from spbench.bench.measure.clusters.rate_tables import attention_by_length, square_matmuls
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import MATMUL
@@ -17,6 +18,8 @@ from spbench.impls.traffic import WIRE_SHARE
 SIZES = [2**n for n in range(7, 16)]
 LENGTHS = [2**n for n in range(9, 18)]
 MESSAGES = [2**n for n in range(14, 34)]
+#: of attention whose rates are in a table: heads, and groups that share keys and values
+HEADS, GROUPS = 32, 8
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: ranks of a group within a node, and nodes of a group on several
 _RANKS, _NODES = (2, 4, 8, 16, 32, 72), (2, 4, 16, 64)
@@ -52,10 +55,15 @@ def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
         program = ProgramBuilder((1,))
         for n in SIZES:
             flops, nbytes = 2.0 * n**3, 3.0 * width * n**2
-            program.kernel("mm", flops=flops, nbytes=nbytes, precision=precision, category=MATMUL)
+            shape = (1, n, n, n)
+            program.kernel(
+                "mm", flops=flops, nbytes=nbytes, precision=precision, category=MATMUL, shape=shape
+            )
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
-        yield RateCurve("Matmuls", precision, SIZES, rates, {} if own is None else own.measured)
+        table = None if own is None else own.table.value
+        measured = {} if own is None else own.measured if table is None else square_matmuls(table)
+        yield RateCurve("Matmuls", precision, SIZES, rates, measured)
 
 
 def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
@@ -64,7 +72,9 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
     for kernel, rates in attention.kernels.items() if attention is not None else ():
         for rate in rates:
             at = [rate.at(length) for length in LENGTHS]
-            yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, rate.measured)
+            table = rate.table.value
+            measured = rate.measured if table is None else attention_by_length(table, HEADS, GROUPS)
+            yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, measured)
 
 
 def _attention_name(rate: AttentionRate) -> str:
