@@ -12,6 +12,8 @@ from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.step_parts import AttentionCall
+from spbench.bench.measure.simulator.table_prices import attention_rate
 from spbench.impls.traffic import WIRE_SHARE
 
 #: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message
@@ -71,8 +73,15 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
     attention = cluster.device.attention
     for kernel, rates in attention.kernels.items() if attention is not None else ():
         for rate in rates:
-            at = [rate.at(length) for length in LENGTHS]
             table = rate.table.value
+            calls = [
+                AttentionCall("forward", "causal", rate.head_size, HEADS, length, length, length)
+                for length in LENGTHS
+            ]
+            at = [
+                rate.at(call.length) if table is None else attention_rate(rate, call, GROUPS)
+                for call in calls
+            ]
             measured = rate.measured if table is None else attention_by_length(table, HEADS, GROUPS)
             yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, measured)
 
