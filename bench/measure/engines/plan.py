@@ -119,18 +119,7 @@ class Plan:
     def formula(self, rank: int) -> list[dict[str, Any]]:
         """What a global rank sends by the closed form, in rows: phase, purpose, collective, axis (the axes of
         its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
-        return [
-            {
-                "phase": t.phase,
-                "purpose": t.purpose,
-                "collective": t.collective,
-                "axis": self._axis(t),
-                "count": t.count,
-                "payload_bytes": t.payload_bytes,
-                "sent_bytes": as_number(self._sent_bytes(t)),
-            }
-            for t in self.traffic_of(rank)
-        ]
+        return sent_rows(self.traffic_of(rank), self.sizes)
 
     def difference(
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
@@ -168,6 +157,22 @@ class Plan:
         return entry.sent_bytes(entry.group_size(self.sizes))
 
 
+def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A closed form in rows, as :meth:`Plan.formula` has them."""
+    return [
+        {
+            "phase": t.phase,
+            "purpose": t.purpose,
+            "collective": t.collective,
+            "axis": group_name(t.axes, sizes),
+            "count": t.count,
+            "payload_bytes": t.payload_bytes,
+            "sent_bytes": as_number(t.sent_bytes(t.group_size(sizes))),
+        }
+        for t in traffic
+    ]
+
+
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
     """The cell's strategy without process groups. It can check sizes, and has the closed forms of what the
     rank at these coordinates sends. An axis that is left out has the coordinate 0.
@@ -193,6 +198,17 @@ def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
     Raises:
+        Unsupported: see :func:`check_sizes`.
+    """
+    classes = check_sizes(cell)
+    traffic = [closed_form(cell, each.first) for each in classes]
+    return Plan(classes, traffic, cell.mesh_sizes, None if expert_rows(cell) is None else cell)
+
+
+def check_sizes(cell: Cell) -> list[RankClass]:
+    """Check a cell, without building its modules; returns the classes of its ranks.
+
+    Raises:
         Unsupported: the strategy cannot run these sizes, the card not the attention kernel, or the batch or
             the layers cannot be divided so.
     """
@@ -212,8 +228,10 @@ def plan(cell: Cell) -> Plan:
         )
     classes = rank_classes(cell)
     _check_schedule(cell)
-    traffic = [closed_form(cell, each.first) for each in classes]
-    return Plan(classes, traffic, cell.mesh_sizes, None if expert_rows(cell) is None else cell)
+    for each in classes if cell.sizes.pp > 1 else ():
+        for stage in composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages:
+            _sites(cell, strategy, stage)
+    return classes
 
 
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
