@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from spbench.bench.errors import UserError, shown
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import decoded, parse_json, read_file
+from spbench.impls.models.huggingface.published import published_model, published_models
 from spbench.impls.options import LARGEST
 
 #: of a suffix of a size, in either case: 128K is 128 * 1024
@@ -124,7 +126,8 @@ _OF_FILES = (_JSON, ".py", ".yaml", ".yml", ".toml", ".sh")
 
 
 def names_a_file(model: str) -> bool:
-    """Whether what a cell calls its model is the path of a file, or of a folder with one, and no name."""
+    """Whether what a cell calls its model is the path of a file, or of a folder with one, or a name on
+    Hugging Face, and no name of a preset."""
     return "/" in model or model.endswith(_JSON)
 
 
@@ -132,7 +135,8 @@ def remote_name(model: str) -> str:
     """What to do about a name of a model on Hugging Face, for the end of a message; "" for other texts."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).suffix in _OF_FILES:
         return ""
-    return "; if that is its name on Hugging Face, download its config.json and give the path of that"
+    near, *_ = suggestion(model, [each.name for each in published_models()]).split(" (")
+    return f"{near}; if that is its name on Hugging Face, download its config.json and give the path of that"
 
 
 def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
@@ -140,10 +144,13 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
     no JSON object, or has something that no model here has.
 
     Args:
-        model: path of the file or of the folder that it lies in.
+        model: path of the file or of the folder that it lies in; where there is none, the name of a model on
+            Hugging Face whose sizes are known.
         folder: what a relative path starts from.
     """
     path = folder / Path(model).expanduser()
+    if not lexists(path) and (known := published_model(model)):
+        return dict(known.config)
     path = path / CONFIG if path.is_dir() else path
     try:
         content = parse_json(path, read_file(path))

@@ -100,8 +100,13 @@ class Muon(Optimizer):
         #: of each matrix; None before its first update
         self.moments = [None if later else torch.zeros_like(m.values) for m in matrices]
 
+    def gradients(self) -> list[Tensor]:
+        """Those of the matrices first."""
+        of_matrices = [m.values.grad for m in self.matrices if m.values.grad is not None]
+        return [*of_matrices, *super().gradients()]
+
     @torch.no_grad()
-    def step(self) -> None:
+    def update(self) -> None:
         rate = self.adam.param_groups[0]["lr"]
         for number, matrix in enumerate(self.matrices):
             values, gradient = matrix.values, matrix.values.grad
@@ -111,7 +116,7 @@ class Muon(Optimizer):
             values.mul_(1 - rate * DECAY)
             moment.lerp_(gradient, 1 - MOMENTUM)
             values.add_(self._update(matrix, moment), alpha=-rate)
-        super().step()
+        super().update()
 
     def _update(self, matrix: Matrix, moment: Tensor) -> Tensor:
         x = moment.view(matrix.shape)

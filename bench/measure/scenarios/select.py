@@ -21,6 +21,7 @@ from spbench.bench.measure.scenarios.expand import Asked, ignored, on_device, pl
 from spbench.bench.measure.scenarios.scenario import Scenario, changed, given
 from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
+from spbench.impls.models.huggingface.published import published_model
 
 ALL = "all"
 
@@ -92,7 +93,7 @@ def narrowed_cells(
     strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
     models = [name for text in narrowing.models for name in cell_names("model", text)]
     packaged = [*names("model"), *{c.model for c in cells if c.model_config_json}]
-    configs = {n for n in models if n not in packaged and names_a_file(n) and lexists(Path(n).expanduser())}
+    configs = {n for n in models if n not in packaged and _has_sizes(n)}
     check_known("model", [name for name in models if name not in configs], packaged)
     for name in strategies:
         if problem := strategy_problem(name):
@@ -120,6 +121,11 @@ def narrowed_cells(
             if (name := dotted(path)) in changes:
                 raise UserError(f"--set {name}: {message}")
     return _distinct(playing_rank(cells, narrowing.rank))
+
+
+def _has_sizes(name: str) -> bool:
+    """Whether a name is that of a file, or of a model on Hugging Face whose sizes are known."""
+    return published_model(name) is not None or (names_a_file(name) and lexists(Path(name).expanduser()))
 
 
 def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:

@@ -19,6 +19,7 @@ from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.torchtitan_files import has_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.loose_files import SUFFIX as PYTHON
+from spbench.impls.models.huggingface.published import published_model
 
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"
@@ -83,7 +84,7 @@ def _is_model(word: str) -> bool:
     if (path / CONFIG).is_file():
         return True
     if not names_a_file(word) or not path.is_file():
-        return False
+        return not path.exists() and published_model(word) is not None
     text = read_file(path).decode(errors="replace")
     return path.suffix == ".json" and any(f'"{name}"' in text for name in _OF_CONFIGS)
 

@@ -29,6 +29,7 @@ from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls.discovery import FunctionModules
+from spbench.impls.models.huggingface.published import published_models
 from spbench.plots import FIGURES
 
 if TYPE_CHECKING:
@@ -197,7 +198,12 @@ def _of_classes(kind: str) -> dict[str, str]:
 
     by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
     about = _ABOUT.get(kind, _first_sentence)
-    return {name: about(each) for name, each in sorted(by_kind[kind]().items())}
+    texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
+    if kind == "models":
+        texts |= {
+            each.name: f"{each.parameters} parameters, by its config.json" for each in published_models()
+        }
+    return texts
 
 
 def _about_strategy(cls: type[Strategy]) -> str:

@@ -125,3 +125,9 @@ class DeepseekV3Config(DeepseekV2Config):
     n_group: PositiveInt | None = 8
     topk_group: PositiveInt | None = 4
     first_k_dense_replace: NonNegativeInt = 3
+
+
+class KimiK2Config(DeepseekV3Config):
+    """Kimi-K2 (arXiv 2507.20534), whose layers are V3's."""
+
+    name: ClassVar[str] = "kimi_k2"

@@ -11,6 +11,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.traces import trace_key
+from spbench.bench.measure.scenarios.expand import expand
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.sweep import as_row, changed_parts
@@ -125,3 +126,17 @@ def test_a_config_takes_the_place_of_the_models_of_a_scenario(tmp_path: Path) ->
     assert (made.model, made.model_config_json is not None) == (name, True)
     with pytest.raises(UserError, match=r"download its config\.json and give the path of that"):
         narrowed_cells(scenario, Narrowing(models=["meta-llama/Llama-3-8B"]))
+
+
+def test_a_name_on_hugging_face_needs_no_file_and_a_file_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    group = {"model": "Qwen/Qwen3-0.6B", "strategy": "single", "batch": 1, "seq_len": 8}
+    (known,) = expand({}, [group], {}, "", Path())
+    assert (known.model_config_json or {})["num_hidden_layers"] == 28
+    path = tmp_path / "Qwen" / "Qwen3-0.6B"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    (read,) = expand({}, [group], {}, "", Path())
+    assert (read.model_config_json or {})["num_hidden_layers"] == TINY["num_hidden_layers"]

@@ -66,8 +66,8 @@ def test_parameters_are_those_of_transformers(name: str, published: int) -> None
 
 
 def test_there_is_a_published_model_of_each_family() -> None:
-    # the last is what counts of llama4
-    assert {content(name)["model_type"] for name in PUBLISHED} == {*families()} - {"llama4_text"}
+    # llama4_text is what counts of llama4, and the layers of kimi_k2 are those of deepseek_v3
+    assert {content(name)["model_type"] for name in PUBLISHED} == {*families()} - {"llama4_text", "kimi_k2"}
 
 
 @pytest.mark.parametrize(

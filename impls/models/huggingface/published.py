@@ -1,0 +1,48 @@
+"""Models by their names on Hugging Face: what counts of the config.json of each, as published. Nothing here
+imports torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+
+class Published(NamedTuple):
+    """A model with published sizes.
+
+    Attributes:
+        name: as its authors write it.
+        parameters: how many, as published: all digits, or rounded as 8.2B; without modules of multi-token
+            prediction, and of text alone.
+        source: the repository that the file was read from.
+        config: ``model_type`` and the fields that count.
+    """
+
+    name: str
+    parameters: str
+    source: str
+    config: Mapping[str, Any]
+
+
+@cache
+def _by_name() -> Mapping[str, Published]:
+    """By the name in lower case; further names are of the same sizes, as of an instruction-tuned model."""
+    table = json.loads((files(__package__) / "published.json").read_text())
+    models: dict[str, Published] = {}
+    for name, entry in table.items():
+        for each in (name, *entry.get("also", ())):
+            models[each.lower()] = Published(each, entry["parameters"], entry["source"], entry["config"])
+    return models
+
+
+def published_models() -> list[Published]:
+    """All of them, further names too."""
+    return [*_by_name().values()]
+
+
+def published_model(name: str) -> Published | None:
+    """The model of that name, in upper or lower case; None: its sizes are not known here."""
+    return _by_name().get(name.lower())
