@@ -48,7 +48,7 @@ def set_hybrid(a: Account) -> bool:
     elif not {*"-E"} & {*pattern}:
         a.refuse_given("layers without an MLP alone: not modelled", name)
     letters = len(pattern) - pattern.count("|")
-    if (layers := a.value("--num-layers")) not in (None, letters):
+    if a.value("--num-layers") not in (None, letters):
         a.refuse_given(f"not the {letters} layers of {name}", "--num-layers")
     a.ignore(f"as many as {name} has", "--num-layers")
     ours = "".join(_MIXERS.get(letter, letter) for letter in pattern if letter != "|")
