@@ -295,10 +295,7 @@ def _by_ahead(
             except NotAlike:
                 source, proved = None, False
         if made is None or not proved:
-<<<<<<< HEAD
-            traced = trace(cell, ranks[ahead][0], events=events, checked=True)
-=======
-            traced = trace(cell, ranks[turns][0], events=events)
+            traced = trace(cell, ranks[turns][0], events=events, checked=True)
             if made is not None:
                 proved = made.same(traced)
             if turns.complete and (source is None or not proved):
