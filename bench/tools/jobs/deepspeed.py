@@ -54,6 +54,8 @@ _SIGNS: Mapping[str, frozenset[str]] = {
         {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "max_length"}
     ),
 }
+#: keys of programs around the Trainer, which have readers of their own
+_OTHERS = {"base_model", "finetuning_type", "dist_config"}
 _WORDS = {
     "model": "config.json of a model",
     "accelerate": "configuration of accelerate",
@@ -71,7 +73,7 @@ def sorted_files(files: JobFiles) -> dict[str, Mapping[str, Any]] | None:
     """
     contents = [(file, mapping_in(file) or {}) for file in files.files]
     kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
-    if not {"accelerate", "deepspeed"} & {*kinds}:
+    if not {"accelerate", "deepspeed"} & {*kinds} or any(_OTHERS & {*content} for _, content in contents):
         return None
     by_kind: dict[str, Mapping[str, Any]] = {}
     for (file, content), kind in zip(contents, kinds, strict=True):
