@@ -54,7 +54,7 @@ def _step(k: Account) -> TransformersStep:
     optimizer = str(k.value("optimizer._target_"))
     adam = "Adam" in optimizer
     if half and "FusedAdam" in optimizer:
-        because = "its moments are counted in bfloat16, not in float32: 4 bytes a weight, over the ranks, more there"
+        because = "moments are counted in bfloat16: the job has 4 bytes a weight, over the ranks, more"
         k.stand_in("float32 moments beside bfloat16 weights", "memory", because, "optimizer._target_")
     return TransformersStep(
         model=said(k, "model.config.pretrained_model_name_or_path", "model.pretrained_model_name_or_path"),

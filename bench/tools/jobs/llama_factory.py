@@ -1,4 +1,4 @@
-"""Jobs of LLaMA-Factory: its YAML, of version 0 (the Trainer's arguments) or of version 1 (its own trainer)."""
+"""Jobs of LLaMA-Factory: its YAML, of version 0 (the Trainer's arguments) or 1 (its own trainer)."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def _trained(k: Account, step: TransformersStep) -> None:
     if step.lora.value:
         states = "on the host" if step.host.value else "on the device"
         because = (
-            f"all weights are trained here: {_TRAINED} bytes a weight of gradients and optimizer, over the ranks "
-            f"and {states}, and a third of the matmuls, of weights' gradients, are more than the job has"
+            f"all weights are trained here: {_TRAINED} bytes a weight of gradients and optimizer, over the "
+            f"ranks and {states}, and a third of the matmuls, of weights' gradients, are too much"
         )
         k.stand_in(
             "adapters beside weights that are not trained (LoRA)",

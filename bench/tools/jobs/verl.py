@@ -96,8 +96,7 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
 
 
 def _total(k: Account) -> Said:
-    """One micro-batch a step where rows are filled up to a number of tokens: how many rows samples make is not
-    known."""
+    """One micro-batch a step: samples make an unknown number of rows of so many tokens."""
     k.ignore(
         "how many rows the samples of a step make is not known; one row a rank is taken",
         "data.train_batch_size",
