@@ -4,7 +4,7 @@ on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,6 +76,8 @@ class Optimizer:
         self.parameters = parameters
         self.precision = precision
         self.master_gradients = master_gradients
+        #: called with the masters' gradients before an update, when they are no longer scaled
+        self.before_update: Callable[[list[Tensor]], None] | None = None
         self.overflow_groups = overflow_groups
         self.masters = (
             [p.detach().float().requires_grad_() for p in self.parameters]
@@ -123,21 +125,30 @@ class Optimizer:
                     master.grad = p.grad.float()
         if self.precision.loss_scale:
             self._unscale()
-        self.adam.step()
+        if self.before_update is not None:
+            self.before_update(self.gradients())
+        self.update()
         if self.precision.master:
             for master, p in zip(self.masters, self.parameters, strict=True):
                 p.detach().copy_(master.detach())
                 if self.master_gradients == "made":
                     master.grad = None
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the masters."""
+        return [p.grad for p in self.masters if p.grad is not None]
+
+    def update(self) -> None:
+        """Update the masters from their gradients."""
+        self.adam.step()
+
     def tensors(self) -> list[Tensor]:
         """The tensors held between steps."""
         state = [value for held in self.adam.state.values() for value in held.values()]
-        gradients = [p.grad for p in self.masters if p.grad is not None]
-        return [*self.masters, *state, *gradients] if self.precision.master else state
+        return [*self.masters, *state, *self.gradients()] if self.precision.master else state
 
     def _unscale(self) -> None:
-        gradients = [p.grad for p in self.masters if p.grad is not None]
+        gradients = self.gradients()
         overflow = torch.zeros((), dtype=torch.float32, device=self.scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.scale.reciprocal())
         for group in self.overflow_groups:

@@ -19,13 +19,16 @@ from spbench.bench.measure.trust.bands import (
     shown_band,
     with_band,
 )
-from spbench.bench.tools.fit.anatomy import plain
+from spbench.bench.tools.fit.anatomy import Part, plain
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
 from spbench.bench.tools.fit.fitting import Fitting, fitting
+from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
+from spbench.bench.tools.fit.taken import taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
 from spbench.bench.units import card_gib, shown_price, shown_share
+from spbench.impls.models.model import model_preset
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002
@@ -51,12 +54,14 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
     sections: list[Table | str] = []
     details: list[Table | str] = []
+    program = answer.subject.job
+    sections.append("\n".join([str(fullest), fullest.peak(program), _first_change(answer)]))
+    sections.append(taken_line(fullest.cell, answer.subject.said))
     if len(answer.verdicts) + len(answer.others) > 1:
-        sections += [_cells_table(answer), f"the fullest: {fullest.cell.key}"]
-    sections.append("\n".join([str(fullest), *_first_change(answer)]))
+        sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
     sections += [*_help(answer), *_holding(fullest)]
     # where it does not fit, what would help takes the place of what is there
-    (sections if fullest.fits else details).append(_parts(fullest))
+    (sections if fullest.fits else details).append(_parts(fullest, program))
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
     if priced_by := priced_by_in_words([each.measurement for each in timed]):
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
@@ -78,6 +83,8 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         "largest": answer.sizes and asdict(answer.sizes),
         "errors": [vars(each) for each in errors],
         "not_modelled": list(NOT_MODELLED),
+        "taken": {each.what: vars(each) for each in taken(fullest.cell, answer.subject.said)},
+        "tokens_of_rank": tokens_of_rank(fullest.cell),
         "remarks": list(answer.subject.remarks),
         "files": [str(path) for path in files],
     }
@@ -95,7 +102,7 @@ def _cells_table(answer: Fitting) -> Table:
             "fits": "yes" if each.fits else "no",
             "needs GiB": card_gib(each.memory.total_bytes),
             "spare GiB": card_gib(each.memory.spare_bytes),
-            "on": each.where,
+            "on": each.where_in(answer.subject.job),
         }
         for each in answer.verdicts
     ]
@@ -130,17 +137,26 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
         yield on_host
 
 
-def _parts(verdict: Verdict) -> Table:
+def _parts(verdict: Verdict, program: str) -> Table:
     """What holds the peak, by kind and the module in whose forward or backward it was made."""
     peak = verdict.anatomy.peak_memory_bytes
+    experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
+
+    def of_experts(part: Part) -> str | None:
+        return part_of_experts(part.kind, part.module, experts) or None
+
+    def place(module: str) -> str | None:
+        return in_program_words(module, program) if module else None
+
     columns = [
         Column("what", "kind", lambda kind: kind.replace("_", " ") or "others"),
-        Column("allocated in", "module", lambda module: module or None),
+        Column("allocated in", "module", place),
+        *([Column("of", "of", of=of_experts)] if experts else []),
         Column("tensors", "tensors"),
         Column("GiB", "bytes", card_gib),
         Column("share", "share", shown_share, of=lambda part: part.bytes / peak),
     ]
-    title = f"What holds the peak ({verdict.anatomy.moment})"
+    title = f"What holds the peak ({verdict.moment_in(program)})"
     return Table.of(title, columns, verdict.anatomy.parts, most=_PARTS)
 
 
@@ -151,17 +167,19 @@ def _settings(verdict: Verdict) -> str:
     return written(verdict.change.settings) if verdict.change else ""
 
 
-def _first_change(answer: Fitting) -> Iterator[str]:
-    """The line on the fastest change that makes it fit, where it does not."""
-    if answer.proofs is None or answer.fullest.fits:
-        return
-    if not answer.proofs.fitting:
-        yield f"no change makes it fit: {_tried(answer.proofs)}"
-        return
-    first = answer.proofs.fitting[0]
+def _first_change(answer: Fitting) -> str:
+    """The third line of an answer: the fastest change that makes it fit, or that takes less where it fits."""
+    proofs = answer.proofs
+    if proofs is None:
+        return "no change is needed; --suggest tries those that take less memory"
+    if not proofs.fitting:
+        what = "takes less memory" if answer.fullest.fits else "makes it fit"
+        return f"no change {what}: {_tried(proofs)}"
+    first = proofs.fitting[0]
     price = _price(answer, first)
     room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
-    yield f"makes it fit: {_flags(answer, first) or '--set ' + _settings(first)} ({room})"
+    what = "takes less memory" if answer.fullest.fits else "makes it fit"
+    return f"{what}: {_flags(answer, first) or '--set ' + _settings(first)} ({room})"
 
 
 def _price(answer: Fitting, verdict: Verdict) -> str | None:

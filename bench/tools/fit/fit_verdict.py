@@ -4,7 +4,7 @@ words."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby
 from operator import attrgetter
@@ -16,11 +16,15 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.usable_memory import exchange_memory_bytes
-from spbench.bench.tools.fit.anatomy import ANATOMY, Anatomy
+from spbench.bench.tools.fit.anatomy import ANATOMY, Anatomy, Part
+from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.suggestions import Change
 from spbench.bench.units import card_gib
+from spbench.impls.models.model import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
+#: parts of the peak that an answer names in its second line
+_LARGEST = 2
 
 
 @dataclass(frozen=True)
@@ -129,23 +133,44 @@ class Verdict:
         """Whether the steps would fit, and set-up does not."""
         return {entry["step"] for entry in self.measurement["by_class"] if entry["status"] != "ok"} == {0}
 
-    @property
-    def where(self) -> str:
-        """The fullest ranks, their pipeline stage, and when, in words."""
+    def where_in(self, program: str = "") -> str:
+        """The fullest ranks, their pipeline stage, and when, in words; modules as a program calls them."""
         at = "" if self.anatomy.stage is None else f"stage {self.anatomy.stage}, "
-        return f"{ranks_text(self.anatomy.ranks)} ({at}{self.anatomy.moment})"
+        return f"{ranks_text(self.anatomy.ranks)} ({at}{self.moment_in(program)})"
+
+    def moment_in(self, program: str = "") -> str:
+        """When the memory is largest, the module as a program calls it."""
+        moment = self.anatomy.moment
+        return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 
     def __str__(self) -> str:
-        """The first lines of an answer: yes or no and by how much, and then the fullest ranks."""
+        """The first line of an answer: yes or no, and by how much."""
         memory = self.memory
         needs = f"(needs {card_gib(memory.total_bytes)} of {card_gib(memory.card_bytes)} GiB)"
-        at = f"on the fullest, {self.where}"
         if self.fits:
-            return f"fits: yes, {card_gib(memory.spare_bytes)} GiB to spare {needs}\n{at}"
+            return f"fits: yes, {card_gib(memory.spare_bytes)} GiB to spare {needs}"
         if self.devices_fit:
             return f"fits: no, {self.reason}"
-        at = f"the steps fit, set-up does not: {at}" if self.setup_alone else at
-        return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}\n{at}"
+        return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
+
+    def peak(self, program: str = "") -> str:
+        """The second line: the fullest ranks, when they are, and what holds most of their memory then.
+
+        Args:
+            program: the kind of job whose words for modules it has.
+        """
+        largest = [part for part in self.anatomy.parts if part.kind][:_LARGEST]
+        parts = [f"{self.named(part, program)} {card_gib(part.bytes)}" for part in largest]
+        alone = "the steps fit, set-up does not: " if self.setup_alone and not self.fits else ""
+        return f"{alone}on the fullest, {self.where_in(program)}: {', '.join(parts)} GiB"
+
+    def named(self, part: Part, program: str = "") -> str:
+        """A part of the peak: its kind, and where it was allocated in the words of a program."""
+        kind = part.kind.replace("_", " ")
+        experts = bool(getattr(model_preset(*self.cell.model_arguments), "experts", 0))
+        of = part_of_experts(part.kind, part.module, experts)
+        place = in_program_words(part.module, program) if part.module else ""
+        return " of ".join(filter(None, [kind, f"{of} ({place})" if of else place]))
 
     @property
     def shown_by_nvidia_smi(self) -> int:

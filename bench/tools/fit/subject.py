@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from spbench.bench.measure.scenarios.scenario import changed, load_scenario, wri
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.suggestions import usual_strategies
+from spbench.bench.tools.fit.taken import SETTINGS_TAKEN
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.impls.axes import MESH_AXES, unused_axes
 from spbench.impls.layout import Unsupported
@@ -45,11 +46,13 @@ class Subject:
     Attributes:
         remarks: on how they were made, one a line.
         job: the kind of job that they were read from; "": of none.
+        said: settings that were given, by dotted name; what else there is was taken.
     """
 
     cells: list[Cell]
     remarks: Sequence[str] = ()
     job: str = ""
+    said: Collection[str] = ()
 
 
 def subject(words: Sequence[str], asked: Asked) -> Subject:
@@ -61,9 +64,10 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     first, kind = words[0], kind_of(words)
     settings = dict(asked.settings)
     remarks: Sequence[str] = ()
-    program = ""
+    program, said = "", {*asked.settings}
     if kind == "scenario":
         cells = _of_scenario(first, asked)
+        said |= SETTINGS_TAKEN  # its defaults are its own
     elif kind == "model":
         _refuse_narrowing(first, asked)
         cells, remarks, settings = _of_model(first, asked)
@@ -71,10 +75,14 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         _refuse_narrowing(first, asked)
         job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster)
         cells, remarks, program = [job.cell()], job.remarks, job.kind
+        said |= {setting.path for setting in job.settings}
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
     cells = [changed(cell, settings) if settings else cell for cell in cells]
-    return Subject([_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells], remarks, program)
+    said |= {"strategy"} if asked.strategy else set()
+    said |= {"training.micro_batches"} if asked.micro_batch else set()
+    checked_cells = [_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells]
+    return Subject(checked_cells, remarks, program, said)
 
 
 def _of_scenario(name: str, asked: Asked) -> list[Cell]:
@@ -164,37 +172,28 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         "training": {"backend": _usual_backend(sizes), **_TRAINING},
     }
     _check_axes(group, sizes)
-    cell, placed = _placed(_made(group), settings)
-    taken = {
-        "precision": cell.precision,
-        "batch": cell.batch,
-        "strategy": cell.strategy,
-        "training.backend": cell.training.backend,
-        **placed,
-    }
-    said = {*asked.settings, *(["strategy"] if asked.strategy else [])}
-    left = [f"{name} {value}" for name, value in taken.items() if name not in said]
-    remarks = [f"not said, so taken: {', '.join(left)}; --set changes them"] if left else []
+    cell = _placed(_made(group), settings)
+    remarks = []
     if ATTENTION not in asked.settings:
         cell, kernel = with_usual_attention(cell)
         remarks += [kernel] if kernel else []
     return [cell], remarks, settings
 
 
-def _placed(cell: Cell, settings: Mapping[str, Any]) -> tuple[Cell, dict[str, str]]:
-    """A cell whose placement is the usual one where nothing says which, and the setting: programs place text
-    zigzag where contiguous chunks would give ranks unlike work under its causal mask."""
+def _placed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
+    """A cell whose placement is the usual one where nothing says which: programs place text zigzag where
+    contiguous chunks would give ranks unlike work under its causal mask."""
     name = "strategy_options.placement"
     if cell.strategy == "single" or name in settings:
-        return cell, {}
+        return cell
     try:
         if not is_uneven_text(cell):
-            return cell, {}
+            return cell
         zigzag = changed(cell, {name: "zigzag"})
         plan(zigzag)
     except (Unsupported, ValueError):  # what cannot be run is said where it is traced
-        return cell, {}
-    return zigzag, {name: "zigzag"}
+        return cell
+    return zigzag
 
 
 def with_usual_attention(cell: Cell) -> tuple[Cell, str]:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.plan import model_parameters, plan
 from spbench.bench.measure.engines.tracing import only_plain_traces
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import GRANULE
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import main_gradients
 from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.buffer_layout import laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron
 from spbench.impls.backends.megatron_options import MegatronOptions
@@ -31,10 +32,12 @@ from spbench.impls.training.step import Training
 from spbench.impls.training.turns import Turns
 from tests.impls.backends.test_backends import (
     HEAVY,
+    LIMIT,
     assert_first_wrong,
     assert_right,
     assert_sends_its_closed_form,
     cell,
+    errors_of_rank,
 )
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
@@ -101,6 +104,32 @@ def test_planted_faults_are_seen(
     pool: RankPool, fault: type[Backend], strategy: str, sizes: dict[str, int], options: Any, where: str
 ) -> None:
     assert_first_wrong(pool, megatron(strategy, 2, options, sizes=sizes), fault, where)
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "sizes", "options"),
+    [
+        (faults.NormOfEveryCopy, "tensor_parallel", {"dp": 2, "tp": 2}, SHARDED),
+        slow(faults.NormOfEveryCopy, "single", {"dp": 2}, {}),
+        slow(faults.NormOfOneRank, "single", {"dp": 2}, SHARDED),
+    ],
+)
+def test_a_wrong_norm_is_seen(
+    pool: RankPool, fault: type[Backend], strategy: str, sizes: dict[str, int], options: Any
+) -> None:
+    """And gradients that it has clipped by a wrong factor give other weights after one more step alone, since
+    the first update of Adam is the same for all factors."""
+    for errors in pool.run(sizes, errors_of_rank, megatron(strategy, 2, options, sizes=sizes), fault):
+        assert errors["norm 0 of all"] > 1e-3
+        assert max(error for name, error in errors.items() if name.startswith("gradient 0")) < LIMIT
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e9])
+def test_gradients_that_are_not_clipped(pool: RankPool, largest: float) -> None:
+    asked = megatron("single", 2, {**SHARDED, "clip_grad": largest}, sizes={"dp": 2})
+    assert_right(pool, asked, Megatron)
+    plan_of = plan(asked).traffic[0]
+    assert ("norm over a stage" in {t.purpose for t in plan_of}) == bool(largest)
 
 
 # -- bytes sent and held ----------------------------------------------------------------------------------
@@ -179,7 +208,8 @@ def test_what_layers_add_themselves_is_added_once(cls: type[MainGradients], tied
     table = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
     head = table if tied else nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
     parameters = list({table: None, head: None})
-    buffer = GradientBuffer(None, parameters, torch.float64, set(), None, None)
+    layouts = laid_out([p.numel() for p in parameters], [False] * len(parameters), None, None)
+    buffer = GradientBuffer(None, parameters, torch.float64, layouts, False)
     added_anyway = {table} if tied else set()
     gradients = cls([buffer], overlapped=False, fused=True, added_anyway=added_anyway)
     tokens = torch.tensor([0, 3, 3])
@@ -202,9 +232,8 @@ def test_a_rank_alone_scales_the_gradients_of_its_experts(
     scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main_gradients, "GRADIENT_SCALE", 0.5)
-    buffer = GradientBuffer(
-        None, [nn.Parameter(torch.ones(4))], torch.float32, set(), None, None, scaled=scaled
-    )
+    layouts = laid_out([4], [False], None, None)
+    buffer = GradientBuffer(None, [nn.Parameter(torch.ones(4))], torch.float32, layouts, False, scaled=scaled)
     buffer.gradients.fill_(2.0)
     buffer.buckets[0].reduce(overlapped=False)
     assert buffer.gradients.tolist() == [1.0 if scaled else 2.0] * 4

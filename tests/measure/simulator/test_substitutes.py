@@ -10,7 +10,7 @@ import torch
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
-from spbench.bench.measure.engines.step_times import rates_of_step
+from spbench.bench.measure.engines.rate_classes import rates_of_step
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import KERNEL, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
@@ -43,7 +43,9 @@ def card(*rates: dict[str, Any]) -> Cluster:
 
 def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> None:
     by_matmuls = [("attention by triton", "matmuls", "substituted")]
-    assert of_kernels(card(), "triton", attention(16)) == by_matmuls
+    by_ratio = "flash_attention_2's, by the ratio of both on NVIDIA A100 SXM4 80 GB"
+    carried = [("forward attention by triton", by_ratio, "transferred")]
+    assert of_kernels(card(), "triton", attention(16)) == carried
     assert of_kernels(with_card(), "triton", attention(16)) == by_matmuls
     assert of_kernels(with_card(), "flash", attention(16)) == [("attention", *by_matmuls[0][1:])]
     assert of_kernels(card(rate(10.0)), "triton", attention(16)) == []
@@ -117,14 +119,19 @@ def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
 
 def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     def of(**shares: float) -> str:
-        return rates_of_step("sourced", [{"grade": grade, "share": share} for grade, share in shares.items()])
+        priced_by = [{"grade": grade, "share": share} for grade, share in shares.items()]
+        return rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
 
     assert of() == of(transferred=0.04, extrapolated=0.04) == "sourced"
     assert of(extrapolated=0.5) == "extrapolated"
     assert of(extrapolated=0.5, transferred=0.06) == "transferred"
     # work without any rate may take many times as long, so that a little of it counts
     assert of(extrapolated=0.5, transferred=0.5, substituted=0.011) == "substituted"
-    assert rates_of_step("fitted", [{"grade": "substituted", "share": 1.0}]) == "fitted"
+    # a scalar has taken up what its own program lacks, and that of no other program
+    fitted, missing = load_cluster("a100-lasp"), [{"grade": "substituted", "share": 1.0}]
+    assert rates_of_step(fitted, "bf16", ("tnl-1b", "lasp"), missing) == "fitted"
+    assert rates_of_step(fitted, "bf16", ("tnl-1b", "ulysses"), missing) == "fitted elsewhere"
+    assert rates_of_step(fitted, "bf16", ("linear-llama3-1b", "lasp"), missing) == "fitted elsewhere"
 
 
 def test_prices_in_words_are_those_of_the_largest_shares() -> None:

@@ -46,13 +46,21 @@ def longer(card: str) -> tuple[str, ...]:
 def test_the_first_lines_say_yes_and_by_how_much(fit: Run, card: Card) -> None:
     code, out, _ = fit(*shorter(card(100)), "--must-fit")
     assert code == 0
-    assert "not said, so taken: precision bf16, strategy single, training.backend zero3; --set" in out
-    first, second, *_ = out.splitlines()
+    first, second, third, _, fifth, *_ = out.splitlines()
     shown = re.fullmatch(r"fits: yes, (\S+) GiB to spare \(needs (\S+) of (\S+) GiB\)", first)
     assert shown is not None
     spare, needed, has = map(float, shown.groups())
     assert spare == pytest.approx(has - needed, abs=1e-3)
-    assert second == "on the fullest, ranks 0-1 (step 2, backward, in FSDPDecoder)"
+    assert second.startswith("on the fullest, ranks 0-1 (step 2, backward, in the head and the loss): ")
+    assert re.search(
+        r": activations of blocks\.\*\.mixer [\d.]+, activations of blocks\.\*\.mlp [\d.]+ GiB$", second
+    )
+    assert third == "no change is needed; --suggest tries those that take less memory"
+    assert fifth == (
+        "taken where nothing was said: micro-batch 4 (--micro-batch), strategy single (--strategy), kernel "
+        "flash (--set model_options.attention), precision bf16 (--set precision), backend zero3 "
+        "(--set training.backend); tokens of a micro-batch on a rank: 4096"
+    )
     assert re.search(r"\| activations +\| blocks\.\*\.mlp +\| +12 \|", out)
     assert "beside real machines: peak of " in out
 
@@ -232,6 +240,8 @@ def test_the_script_of_a_job(fit: Run, card: Card) -> None:
     Path("train.sh").write_text(JOB)
     code, out, _ = fit("train.sh", "--cluster", card(100), "--gpus", "2", "--must-fit")
     assert (code, out.split(",")[0]) == (0, "fits: yes")
+    assert "output_layer and the loss" in out.splitlines()[1]
+    assert "tokens of a micro-batch on a rank: 64" in out.splitlines()[4]
     assert "of the backend megatron" in out
 
 

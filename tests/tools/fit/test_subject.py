@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.subject import subject
+from spbench.bench.tools.fit.taken import taken_line, tokens_of_rank
 
 OPTION = "strategy_options.placement"
 
@@ -35,5 +37,48 @@ def test_text_is_placed_as_programs_do(
     found = subject([model], asked(strategy, "sp", **settings))
     (cell,) = found.cells
     assert cell.strategy_options.get("placement") == placement
-    said = any(f"{OPTION} zigzag" in remark for remark in found.remarks)
-    assert said == (placement == "zigzag")
+    if placement == "zigzag" and OPTION not in settings:
+        assert f"placement zigzag (--set {OPTION})" in taken_line(cell, found.said)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "batch", "tokens"),
+    [
+        ("ulysses", "sp", 1, 512),
+        # the batch of a replica grew with the axis: as many as on one rank
+        ("ulysses", "sp", 2, 1024),
+        ("tensor_parallel", "tp", 1, 1024),
+    ],
+)
+def test_tokens_of_a_rank_show_what_an_axis_divides(
+    strategy: str, axis: str, batch: int, tokens: int
+) -> None:
+    (cell,) = subject(["causal-transformer-tiny"], asked(strategy, axis, batch=batch)).cells
+    assert tokens_of_rank(cell) == tokens
+
+
+@pytest.mark.parametrize("program", ["", "megatron", "torchtitan", "deepspeed"])
+def test_modules_have_the_words_of_the_program(program: str) -> None:
+    root, mlp = (in_program_words(each, program) for each in ("FSDPDecoder", "blocks.*.mlp"))
+    assert (root, mlp) == {
+        "": ("the head and the loss", "blocks.*.mlp"),
+        "megatron": ("output_layer and the loss", "decoder.layers.*.mlp"),
+        "torchtitan": ("output and the loss", "layers.*.feed_forward"),
+        "deepspeed": ("lm_head and the loss", "model.layers.*.mlp"),
+    }[program]
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "part"),
+    [
+        ("activations", "blocks.*.mlp.router", "router"),
+        ("activations", "blocks.*.mlp.shared.opens", "shared experts"),
+        ("communication_buffers", "blocks.*.mlp", "dispatch buffers"),
+        ("temporaries", "blocks.*.mlp", "routed experts, dispatch"),
+        ("activations", "blocks.*.mlp_norm", ""),
+        ("activations", "blocks.*.mixer", ""),
+    ],
+)
+def test_parts_of_experts_are_named(kind: str, module: str, part: str) -> None:
+    assert part_of_experts(kind, module, experts=True) == part
+    assert part_of_experts(kind, module, experts=False) == ""

@@ -1,0 +1,94 @@
+"""What is taken where nothing is said, each with the flag that says it, and the tokens that a rank gets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.impls.axes import ranks_along
+from spbench.impls.models.model import model_preset
+from spbench.impls.options import set_options
+from spbench.impls.strategies.nesting import nesting
+
+#: settings that an answer names where nothing says them
+SETTINGS_TAKEN = frozenset(
+    {
+        "training.micro_batches",
+        "batch",
+        "strategy",
+        "strategy_options.placement",
+        "model_options.attention",
+        "precision",
+        "training.backend",
+    }
+)
+#: axes along which a layer's weights are split and its tokens are not
+_OF_WEIGHTS = ("tp",)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A setting that nobody gave.
+
+    Attributes:
+        what: in words.
+        flag: that gives another value.
+    """
+
+    what: str
+    value: Any
+    flag: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.value} ({self.flag})"
+
+
+def micro_batch_of(cell: Cell) -> int:
+    """Samples of a micro-batch of a replica."""
+    return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+
+
+def tokens_of_rank(cell: Cell) -> int:
+    """Tokens of a micro-batch that a rank holds between the layers: those of its replica over the ranks that
+    divide the sequence."""
+    sizes = cell.sizes.by_axis
+    axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis not in _OF_WEIGHTS]
+    return micro_batch_of(cell) * (cell.seq_len or 0) // ranks_along(axes, sizes)
+
+
+def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
+    """What is taken of a cell.
+
+    Args:
+        said: settings that were given, by dotted name.
+    """
+    return [each for name, each in _settings(cell) if name not in said]
+
+
+def _settings(cell: Cell) -> Iterator[tuple[str, Taken]]:
+    yield "training.micro_batches", Taken("micro-batch", micro_batch_of(cell), "--micro-batch")
+    yield "batch", Taken("batch", cell.batch, "--batch")
+    nested = nesting(cell.strategy)
+    if cell.sizes.world > 1:
+        yield "strategy", Taken("strategy", cell.strategy, "--strategy")
+    options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
+    if placement := getattr(options, "placement", ""):
+        name = "strategy_options.placement"
+        yield name, Taken("placement", placement, f"--set {name}")
+    model = model_preset(*cell.model_arguments)
+    if hasattr(model, "attention"):
+        yield (
+            "model_options.attention",
+            Taken("kernel", model.attention_kernel, "--set model_options.attention"),
+        )
+    yield "precision", Taken("precision", cell.precision, "--set precision")
+    yield "training.backend", Taken("backend", cell.training.backend, "--set training.backend")
+
+
+def taken_line(cell: Cell, said: Collection[str]) -> str:
+    """The line of an answer on what was taken."""
+    parts = ", ".join(map(str, taken(cell, said)))
+    left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
+    return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"
