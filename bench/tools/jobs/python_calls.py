@@ -49,9 +49,10 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     """Names that the script gives to plain values, once each, outside of functions."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            if isinstance(target, ast.Name):
-                assigned.setdefault(target.id, []).append(node.value)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    assigned.setdefault(target.id, []).append(node.value)
     for name, values in assigned.items():
         if len(values) == 1 and isinstance(values[0], ast.Constant):
             yield name, values[0].value

@@ -34,7 +34,7 @@ def read(files: JobFiles) -> Job | None:
         UserError: the script cannot be read, or has several such commands.
     """
     script = script_of(files)
-    launch = script and launched(script, _PROGRAM, files.environment)
+    launch = launched(script, _PROGRAM, files.environment) if script else None
     if launch is None or not launch.arguments or launch.arguments[0] not in ("sft", "pt"):
         return None
     problems: list[str] = []

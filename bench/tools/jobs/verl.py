@@ -25,7 +25,7 @@ def read(files: JobFiles) -> Job | None:
         UserError: the script cannot be read, or has several such commands.
     """
     script = script_of(files)
-    launch = script and launched(script, _PROGRAMS, files.environment)
+    launch = launched(script, _PROGRAMS, files.environment) if script else None
     if launch is None:
         return None
     problems: list[str] = []

@@ -45,7 +45,7 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
         ("LLaMA-Factory v1", {"strategy": "ulysses", "sizes.sp": 2,
                               "training.micro_batches": 4, "training.reduce_dtype": "fp32",
                               "model_options.recompute_early_stop": True}),
-        ("VeOmni", {"strategy": "ulysses", "batch": 16, "training.micro_batches": 4, "training.backend": "zero3"}),
+        ("VeOmni", {"strategy": "ulysses", "batch": 16, "training.micro_batches": 4}),
         ("ArcticTraining", {"strategy": "ulysses", "model_options.checkpoints": "pageable", "batch": 1,
                             "model_options.loss_tile": "liger", "training.gradient_buffer_kib": 976563,
                             "training.optimizer": "host", "model_options.recompute_reentrant": True}),
@@ -53,7 +53,7 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
                        "training.cuda_alloc_conf": "expandable_segments:True", "training.micro_batches": 4}),
         ("verl", {"strategy": "ulysses", "seq_len": 16384, "batch": 4}),
         ("ms-swift", {"strategy": "ulysses", "sizes.sp": 8, "batch": 2, "training.parameters": "host"}),
-        ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "sizes.dp": 2, "seq_len": 16384, "batch": 2}),
+        ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "seq_len": 16384, "batch": 2}),
     ],
 )  # fmt: skip
 def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> None:
