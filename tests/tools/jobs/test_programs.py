@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job import Job
-from tests.tools.jobs.job_inputs import JOBS, read
+from spbench.bench.tools.jobs.job_files import JobFile
+from tests.tools.jobs.job_inputs import JOBS, job_of, read
 
 HERE = (
     "axolotl",
@@ -129,3 +131,41 @@ def test_one_group_of_replicas_stands_for_all() -> None:
     assert (job.cell().sizes.world, job.cell().batch, job.cell().training.micro_batches) == (8, 8, 1)
     (argument,) = [each for each in job.arguments if each.name == "mp_replicate_size"]
     assert argument.detail.startswith("may move time: one of 2 groups stands for all")
+
+
+RECIPES = """
+from megatron.bridge.training.config import ConfigContainer
+
+_MODEL = "Qwen/Qwen3-8B"
+
+
+def small() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained(_MODEL).to_megatron_provider(load_weights=False)
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.optimizer.exp_avg_dtype = torch.float32
+    return cfg
+
+
+def wide() -> ConfigContainer:
+    cfg = small()
+    cfg.model.tensor_model_parallel_size = 1
+    cfg.train.micro_batch_size = 1
+    if LONG:
+        cfg.model.seq_length = 8192
+    return cfg
+"""
+
+
+def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
+    path = Path("recipes.py")
+    for part, tp, micro_batches in (("small", 4, 8), ("wide", 1, 4)):
+        job = job_of("bridge", [JobFile(path, RECIPES.encode(), part)], 8)
+        cell = job.cell()
+        assert (cell.sizes.tp, cell.batch, cell.training.micro_batches) == (tp, 32, micro_batches)
+        assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")
+        assert ("line 20: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
+    with pytest.raises(UserError, match="2 functions make a configuration; name one, as recipes.py:small"):
+        job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
+    with pytest.raises(UserError, match="no function 'smal'.*did you mean 'small'"):
+        job_of("bridge", [JobFile(path, RECIPES.encode(), "smal")], 8)
