@@ -142,7 +142,7 @@ class _Recipe:
         self.keys[key] = value
 
     def _value(self, node: ast.expr) -> Any:
-        """A plain value, a named one, or torch's name of a type; NotImplemented where only a run could tell."""
+        """A plain value, a named one, or a type's name; NotImplemented where only a run could tell."""
         if isinstance(node, ast.Name) and node.id in self.constants:
             return self.constants[node.id]
         text = ast.unparse(node)

@@ -164,8 +164,8 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
         cell = job.cell()
         assert (cell.sizes.tp, cell.batch, cell.training.micro_batches) == (tp, 32, micro_batches)
         assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")
-        assert ("line 20: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
-    with pytest.raises(UserError, match="2 functions make a configuration; name one, as recipes.py:small"):
+        assert ("line 19: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
+    with pytest.raises(UserError, match=r"2 functions make a configuration; name one, as recipes\.py:small"):
         job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
-    with pytest.raises(UserError, match="no function 'smal'.*did you mean 'small'"):
+    with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
         job_of("bridge", [JobFile(path, RECIPES.encode(), "smal")], 8)
