@@ -16,6 +16,7 @@ from spbench.bench.tools.jobs import (
     deepspeed,
     llama_factory,
     megatron,
+    primus,
     swift,
     torchtitan,
     veomni,
@@ -34,6 +35,7 @@ _MODULES = (
     deepspeed,
     llama_factory,
     megatron,
+    primus,
     swift,
     torchtitan,
     veomni,
@@ -56,6 +58,7 @@ JOBS = {
     "ArcticTraining": ("arctic", ["arctic.yaml"]),
     "Automodel": ("automodel", ["automodel.yaml"]),
     "verl": ("verl", ["verl.sh"]),
+    "Primus": ("primus", ["primus.yaml"]),
     "ms-swift": ("swift", ["swift.sh"]),
     "accelerate": ("deepspeed", ["accelerate_fsdp2.yaml", "train.py"]),
 }

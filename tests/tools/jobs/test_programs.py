@@ -54,6 +54,8 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
         ("Automodel", {"strategy": "all_gather_kv", "sizes.sp": 2, "training.state_dtype": "weights",
                        "training.cuda_alloc_conf": "expandable_segments:True", "training.micro_batches": 4}),
         ("verl", {"strategy": "ulysses", "seq_len": 16384, "batch": 4}),
+        ("Primus", {"strategy": "megatron_sp", "sizes.tp": 2, "batch": 32, "model_options.layers": 32,
+                    "training.gradient_accumulation_fusion": False, "training.distributed_optimizer": True}),
         ("ms-swift", {"strategy": "ulysses", "sizes.sp": 8, "batch": 2, "training.parameters": "host"}),
         ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "seq_len": 16384, "batch": 2}),
     ],
@@ -118,6 +120,13 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
         ("Automodel", "tp_size: 1", "pp_size: 2", "distributed.pp_size = 2: a pipeline whose stages shard"),
         ("verl", "engine=fsdp", "engine=megatron", "engine = megatron: another engine than FSDP"),
         ("verl", "=Qwen/Qwen3-8B", "=$MODEL", "MODEL is not set in the script; --given MODEL=VALUE"),
+        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of llama2_7B, .*; give its YAML"),
+        (
+            "Primus",
+            ":2}",
+            "}",
+            r"tensor_model_parallel_size: \$PRIMUS_TP is not set; --given PRIMUS_TP=VALUE",
+        ),
         ("ms-swift", "--tuner_type full", "--tuner_type vera", "weights of which some are trained"),
     ],
 )
