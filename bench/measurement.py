@@ -192,7 +192,7 @@ class Measurement(Record):
             these in training where no rank repeats or pads work of another; ``all``, those metered in all
             phases, with what backward computes again.
         calibration: of a simulated step time, "calibrated" or "uncalibrated".
-        rates: of a simulated step time, what the cluster's rates are; see :func:`rates_of_step`.
+        rates: of a simulated step time, what its rates are; see :func:`add_step_time`, :func:`rates_of_step`.
         priced_by: of a simulated step time, what has no rate of its own: ``work``, what it is priced ``by``,
             the ``grade`` of that (:mod:`measure.simulator.substitutes`), and the ``share`` of the step
             that such work takes by that price, hidden or not; the largest first.

@@ -78,6 +78,8 @@ class PlannedStep:
         strategy: planned, at the place of the rank.
         around: the strategy around it, planned in the same way.
         build: builds the rank's module on the meta device, for backends that pad each parameter.
+        passes: makes, for each of the rank's stages, the order of a step's forwards (True) and backwards
+            (False).
         options: of the backend.
     """
 
@@ -87,6 +89,7 @@ class PlannedStep:
     strategy: Strategy
     around: Composition
     build: Callable[[], nn.Module]
+    passes: Callable[[], Sequence[Sequence[bool]]]
     options: Options
 
     @property
@@ -243,6 +246,9 @@ class Backend(ABC):
         differ from its closed form, which `spbench verify` shows.
         """
 
+    def end_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most sum gradients within it
+        """Called after the last backward of a step through the ``module``, or through one of its stages."""
+
     def begin_gathering(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
         """Called in a step's forward, where all stages of a pipeline may begin to gather the weights of one
         of their runs of layers."""
@@ -254,6 +260,12 @@ class Backend(ABC):
     def step(self) -> None:
         """Update the weights from the gradients."""
         self.optimizer.step()
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """After :meth:`step`: the norm [] of the gradients of all ranks, each counted once, before they were
+        clipped; None for a backend that does not clip them."""
+        return None
 
     def held(self) -> dict[str, list[Tensor]]:
         """The tensors held between steps, by the memory meter's category: ``parameters``, ``gradients`` and

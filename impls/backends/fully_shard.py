@@ -32,12 +32,14 @@ from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3
+from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_kept
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
+from spbench.impls.composition import chunks_of
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
     from torch.distributed.tensor import DTensor
 
@@ -63,7 +65,6 @@ class FullySharded(Backend):
 
     name = "zero3"
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
-    pipelined = False
     options_type = ShardingOptions
     options: ShardingOptions
     #: whether to free the weights between forward and backward
@@ -142,7 +143,7 @@ class FullySharded(Backend):
 
     def _wrap(self) -> None:
         """Shard each unit, then what is left of the module."""
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
         on_host = (self.options.optimizer, self.options.parameters) == ("host", "device")
         if self._wide_states and not on_host:
@@ -152,26 +153,31 @@ class FullySharded(Backend):
         policy = MixedPrecisionPolicy(
             param_dtype=self.precision.parameters, reduce_dtype=reduced, cast_forward_inputs=False
         )
-        units = units_of(self.module, self.options)
-        for unit in [*units, self.module]:
+        for stage in chunks_of(self.module):
+            self._wrap_stage(stage, policy)
+
+    def _wrap_stage(self, stage: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        units = units_of(stage, self.options)
+        for unit in [*units, stage]:
             with cut_when_asked():
                 fully_shard(
                     unit,
                     mesh=next(iter(self.meshes.values())),
-                    reshard_after_forward=self.reshards(unit is self.module, self.options),
+                    reshard_after_forward=self.reshards(unit is stage, self.options),
                     mp_policy=policy,
                     shard_placement_fn=self._placement,
                 )
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
-        embedding = getattr(self.module, "embedding", None)
-        self._prefetch([unit for unit in units if unit is not embedding])  # type: ignore[misc]
+        embedding = getattr(stage, "embedding", None)
+        self._prefetch([unit for unit in units if unit is not embedding], stage)  # type: ignore[misc, arg-type]
 
-    def _prefetch(self, blocks: list[FSDPModule]) -> None:
-        """Have each block, and the rest of the module around them, gather the weights of the next ones."""
+    def _prefetch(self, blocks: list[FSDPModule], rest: FSDPModule) -> None:
+        """Have each block, and the rest of the stage around them, gather the weights of the next ones."""
         ahead, back = self.options.forward_prefetch, self.options.backward_prefetch
-        rest: FSDPModule = self.module  # type: ignore[assignment]  # which fully_shard made it
         # the rest begins forward before the first block, and backward before the last
         if ahead:
             for place, unit in enumerate([rest, *blocks]):
@@ -198,14 +204,27 @@ class FullySharded(Backend):
             p.grad = None
         if self.host is not None:
             self.last, self.missing = False, {*self.numbers.values()}
+        if self.staged:
+            for stage in chunks_of(self.module):
+                keep_for_later(stage)  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
+
+    @property
+    def staged(self) -> bool:
+        """Whether this rank holds stages of a pipeline."""
+        return self.around.stage.count > 1
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
+
+    def end_last_backward(self, stage: nn.Module) -> None:
+        if self.staged:
+            sum_kept(stage)  # type: ignore[arg-type]  # as in zero
 
     def synchronize(self) -> None:
         if self.host is not None:
             assert not self.missing, "backward gave no gradient for some parameters"
             return
+        self.around.add_tied(self.module, lambda weight: weight.grad.to_local())  # type: ignore[union-attr]
         for name, p in self.sharded.items():  # reduce-scattered in backward
             assert p.grad is not None
             self.weights[name].grad = p.grad.to_local()  # type: ignore[attr-defined]
@@ -242,20 +261,35 @@ class FullySharded(Backend):
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
-        options, module = step.options, step.build()
+        options, count = step.options, step.micro_batches
         assert isinstance(options, ShardingOptions)
-        parameters = list(module.parameters())
-        rest = {*parameters}.difference(*(unit.parameters() for unit in units_of(module, options)))
         width = cls.gradient_dtype(step.precision, options).itemsize
+        staged = step.around.stage.count > 1
+        stages = [*zip(chunks_of(step.build()), step.passes(), strict=True)]
         for summed in step.summed:
-            axes, count = summed.group_axes, step.micro_batches
-            mine = [p for p in parameters if step.strategy.partial_axes(p) == summed.axes]
-            sent = Counter({p: padded_elements(p.shape, summed.size) for p in mine})
-            payload = sent.total() * step.element_bytes
-            yield Traffic("forward", "weights", "all_gather", count, payload, axes)
-            again = sum(n for p, n in sent.items() if cls.reshards(p in rest, options)) * step.element_bytes
-            yield Traffic("backward", "weights again", "all_gather", count, again, axes)
-            yield Traffic("backward", "gradients", "reduce_scatter", count, sent.total() * width, axes)
+            axes, sums = summed.group_axes, 0
+            #: elements by how often they are gathered
+            forward, backward = Counter[int](), Counter[int]()
+            for stage, passes in stages:
+                units = units_of(stage, options)
+                rest = {*stage.parameters()}.difference(*(unit.parameters() for unit in units))
+                for p in stage.parameters():
+                    if step.strategy.partial_axes(p) != summed.axes:
+                        continue
+                    sums += (elements := padded_elements(p.shape, summed.size))
+                    reshards = cls.reshards(p in rest, options)
+                    first, again = gathers(passes, reshards) if staged else (count, count * reshards)
+                    forward[first] += elements
+                    backward[again] += elements
+            for phase, words, gathered in (
+                ("forward", "weights", forward),
+                ("backward", "weights again", backward),
+            ):
+                for often, elements in gathered.items():
+                    yield Traffic(phase, words, "all_gather", often, elements * step.element_bytes, axes)
+            yield Traffic(
+                "backward", "gradients", "reduce_scatter", 1 if staged else count, sums * width, axes
+            )
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)
 

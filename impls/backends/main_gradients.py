@@ -24,6 +24,7 @@ from spbench.impls.collectives import (
     reduce_scatter_in_place,
 )
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
+from spbench.impls.rings import wait_for_device
 
 #: Megatron-Core divides by the ranks of the group here, in a pass over the bucket, which takes time.
 #: Losses here are shares of one sum over all ranks, so the same pass multiplies by 1. It divides gradients of
@@ -71,6 +72,10 @@ class GradientBucket:
     def of(self, whole: Tensor, p: nn.Parameter, elements: slice) -> Tensor:
         """These elements of a parameter, in a tensor of the bucket's elements [n]."""
         return whole[self.starts[p] + elements.start : self.starts[p] + elements.stop]
+
+    def check(self) -> None:
+        """Take the norm of the gradients, for which the host waits, as it looks whether that is NaN."""
+        wait_for_device(self.gradients.norm(p=2))
 
     def reduce(self, *, overlapped: bool) -> None:
         """Sum the gradients over the group, in place: all of them or, if they are sharded, this rank's part.
@@ -180,6 +185,7 @@ class MainGradients:
         fused: give each matrix its main gradient as the attribute ``main_grad``. A linear layer that adds its
             gradient to it sets the parameter's ``grad_added_to_main_grad``; the gradient that autograd then
             gets in its place is dropped.
+        checked: take the norm of each bucket before it is summed.
         added_anyway: parameters with several uses, whose gradients autograd adds up. That sum is added to the
             main gradient even if one use has added its own gradient there. Where the parameter's
             ``zero_out_wgrad`` is set, layers give autograd zeros in place of their own.
@@ -192,8 +198,9 @@ class MainGradients:
         overlapped: bool,
         fused: bool,
         added_anyway: set[nn.Parameter],
+        checked: bool = False,
     ):
-        self.buffers, self.overlapped = buffers, overlapped
+        self.buffers, self.overlapped, self.checked = buffers, overlapped, checked
         self.added_anyway = added_anyway
         self.views = {p: view for buffer in buffers for p, view in buffer.views.items()}
         self.place = {
@@ -232,7 +239,7 @@ class MainGradients:
         assert not any(bucket.missing for bucket in buckets), "backward gave no gradient for some parameters"
         for bucket in buckets:
             if not self.overlapped:
-                bucket.reduce(overlapped=False)
+                self._reduce(bucket)
             bucket.wait()
             bucket.sum_over_instances()
 
@@ -249,5 +256,10 @@ class MainGradients:
             ready = buffer.buckets[self.sent[buffer]]
             if ready.missing:
                 return
-            ready.reduce(overlapped=True)
+            self._reduce(ready)
             self.sent[buffer] += 1
+
+    def _reduce(self, bucket: GradientBucket) -> None:
+        if self.checked:
+            bucket.check()
+        bucket.reduce(overlapped=self.overlapped)

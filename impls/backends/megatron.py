@@ -10,14 +10,17 @@ moments of 8, a tensor each for every parameter: 18 bytes a parameter in all. Wi
 gradients. In float32 and float64 everything is in that precision, and the optimizer updates the weights in
 place.
 
-As in Megatron-Core, the host waits for its device where it reads the gradients' norm before the update, and
-after each exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
+Before the sums, the norm of each bucket is checked for NaN; before the update, gradients are clipped by the
+norm of all. As in Megatron-Core, the host waits for its device where it reads either, and after each exchange
+between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
 
 Differences from Megatron-Core:
 
 - With several instances of the optimizer, sums over instances begin after the last backward; there they
   follow each bucket's reduce-scatter on a stream of its own.
-- Gradients are neither clipped nor checked for NaN, which would keep no memory and take a pass over them.
+- The check for NaN takes its pass and its wait, but a NaN is not reported.
+- The norm is summed over the ranks of a stage, then over stages; there over all of them at once, and without
+  the distributed optimizer over those that hold other weights alone.
 - A parameter whose gradient is summed over further axes (norms under sequence parallelism, over tp) is in a
   buffer of its own for that group; there one buffer is summed over dp, then over tp.
 - Buckets are sent early from the first step on; there a first step learns which gradients there are.
@@ -39,6 +42,7 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.flat import covered
+from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
@@ -106,6 +110,7 @@ class Megatron(Backend):
             overlapped=self.options.overlap_grad_reduce,
             fused=self.options.gradient_accumulation_fusion,
             added_anyway={p for p in self.names if p is twice},
+            checked=self.options.check_for_nan_in_grad and not self.precision.loss_scale,
         )
         overlapped = self.options.overlap_param_gather
         self.gathered = GatheredInForward(chunks if overlapped else [], self.buffers)
@@ -117,15 +122,36 @@ class Megatron(Backend):
         ]
         # a rank may hold padding alone of a small model, but torch's optimizers want a tensor
         self.mains = [main for main in mains if main.values.numel()] or mains[:1]
+        self.clipping = None
+        if largest := self.options.clip_grad:
+            shares = [0.0 if self._counted_before(main) else self._share(main) for main in self.mains]
+            self.clipping = ClippedGradients(self.around.place, largest, shares)
         groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
         if self.options.optimizer_offload_fraction < 1:
             values, settings = [main.values for main in self.mains], self.optimizer_settings(groups)
             return PartOnHost(values, self._on_host(), self.precision, self.host_layout, **settings)
-        return self.make_optimizer(
+        optimizer = self.make_optimizer(
             [main.values for main in self.mains],
             masters=False,
             shard_groups=groups if self.options.distributed_optimizer else (),
         )
+        if self.clipping is not None and not isinstance(optimizer, HostOptimizer):
+            optimizer.before_update = self.clipping.clip
+        return optimizer
+
+    def _share(self, main: _MainWeight) -> float:
+        p, place = main.parameter, self.around.place
+        ranks = place.size(*summed_axes(self.strategy.partial_axes(p)))
+        sharing = self.options.sharing(ranks) if self.options.distributed_optimizer else 1
+        return held_share(p, place, sharing)
+
+    def _counted_before(self, main: _MainWeight) -> bool:
+        """Whether the norm counts this gradient on another stage."""
+        return main.parameter is self.around.tied(self.module) and not self.around.stage.first
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        return None if self.clipping is None else self.clipping.norm
 
     @property
     def host_layout(self) -> HostLayout:
@@ -199,8 +225,11 @@ class Megatron(Backend):
 
     def step(self) -> None:
         if isinstance(self.optimizer, HostOptimizer):
+            gradients = [main.gradient for main in self.mains]
+            if self.clipping is not None:
+                self.clipping.clip(gradients, self.optimizer.scale if self.precision.loss_scale else None)
             wait_for_device(self.mains[0].values)
-            self.optimizer.step([main.gradient for main in self.mains])
+            self.optimizer.step(gradients)
         else:
             for main in self.mains:
                 # no copy of what is float32 already
@@ -259,6 +288,8 @@ class Megatron(Backend):
         assert isinstance(options, MegatronOptions)
         if options.optimizer_offload_fraction < 1 and step.precision.loss_scale:
             raise Unsupported("a part of the optimizer on the host has no loss scaling", "use bf16")
+        if options.clip_grad:
+            yield from norm_traffic(step.around.place, step.element_bytes)
         width = cls.gradient_dtype(step.precision, options).itemsize
         phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
         lengths = _sharded_lengths(step, options) if options.distributed_optimizer else Counter()

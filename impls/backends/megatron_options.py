@@ -35,6 +35,9 @@ class MegatronOptions(OptimizerOptions):
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
             weights.
+        check_for_nan_in_grad: look for NaN in the norm of each bucket before it is summed, for which the host
+            waits; not where the loss is scaled.
+        clip_grad: scale gradients down to this norm over all ranks; 0: the norm is not computed.
         overlap_cpu_optimizer_d2h_h2d: with ``optimizer: host``, copies have streams of their own, and each
             weight is updated as soon as its gradient has arrived.
         optimizer_offload_fraction: with ``optimizer: host``, the share of a rank's main weights that is
@@ -50,6 +53,8 @@ class MegatronOptions(OptimizerOptions):
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
+    check_for_nan_in_grad: bool = True
+    clip_grad: float = 1.0
     overlap_cpu_optimizer_d2h_h2d: bool = False
     optimizer_offload_fraction: float = 1.0
 
@@ -64,6 +69,8 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(f"optimizer_offload_fraction is above 0, at most 1, not {fraction}")
         if fraction < 1 and self.optimizer == "device":
             raise ValueError("optimizer_offload_fraction needs optimizer: host; set that, or leave it out")
+        if self.clip_grad < 0:
+            raise ValueError(f"clip_grad is a norm above 0, or 0 for none, not {self.clip_grad}")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:

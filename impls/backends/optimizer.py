@@ -4,7 +4,7 @@ on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,6 +76,8 @@ class Optimizer:
         self.parameters = parameters
         self.precision = precision
         self.master_gradients = master_gradients
+        #: called with the masters' gradients before an update, when they are no longer scaled
+        self.before_update: Callable[[list[Tensor]], None] | None = None
         self.overflow_groups = overflow_groups
         self.masters = (
             [p.detach().float().requires_grad_() for p in self.parameters]
@@ -123,6 +125,8 @@ class Optimizer:
                     master.grad = p.grad.float()
         if self.precision.loss_scale:
             self._unscale()
+        if self.before_update is not None:
+            self.before_update([p.grad for p in self.masters if p.grad is not None])
         self.adam.step()
         if self.precision.master:
             for master, p in zip(self.masters, self.parameters, strict=True):

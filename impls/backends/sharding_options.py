@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.composition import ONE_STAGE
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import Saving, check_choices
 
@@ -106,7 +107,8 @@ def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
         Unsupported: the word embedding is wanted, but the model has none that it uses for nothing else.
     """
     blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
-    if options.wrap == "embedding":
+    later = not getattr(module, "stage", ONE_STAGE).first
+    if options.wrap == "embedding" and not later:  # a later stage has none
         embedding = getattr(module, "embedding", None)
         if not isinstance(embedding, nn.Module) or getattr(module, "tied", None) is not None:
             raise Unsupported("the model has no word embedding apart from its head", "use wrap: blocks")

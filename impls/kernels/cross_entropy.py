@@ -183,6 +183,18 @@ def _hit(labels: Tensor, first: int, part: int) -> tuple[Tensor, Tensor]:
     return hit, (labels - first) * hit
 
 
+@torch.library.custom_op("spbench::cross_entropy_scale_", mutates_args={"d_logits"})
+def _scale_(d_logits: Tensor, gradient: Tensor) -> None:
+    """Multiply the gradient of each position's loss [B, L, V/N], in place, by what the loss is used with
+    [B, L]."""
+    d_logits.mul_(gradient.unsqueeze(-1))
+
+
+@_scale_.register_fake
+def _(d_logits: Tensor, gradient: Tensor) -> None:
+    return None
+
+
 class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -197,7 +209,8 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (d_logits,) = ctx.saved_tensors
-        return d_logits.mul_(gradient.unsqueeze(-1)), None, None
+        _scale_(d_logits, gradient)
+        return d_logits, None, None
 
 
 def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -12,7 +12,7 @@ is made when it is received into.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -78,6 +78,8 @@ class StageRun:
             )
         else:
             torch.autograd.backward(y, gradient)
+        if last:
+            self.backend.end_last_backward(self.module)
         return None if x is None else x.grad
 
     def free(self, y: Tensor) -> None:
@@ -105,6 +107,14 @@ Phase = Callable[[str], AbstractContextManager[None]]
 def forwards_ahead(schedule: str, stage: Stage, micro_batches: int) -> int:
     """How many micro-batches a stage runs forward before its first backward follows on a forward."""
     return micro_batches if schedule == "gpipe" else min(stage.count - 1 - stage.index, micro_batches)
+
+
+def passes(schedule: str, stage: Stage, micro_batches: int) -> Iterator[bool]:
+    """A stage's forwards (True) and backwards (False) in a step, in their order."""
+    ahead = forwards_ahead(schedule, stage, micro_batches)
+    yield from [True] * ahead
+    yield from [True, False] * (micro_batches - ahead)
+    yield from [False] * ahead
 
 
 class Pipeline:

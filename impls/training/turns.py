@@ -78,6 +78,14 @@ class Turns:
         """What is done, in its order."""
         return [*self._actions()]
 
+    def passes(self, chunk: int) -> Iterator[bool]:
+        """A chunk's forwards (True) and backwards (False), in their order."""
+        for action, number in self.actions:
+            if action in ("forward", "backward"):
+                turns = self.forwards if action == "forward" else self.backwards
+                if turns[number].chunk == chunk:
+                    yield action == "forward"
+
     def _actions(self) -> Iterator[Action]:
         count, ahead = len(self), self.ahead
         yield "pass_on", -1

@@ -15,6 +15,7 @@ from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
+from spbench.bench.measure.clusters.rate_tables import check_table
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
     CollectiveModel,
@@ -44,7 +45,7 @@ Precision = Literal["fp16", "bf16", "fp32", "fp64"]
 Library = Literal["cublas", "transformer_engine"]
 #: how wrong a rate may be that stands for another; see :mod:`measure.simulator.substitutes`
 Grade = Literal["extrapolated", "transferred", "substituted"]
-Rates = Literal["datasheet", "sourced", "fitted"] | Grade
+Rates = Literal["datasheet", "sourced", "fitted", "fitted elsewhere"] | Grade
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 #: a model with more freedom than this explains nothing
 MAX_SCALARS = 3
@@ -215,7 +216,9 @@ class Cluster(StrictModel):
     @model_validator(mode="after")
     def _collectives_known(self) -> Self:
         links = [link for link in (self.node_link, self.network) if link is not None]
-        if self.collective_model == "measured" and not any(link.collectives for link in links):
+        if self.collective_model == "measured" and not any(
+            link.collectives or link.table.value for link in links
+        ):
             raise ValueError("collective_model: measured needs collectives of node_link or network")
         if self.collective_model == "nccl" and self.nccl is None:
             raise ValueError("collective_model: nccl needs the settings nccl, with a generation")
@@ -254,6 +257,12 @@ class Cluster(StrictModel):
         return _sourced(self, "")
 
     @property
+    def tables(self) -> list[str]:
+        """The names of the tables of measured rates that count, see :mod:`measure.clusters.rate_tables`."""
+        named = (str(each.value) for path, each in self.sourced() if path.endswith(".table") and each.value)
+        return sorted({*named})
+
+    @property
     def inferences(self) -> list[InferredSetting]:
         """What of the cluster was chosen by looking at published numbers."""
         return [*self.network.inferred_from, *(i for _, each in self.sourced() for i in each.inferred_from)]
@@ -289,6 +298,8 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
     if "name" in declared:
         raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
     cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
+    for table in cluster.tables:
+        check_table(table, str(path))
     usable = cluster.usable_memory_bytes
     if usable is not None and usable <= 0:
         raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")

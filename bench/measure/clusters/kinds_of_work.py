@@ -5,7 +5,7 @@ the kernel of softmax attention that programs run on a card by default.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, Precision
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective, Sourced
@@ -127,13 +127,19 @@ def _of(work: str, figure: Sourced[float], text: str, without: str) -> KindOfWor
     return KindOfWork(work, text.format(figure.value) + _substitute(figure), _source(figure))
 
 
-def _substitute(figure: Sourced[float]) -> str:
+def _substitute(figure: Sourced[Any]) -> str:
     """What stands for the figure's own value, after it; "" where that is its own."""
     return f" ({STANDS_IN}: {figure.substitute})" if figure.substitute else ""
 
 
-def _source(figure: Sourced[float]) -> str:
+def _source(figure: Sourced[Any]) -> str:
     return ": ".join(filter(None, (figure.source, figure.note)))
+
+
+def _table(work: str, table: Sourced[str], words: str) -> Iterator[KindOfWork]:
+    """The kind of a table of measured calls, if there is one."""
+    if table.value is not None:
+        yield KindOfWork(work, f"table {table.value}; {words}{_substitute(table)}", _source(table))
 
 
 def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
@@ -143,6 +149,8 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
         if peak is None or peak.value is None:
             continue
         work, of_peak = f"matmuls, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
+        if own is not None:
+            yield from _table(work, own.table, "beyond it the figures below")
         share = device.compute_efficiency if own is None else own.share
         if own is not None and own.bandwidth_bytes_per_s.value is not None:
             of_peak += f", and {own.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s of operands"
@@ -165,8 +173,10 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
         default = ", the default" if rates is not None and kernel == rates.default else ""
         for rate in of_kernel:
             limit = rate.limit_flops_per_s
+            work = f"attention, {kernel}{default}"
+            yield from _table(work, rate.table, f"head {rate.head_size}, {rate.mask}, {rate.direction}")
             words = _attention_words(rate) + _substitute(limit)
-            yield KindOfWork(f"attention, {kernel}{default}", words, _source(limit))
+            yield KindOfWork(work, words, _source(limit))
     work = f"attention, {'every kernel' if rates is None else 'other kernels'}"
     yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matmuls")
 
@@ -258,6 +268,8 @@ def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWor
         yield KindOfWork(f"collectives, {where}", "by NCCL's own model", "nccl")
         return
     rated = link.collectives if cluster.collective_model == "measured" else {}
+    if cluster.collective_model == "measured":
+        yield from _table(f"collectives, {where}", link.table, "in place of the figures below")
     for kind in get_args(RatedCollective):
         work = f"{'other collectives' if kind == 'any' else kind}, {where}"
         for rate in rated.get(kind, ()):

@@ -117,16 +117,22 @@ def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np
     return seconds
 
 
+#: in place of the name of a table of rates (:mod:`measure.clusters.rate_tables`)
+NO_TABLE: Any = Sourced(value=None, source="none was measured")
+
+
 class MatmulRate(StrictModel):
     """Matmuls of one precision: seconds = FLOPs / (peak x share) + bytes / bandwidth.
 
     Attributes:
+        table: of measured matmuls, in place of that model for those that lie within it.
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
         measured: FLOP/s of square matmuls by n, where a source has several; for figures alone.
     """
 
+    table: Sourced[str] = NO_TABLE
     share: Sourced[PositiveFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="one share for all shapes")
     measured: dict[PositiveInt, PositiveFloat] = {}
@@ -143,6 +149,7 @@ class AttentionRate(StrictModel):
             such calls alone; null: the same.
         direction: null: of a forward and a backward together, which holds for each of them.
         mask: "causal" or "whole".
+        table: of measured calls with this head size, forward and causal, with as many queries as keys.
         limit_flops_per_s: that very long sequences come near to.
         half_length: the length that reaches half of it; null: one rate for all lengths.
         measured: FLOPs a second by the lengths that were measured; the rate of others is extrapolated.
@@ -152,6 +159,7 @@ class AttentionRate(StrictModel):
     value_head_size: PositiveInt | None = None
     direction: Direction | None = None
     mask: Mask
+    table: Sourced[str] = NO_TABLE
     limit_flops_per_s: Sourced[PositiveFloat]
     half_length: Sourced[NonNegativeFloat] = Sourced(value=None, source="one rate for all lengths")
     measured: dict[PositiveInt, PositiveFloat] = {}
@@ -241,12 +249,14 @@ class Link(StrictModel):
     Attributes:
         latency_s: of the smallest message.
         bandwidth_bytes_per_s: of large messages.
+        table: of measured collectives of one node, in place of ``collectives`` for the kinds that it has.
         collectives: what collectives reach on it, one entry a size of the group, in ascending order. Where a
             kind is missing, the entries of ``any`` stand for it. null takes away those of an extended file.
     """
 
     latency_s: Sourced[NonNegativeFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    table: Sourced[str] = NO_TABLE
     collectives: dict[RatedCollective, list[BusRate]] = {}
 
     @field_validator("collectives", mode="before")

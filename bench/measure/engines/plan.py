@@ -33,7 +33,9 @@ from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.traffic import Traffic
+from spbench.impls.training.pipeline import passes
 from spbench.impls.training.step import PRECISIONS, training_sites
+from spbench.impls.training.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,35 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
     backend, sums = backend_class(training.backend), planned_sums(asked, role, cell.sizes.dp)
     options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
     precision = PRECISIONS[cell.precision]
-    return PlannedStep(sums, training.micro_batches, precision, role, around, build, options)
+    order = partial(passes_of, cell, around)
+    return PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
+
+
+def turns_of(cell: Cell, stage: Stage) -> Turns | None:
+    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
+
+    Args:
+        stage: which rank it is.
+    """
+    training = cell.training
+    if training.schedule != "interleaved":
+        return None
+    return Turns(
+        stage.index,
+        stage.count,
+        training.virtual_stages,
+        training.micro_batches,
+        training.microbatch_group_size,
+        training.overlap_p2p_communication,
+    )
+
+
+def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
+    """See :class:`PlannedStep`."""
+    turns, training = turns_of(cell, around.stage), cell.training
+    if turns is not None:
+        return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
+    return [[*passes(training.schedule, around.stage, training.micro_batches)]]
 
 
 def _batch_parts(cell: Cell) -> int:

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import composition
+from spbench.bench.measure.engines.plan import composition, turns_of
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
 from spbench.impls.axes import Place
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
-from spbench.impls.composition import Composition, Stage, rank_module
+from spbench.impls.composition import Composition, rank_module
 from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS, GROUPED_WORKSPACES
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
@@ -95,25 +95,6 @@ def build_training(
         parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
         set_weights(WholeParameters(module, parts, attributes, again))
     return training, strategy, around
-
-
-def turns_of(cell: Cell, stage: Stage) -> Turns | None:
-    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
-
-    Args:
-        stage: which rank it is.
-    """
-    training = cell.training
-    if training.schedule != "interleaved":
-        return None
-    return Turns(
-        stage.index,
-        stage.count,
-        training.virtual_stages,
-        training.micro_batches,
-        training.microbatch_group_size,
-        training.overlap_p2p_communication,
-    )
 
 
 def build_module(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from spbench.bench.cell import Cell, Timing
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import telemetry_of
 from spbench.bench.measure.engines.deepened_traces import with_layers
+from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
@@ -121,12 +121,6 @@ def _differs(what: str, metered: float, model: float) -> str:
     )
 
 
-#: the least share of a step for which it is named what some work is priced by
-NAMED = 0.01
-#: the grades of such prices, the worst first, and the least share of a step with which each makes the class
-#: of its time. A small share of work without any rate may be small only because its price is much too low
-COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
-
 #: what can bound a step, by the names of :attr:`Measurement.parts` and :attr:`Measurement.breakdown`
 BOUNDS = {
     "matmul": ("matmul_s",),
@@ -159,34 +153,10 @@ def add_step_time(
         cluster = load_cluster(cell.cluster)
         measurement.breakdown = dict(breakdown)
         measurement.calibration = cluster.calibration_of(cell.precision).label
-        measurement.rates = cluster.rates_of(cell.precision)
-        if measurement.rates != "datasheet":  # of which all is priced by the datasheet
-            measurement.priced_by = _by_share(priced_by, step_time_s)
-            measurement.rates = rates_of_step(measurement.rates, measurement.priced_by)
-
-
-def _by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[dict[str, Any]]:
-    """As :attr:`Measurement.priced_by`, without what takes too little to be named."""
-    shares = {each: min(1.0, s / step_time_s) for each, s in seconds.items() if s >= NAMED * step_time_s}
-    ordered = sorted(shares, key=lambda each: (-shares[each], each))
-    return [{**each._asdict(), "share": shares[each]} for each in ordered]
-
-
-def rates_of_step(of_cluster: str, priced_by: Sequence[Mapping[str, Any]]) -> str:
-    """What the rates of a step are: the worst grade of what is priced by something else, as far as that takes
-    a part of the step that counts, or what those of the cluster are where there is none. A scalar that was
-    fitted to steps has taken up what their kernels were priced by: "fitted" stays.
-
-    Args:
-        of_cluster: see :meth:`Cluster.rates_of`.
-        priced_by: as :attr:`Measurement.priced_by`.
-    """
-    if of_cluster != "sourced":
-        return of_cluster
-    shares: Counter[str] = Counter()
-    for each in priced_by:
-        shares[each["grade"]] += each["share"]
-    return next((grade for grade, least in COUNTS.items() if shares[grade] >= least), of_cluster)
+        if cluster.rates_of(cell.precision) != "datasheet":  # of which all is priced by the datasheet
+            measurement.priced_by = by_share(priced_by, step_time_s)
+        program = cell.model, cell.strategy
+        measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
 
 
 def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline) -> None:

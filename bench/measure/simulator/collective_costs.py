@@ -2,9 +2,10 @@
 
 By hops: the ring algorithms (Thakur, Rabenseifner, Gropp 2005; as NCCL uses for large messages), and pairwise
 exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, with the rates that stand with the
-links of a cluster (:class:`BusRate`). There a group on several nodes moves its bytes on rings that leave the
-nodes by their cards, at the slower of the intra-node link and the group's share of the cards. Its latency
-is that within a node and, between nodes, that of a tree of them.
+links of a cluster (:class:`BusRate`), or within a node by a table of measured collectives. There a group on
+several nodes moves its bytes on rings that leave the nodes by their cards, at the slower of the intra-node
+link and the group's share of the cards. Its latency is that within a node and, between nodes, that of a tree
+of them.
 
 Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
 
@@ -26,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.measure.clusters.rates import Generation, NcclAlgorithm, NcclProtocol, NcclSettings
+from spbench.bench.measure.clusters.rates import Generation, Link, NcclAlgorithm, NcclProtocol, NcclSettings
+from spbench.bench.measure.simulator.table_prices import collective_seconds, latency_and_bandwidth
 from spbench.impls.traffic import WIRE_SHARE
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
@@ -133,18 +135,28 @@ def measured_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
         raise NotImplementedError(f"there is no cost for collective {kind!r}")
     if kind == "all_to_all" and group.nodes > 1:
         return pairwise_seconds(nbytes / group.size, group)
+    if group.nodes == 1:
+        by_table = collective_seconds(_node_link(group), kind, nbytes, group.size)
+        if by_table is not None:
+            return by_table / group.efficiency
     latency, bandwidth = 0.0, float("inf")
     if group.most_on_a_node > 1:
-        latency, bandwidth = _within(kind, group)
+        latency, bandwidth = _within(kind, nbytes, group)
     if group.nodes > 1:
         between, share = _between(kind, group)
         latency, bandwidth = latency + between, min(bandwidth, share)
     return latency + float(WIRE_SHARE[kind](group.size)) * nbytes / bandwidth
 
 
-def _within(kind: str, group: GroupLinks) -> tuple[float, float]:
+def _node_link(group: GroupLinks) -> Link:
+    return group.cluster.node_link or group.cluster.network
+
+
+def _within(kind: str, nbytes: float, group: GroupLinks) -> tuple[float, float]:
     """Latency and bus bandwidth of the part of a collective that is within a node."""
-    link, ranks = group.cluster.node_link or group.cluster.network, group.most_on_a_node
+    link, ranks = _node_link(group), group.most_on_a_node
+    if (by_table := latency_and_bandwidth(link, kind, nbytes, ranks)) is not None:
+        return by_table[0], by_table[1] * group.efficiency
     rate = link.rate_of(kind, ranks)
     if rate is None:
         return group.within

@@ -1,7 +1,8 @@
 """What a kernel, a transfer and a collective cost on a cluster.
 
 Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
-floor; matmuls and attention by the rates of their kind (:mod:`measure.clusters.rates`). Copies between
+floor; matmuls and attention by the rates of their kind (:mod:`measure.clusters.rates`), or by tables of
+measured calls. Copies between
 device and host: bytes over the device's share of the link; what the host's cores do: bytes over their share.
 Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
@@ -41,6 +42,12 @@ from spbench.bench.measure.simulator.program import (
     Program,
 )
 from spbench.bench.measure.simulator.step_parts import attention_calls
+from spbench.bench.measure.simulator.table_prices import (
+    attention_rate,
+    groups_of,
+    in_attention_table,
+    matmul_seconds,
+)
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from spbench.impls.kernels.host_copies import FROM_PAGEABLE, TO_PAGEABLE
 
@@ -144,11 +151,30 @@ class Costs:
             np.maximum(compute, program.nbytes / self._memory_bandwidth())
             + program.strided * calibration.strided_element_s
         )
+        self._set_matmuls_by_table(program, seconds)
         self._set_grouped_matmuls(program, seconds)
         self._set_operators(program, seconds)
         self._set_host_copies(program, seconds)
         self._set_host_updates(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+
+    def _set_matmuls_by_table(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what matmuls take into ``seconds``, where the card has a table of them."""
+        for number, matmuls in self._matmuls():
+            if matmuls.table.value is None:
+                continue
+            of_kind = (program.category == MATMUL) & (program.precision == number)
+            calls = np.flatnonzero(of_kind & program.shape.any(axis=1))
+            peak = self.rates[number] * (matmuls.share.value or 1.0)
+            bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
+            by_table = matmul_seconds(
+                matmuls.table.value,
+                program.shape[calls],
+                program.nbytes[calls],
+                lambda flops, nbytes, peak=peak, bandwidth=bandwidth: flops / peak + nbytes / bandwidth,  # type: ignore[misc]
+            )
+            strided = program.strided[calls] * self.calibration.strided_element_s
+            seconds[calls] = by_table / self.calibration.compute_efficiency + strided
 
     def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of
@@ -252,7 +278,10 @@ class Costs:
             rate = rates.rate_of(self.attention, call.head_size, call.direction, call.mask)
             if rate is None:
                 continue
-            reached[events] = rate.at(call.length) * share
+            if in_attention_table(rate, call):
+                reached[events] = attention_rate(rate, call, groups_of(program, events[0])) * share
+            else:
+                reached[events] = rate.at(call.length) * share
             if on_grid:
                 reached[events] *= grid.head_share(call.head_size, rate.head_size)
                 if call.direction == "backward" and cores:

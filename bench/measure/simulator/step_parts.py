@@ -29,6 +29,7 @@ class AttentionCall(NamedTuple):
     Attributes:
         heads: of all sequences.
         length: the lesser of queries and keys.
+        queries: of each.
     """
 
     direction: Direction
@@ -37,6 +38,7 @@ class AttentionCall(NamedTuple):
     heads: int
     keys: int
     length: int
+    queries: int
 
 
 def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarray]]:
@@ -54,7 +56,7 @@ def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarra
         mask: Mask = "causal" if pairs < heads * queries * keys else "whole"
         direction: Direction = "backward" if backward else "forward"
         length = min(int(queries), int(keys))
-        call = AttentionCall(direction, mask, int(head_size), int(heads), int(keys), length)
+        call = AttentionCall(direction, mask, int(head_size), int(heads), int(keys), length, int(queries))
         yield call, at[places == place]
 
 

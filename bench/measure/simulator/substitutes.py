@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.clusters.cluster import Grade
+from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import (
@@ -31,6 +31,7 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.bench.measure.simulator.step_parts import AttentionCall, attention_calls
 from spbench.bench.measure.simulator.steps import Steps
+from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
 
 #: what attention counts as that a card has no rate of
 AS_MATMULS = "matmuls"
@@ -106,9 +107,11 @@ def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
         words.append("with a causal mask" if rate.mask == "causal" else "without a mask")
     if rate.counts_as(call.direction) != call.head_size:
         words.append(f"at head size {rate.head_size}")
-    if rate.measured and not min(rate.measured) <= call.length <= max(rate.measured):
-        side = "up to" if call.length > max(rate.measured) else "from"
-        words.append(f"{side} {max(rate.measured) if side == 'up to' else min(rate.measured)} tokens")
+    shortest, longest = lengths_measured(rate) or (0, call.length)
+    if call.length > longest:
+        words.append(f"up to {longest} tokens")
+    elif call.length < shortest:
+        words.append(f"from {shortest} tokens")
     return ", ".join(words)
 
 
@@ -122,6 +125,16 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
             yield Substitute(f"{name} matmuls", share.substitute, "transferred"), events
         elif share.value is None and not fitted:
             yield Substitute(f"{name} matmuls", "the datasheet's peak", "substituted"), events
+        yield from _beyond_table(device, name, program, events)
+
+
+def _beyond_table(device: Device, precision: str, program: Program, matmuls: np.ndarray) -> _Found:
+    """The matmuls of a precision that the card's table of them does not reach."""
+    own = {str(name): each for name, each in (device.matmul or {}).items()}.get(precision)
+    if own is not None and own.table.value is not None and not own.share.substitute:
+        events = matmuls[program.shape[matmuls].any(axis=1)]
+        beyond = events[~matmuls_covered(own.table.value, program.shape[events])]
+        yield Substitute(f"{precision} matmuls", "the nearest of its table", "extrapolated"), beyond
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
@@ -166,7 +179,12 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
     rated = cluster.collective_model == "measured" and parts is not None
     # between nodes an all-to-all goes pair by pair, at the rate of a send
     rate = link.rate_of(name, parts or 0) if rated and (within or name != "all_to_all") else None
-    if rate is not None:
+    if rated and within and (sizes := ranks_measured(link, name)) is not None:
+        if link.table.substitute:
+            yield Substitute(work, link.table.substitute, "substituted")
+        elif (parts or 0) > sizes[1]:
+            yield Substitute(work, f"its rate of {sizes[1]} ranks", "extrapolated")
+    elif rate is not None:
         figure: Sourced[float] = rate.bandwidth_bytes_per_s
         if figure.substitute:
             yield Substitute(work, figure.substitute, "substituted")

@@ -25,6 +25,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.rate_tables import table_digest
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.engines.run_cell import Run, run_cell
 from spbench.bench.measure.processes.starting import usable_cores
@@ -57,7 +58,10 @@ def digest(cell: Cell) -> dict[str, str]:
         UserError: the cell's cluster file cannot be read.
         KeyError: an unknown model or strategy.
     """
-    cluster = load_cluster(cell.cluster).model_dump(mode="json")
+    loaded = load_cluster(cell.cluster)
+    cluster = loaded.model_dump(mode="json") | {
+        "tables": {name: table_digest(name) for name in loaded.tables}
+    }
     return {
         "cluster": _sha256(_without_texts(cluster)),
         "model": _sha256([*_model(*cell.model_arguments), cell.model_dump(mode="json")]),

@@ -30,7 +30,7 @@ TIE_LEGEND = (
 )
 
 #: what is said of a time on such rates
-_MARKED = {"datasheet": ", uncalibrated", "substituted": ", a rate is missing"}
+_MARKED = {"datasheet": ", uncalibrated", "fitted elsewhere": ", fitted to others"}
 
 #: grades of prices other than a rate of their own (:mod:`measure.simulator.substitutes`), the worst first
 GRADES = {
@@ -38,6 +38,8 @@ GRADES = {
     "transferred": "The rate of another",
     "extrapolated": "Extrapolated",
 }
+#: of these, those that stand for a rate that nobody measured
+NO_RATE = ("substituted", "transferred")
 #: so many of a grade are named, those with the largest shares
 MOST = 3
 
@@ -71,20 +73,32 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     if not (step_time_s and rates and bound):
         return dict(row)
     low, high, words = (model or packaged_model()).band(rates, bound, row["cell"].get("strategy") or "")
+    if lacking := _lacking(measured):
+        cluster = row["cell"].get("cluster") or "this cluster"
+        words = f"no rate of {lacking['work']} on {cluster}, priced by {lacking['by']}; {words}"
     ends = {"step_time_low_s": step_time_s * low, "step_time_high_s": step_time_s * high}
     return {**row, "measurement": {**measured, **ends, "band": words}}
 
 
 def shown_band(measured: Mapping[str, Any]) -> str:
-    """A step time with its interval, such as "2.31 s ±9%" or "2.31 s -12% +40%, uncalibrated"; "" without a
-    time, and the time alone where it has no interval."""
+    """A step time with its interval, such as "2.31 s ±9%", "2.31 s -12% +40%, uncalibrated" or "2.31 s ±60%,
+    no rate of forward attention by triton"; "" without a time, the time alone where it has no interval."""
     step_time_s, low, high = (measured.get(f"step_time_{name}s") for name in ("", "low_", "high_"))
     if not step_time_s:
         return ""
     if low is None or high is None:
         return shown_time(step_time_s)
-    word = _MARKED.get(measured.get("rates") or "", "")
+    lacking = _lacking(measured)
+    word = f", no rate of {lacking['work']}" if lacking else _MARKED.get(measured.get("rates") or "", "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
+
+
+def _lacking(measured: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What makes the class of a time that has no rate of its own: of its grade, the price with the largest
+    share of the step; None of other times."""
+    rates = measured.get("rates")
+    priced_by = measured.get("priced_by") or () if rates in NO_RATE else ()
+    return next((each for each in priced_by if each["grade"] == rates), None)
 
 
 def _spread(low: float, high: float) -> str:

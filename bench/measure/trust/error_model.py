@@ -7,8 +7,9 @@ absolute errors, each source's rows sharing a weight of 1 (the pooled form of co
 effects, arXiv 1809.07441). Intervals by bound are shrunk toward the class: the class's other rows weigh as
 :data:`PRIOR_SOURCES` sources, and a bound with fewer than :data:`FEW` sources has at least the width of the
 class. Times that rest on substitutes of rates have classes of their own (:data:`EVER_WORSE`).
-:func:`coverage` leaves out each source in turn, and counts how many of its times lie
-within the intervals that the others give.
+What nobody measured has the widest interval: a class without a row, or a bound without one in its class; and
+a class of a single source is no narrower than the next worse one. :mod:`measure.trust.coverage` counts how
+many times lie within the intervals of the rest.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ PLAIN = 3.0
 #: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
 #: (:mod:`measure.simulator.substitutes`)
 EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
+#: the same of rates with a fitted scalar: by steps of the same model and strategy, by those of others
+FITTED = ("fitted", "fitted elsewhere")
 #: in place of a class or of a bound: all of them
 ANY = "any"
 
@@ -56,6 +59,7 @@ class StepObservation:
         log_error: log(simulated / measured).
         alike: the same of rows that are compared with each other; "" of one that stands alone.
         log_time: log(simulated time of a sample), in any unit that rows that are alike share.
+        machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
     """
 
     source: str
@@ -65,6 +69,8 @@ class StepObservation:
     log_error: float
     alike: str = ""
     log_time: float = 0.0
+    machine: str = ""
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,15 +96,6 @@ class Interval:
         """
         width = math.hypot(self.half_width, more)
         return min(1.0, math.exp(-self.centre - width)), max(1.0, math.exp(-self.centre + width))
-
-
-class Covered(NamedTuple):
-    """How many of a source's rows of a class lie within the intervals that the other sources give them."""
-
-    rates: str
-    source: str
-    rows: int
-    within: int
 
 
 class ComparedTimes(NamedTuple):
@@ -168,10 +165,11 @@ class ErrorModel:
         """The interval of a kind of time, and what it rests on in words."""
         of_class = self.intervals.get(rates)
         if of_class is None:
-            interval, words = self.intervals[ANY][ANY], f"no measured step on {rates} rates: all "
+            every = [each for bounds in self.intervals.values() for each in bounds.values()]
+            interval, words = _widest(every), f"no measured step on {rates} rates, so the widest of all: "
         elif bound not in of_class:
             missing = f"no measured step bound by {bound or 'that'}"
-            interval, words = of_class[ANY], f"{rates} rates, {missing}: all "
+            interval, words = _widest(of_class.values()), f"{rates} rates, {missing}, so the widest: "
         else:
             interval, words = of_class[bound], f"{rates} rates, {bound}: "
         sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
@@ -216,29 +214,6 @@ def _six_digits(number: str) -> float:
     return float(f"{float(number):.6g}")
 
 
-def coverage(observations: Sequence[StepObservation]) -> list[Covered]:
-    """By class and source, how many rows lie within the intervals of a model without the source; nothing of
-    a single source."""
-    counts = []
-    for source, some in grouped(observations, lambda o: o.source).items():
-        if not (others := [o for o in observations if o.source != source]):
-            continue
-        model = ErrorModel.fit(others)
-        for rates, rows in grouped(some, lambda o: o.rates).items():
-            counts.append(Covered(rates, source, len(rows), sum(_within(model, o) for o in rows)))
-    return counts
-
-
-def overall(covered: Sequence[Covered]) -> float:
-    """The share of rows within their intervals, sources counting alike."""
-    return fmean(each.within / each.rows for each in covered)
-
-
-def _within(model: ErrorModel, o: StepObservation) -> bool:
-    low, high, _ = model.band(o.rates, o.bound, o.strategy)
-    return low <= math.exp(-o.log_error) <= high
-
-
 #: numbers by the source that they are of
 _Errors = Mapping[str, Sequence[float]]
 
@@ -260,16 +235,31 @@ def _intervals(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
 
 def _widen(by_rates: dict[str, dict[str, Interval]]) -> None:
     """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
-    is not the surer for it, whatever the few that were measured so erred by. What bounds a step follows from
+    is not the surer for it, whatever the few that were measured so erred by. A single source does not say how
+    sources differ: its class is no narrower than the next worse one either. What bounds a step follows from
     its prices: where one is missing, every bound has the widest interval of its class."""
-    for better, worse in pairwise(name for name in EVER_WORSE if name in by_rates):
-        of_better = by_rates[better]
-        for bound, own in by_rates[worse].items():
-            least = of_better.get(bound, of_better[ANY]).half_width
-            by_rates[worse][bound] = replace(own, half_width=max(own.half_width, least))
+    for order in (EVER_WORSE, FITTED):
+        names = [name for name in order if name in by_rates]
+        for better, worse in pairwise(names):
+            _widen_by(by_rates, worse, better)
+        for better, worse in reversed([*pairwise(names)]):
+            if by_rates[better][ANY].sources == 1:
+                _widen_by(by_rates, better, worse)
     missing = by_rates.get(EVER_WORSE[-1], {})
     widest = max((each.half_width for each in missing.values()), default=0.0)
     missing.update({bound: replace(each, half_width=widest) for bound, each in missing.items()})
+
+
+def _widen_by(by_rates: dict[str, dict[str, Interval]], name: str, other: str) -> None:
+    """Make no interval of a class narrower than that of another one."""
+    for bound, own in by_rates[name].items():
+        least = by_rates[other].get(bound, by_rates[other][ANY]).half_width
+        by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))
+
+
+def _widest(intervals: Iterable[Interval]) -> Interval:
+    """The one with the largest factor, up or down."""
+    return max(intervals, key=lambda each: abs(each.centre) + each.half_width)
 
 
 def _by_source(observations: Iterable[StepObservation]) -> dict[str, list[float]]:

@@ -28,6 +28,9 @@ from spbench.impls.composition import ONE_STAGE, composed_traffic
 from spbench.impls.models.model import Model
 from spbench.impls.strategies.base import Strategy
 
+#: the name of what :func:`check_norm` compares
+NORM = "norm of all gradients"
+
 
 def check_positions(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
@@ -113,7 +116,7 @@ def check_bytes(
         with torch.device("meta"):
             return model.build(strategy, seq_len)
 
-    step = PlannedStep(sums, 1, precision, strategy, around, build, backend.options)
+    step = PlannedStep(sums, 1, precision, strategy, around, build, lambda: [[True, False]], backend.options)
     entries = [
         *composed_traffic(sites, strategy, ONE_STAGE, 1, width, gradient_bytes),
         *backend.traffic(step),
@@ -129,6 +132,16 @@ def check_bytes(
     held, counted = sum(p.numel() for p in build().parameters()), sum(each.elements for each in sums)
     if held != counted:
         yield "parameters", Discrepancy.without_number(f"are {held} elements, {counted} by the model's sites")
+
+
+def check_norm(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+    """The norm of all gradients, of which every rank holds a part, where the step that :func:`check_bytes` has
+    run took one; a norm that left some of them out, or counted them twice, would clip by a wrong factor."""
+    norm = checked.backend.gradient_norm
+    if norm is not None:
+        parts = truth.backend.gradient_parts().values()
+        expected = torch.stack([part.values.double().norm() for part in parts]).norm()
+        yield from discrepancies({NORM: expected}, {NORM: norm}).items()
 
 
 def document_of_positions(attended: Attended, length: int) -> Tensor:

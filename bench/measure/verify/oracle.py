@@ -22,6 +22,7 @@ from spbench.bench.measure.verify.beside_values import (
     check_bytes,
     check_documents,
     check_elements,
+    check_norm,
     check_positions,
     masked_attention,
 )
@@ -195,6 +196,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
         *(Finding(name, each, 0.0, tells=2) for name, each in check_documents(truth, checked)),
         Finding(*check_elements(truth, checked), 0.0),
         *(Finding(name, each, 0.0, tells=0) for name, each in check_bytes(recorder, case, model, checked)),
+        *(Finding(name, each, 0.0) for name, each in check_norm(truth, checked)),
     ]
 
 

@@ -25,7 +25,7 @@ from spbench.bench.measure.sweep.executor import Executor, opened
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import priced_by_in_words
+from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
@@ -195,7 +195,7 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     if calls:
         named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
         yield f"timed by the bytes that they move alone, as their cost is not known: {named}"
-    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") == "substituted"]
+    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in NO_RATE]
     if missing:
         yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
     if kernels := default_attention(rows):

@@ -1,5 +1,5 @@
 """How far ours are from published numbers, as evidence for other numbers: errors of step times by who
-measured, the order of layouts, and errors of memory by data-parallel backend.
+measured, and the order of layouts.
 
 Those times and rates of committed results count that no scalar was fitted to, each published number once for
 each file; the files of :data:`WITHOUT_RATES` are the same runs on clusters of which no more is known than
@@ -9,7 +9,6 @@ datasheets say, or from which a rate was taken away, so that something else pric
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,13 @@ from typing import Any
 from scipy.stats import kendalltau
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.trust.bands import PEAK, RESERVED, run_of
-from spbench.bench.measure.trust.error_model import Covered, StepObservation, coverage, overall
+from spbench.bench.measure.trust.bands import run_of
+from spbench.bench.measure.trust.coverage import Covered, LeftOut, coverage, overall
+from spbench.bench.measure.trust.error_model import StepObservation
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
-from spbench.bench.tools.papers.megatron_cases import GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import COLLECTIONS, published_file
 from spbench.bench.units import difference, percent, shown_share, three_digits
@@ -43,13 +43,20 @@ RESTS_ON = {
     "extrapolated": "the same kernel or link at another length, mask, head size or number of ranks",
     "transferred": "the rate of another card, kernel or host",
     "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
-    "fitted": "a scalar of the cluster, fitted to other published steps",
+    "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
+    "fitted elsewhere": "the same, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
 }
+#: what is left out of the intervals, one at a time, to count how many of its times they hold
+LEFT_OUT: dict[LeftOut, str] = {
+    "source": "who measured",
+    "machine": "accelerator",
+    "kernel": "attention kernel",
+}
+#: groups of so many times are named where fewer than this share lies within
+GROUP, TOO_FEW = 10, 0.6
 #: the quantity of which layouts are compared, by sample of the batch
 STEP_TIME = "step_time_ms"
-#: what quantities of memory of published tables are
-_MEMORY = {"peak_memory_gib": PEAK, "memory_gb": PEAK, "memory_mb": PEAK, "reserved_memory_gib": RESERVED}
 
 
 # -- the order of layouts ------------------------------------------------------------------------------------
@@ -196,12 +203,22 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         rests = record.rates, record.bound, record.strategy, log_error(record)
         if (cell := cells.get(record.cell)) is None:
             return StepObservation(source, *rests)
+        machine, kernel = _machine_and_kernel(cell)
         _, simulated = record.both
         # a rate is of a run's cells, all of the same length
         time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
-        return StepObservation(source, *rests, _run_name(record, cell), math.log(time))
+        run = _run_name(record, cell)
+        return StepObservation(source, *rests, run, math.log(time), machine, kernel)
 
     return [observation(record) for record in records]
+
+
+def _machine_and_kernel(cell: Cell) -> tuple[str, str]:
+    """The accelerator that a cell runs on, and the kernel of its attention; "none" of a model without."""
+    device, kernel = load_cluster(cell.cluster).device, (cell.model_options or {}).get("attention", "none")
+    if kernel == "flash" and device.attention is not None:
+        kernel = device.attention.default
+    return device.name, kernel
 
 
 def grouped_observations() -> list[StepObservation]:
@@ -213,6 +230,8 @@ def grouped_observations() -> list[StepObservation]:
             group["bound"],
             group["strategy"],
             math.log1p(float(group["median_error"])),
+            machine=group["machines"],
+            kernel=group["kernel"],
         )
         for group in published_file(GROUPED_FILE).rows
         for _ in range(int(group["rows"]))
@@ -271,6 +290,37 @@ def class_lines(records: Sequence[Comparison]) -> list[Line]:
     return lines
 
 
+def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
+    """What is left out of the intervals in turn, sources, machines or kernels: how many times lie within the
+    intervals of the rest, and every group of :data:`GROUP` times or more of which fewer than
+    :data:`TOO_FEW` do.
+
+    Args:
+        records, cells: as of :func:`observations`.
+    """
+    seen = observations(records, cells)
+    lines = []
+    for what, name in LEFT_OUT.items():
+        covered = coverage(seen, what)
+        rows, within = sum(each.rows for each in covered), sum(each.within for each in covered)
+        short = [each for each in covered if each.rows >= GROUP and each.within < TOO_FEW * each.rows]
+        named = [
+            f"{each.source}, {each.rates}{f' ({each.left_out})' if each.left_out != each.source else ''}: "
+            f"{each.within} of {each.rows}"
+            for each in short
+        ]
+        lines.append(
+            {
+                "left out in turn": name,
+                "groups": len({each.left_out for each in covered}),
+                "times": rows,
+                "within the 80% interval of the rest": percent(within / rows) if rows else "",
+                f"of {GROUP} times or more, fewer than {TOO_FEW:.0%} within": "; ".join(named),
+            }
+        )
+    return lines
+
+
 def _line(rates: str, source: str, times: int, within: str, **columns: Any) -> Line:
     names = ("median error", "mean", "worst", "bias", "runs compared", "tau", "our best from the best")
     shown = {name: columns.get(name.replace(" ", "_"), "") for name in names}
@@ -298,37 +348,3 @@ def _all(rates: str, covered: Sequence[Covered]) -> Line:
     sources = f"all, {len({each.source for each in covered})} sources alike"
     share = (shown_share(overall(covered)) or "") if covered else ""
     return _line(rates, sources, sum(each.rows for each in covered), share)
-
-
-# -- memory --------------------------------------------------------------------------------------------------
-
-
-def memory_errors(
-    paths: Iterable[Path], cells: Mapping[str, Cell], of_cases: Sequence[Mapping[str, str]]
-) -> dict[str, dict[str, list[float]]]:
-    """The relative errors of the counted numbers of files of `spbench reproduce`, each published number once,
-    by backend and quantity, in ascending order; of a run's ranks the one that is furthest off.
-
-    Args:
-        cells: by key; a record whose cell is not there is left out.
-        of_cases: lines of megatron_cases_errors.csv, which stand for the golden values of other files.
-    """
-    # by backend, quantity and run
-    errors: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in of_cases:
-        if line["quantity"] in MEMORY[:2]:  # which are peaks
-            run = "{case} {golden} {quantity}".format(**line)
-            errors["megatron", PEAK][run].append(float(line["error"]))
-    for path in paths:
-        counted = (r for r in read_comparisons(path) if r.quantity in _MEMORY and r.role in COUNTED)
-        for record in distinct([record for record in counted if record.cell in cells]):
-            file, row, column, *_ = record.source.split(":")
-            if record.published and record.reproduced and not (of_cases and file in GOLDEN_FILES):
-                kind = cells[record.cell].training.backend, _MEMORY[record.quantity]
-                error = record.reproduced / record.published - 1
-                errors[kind][f"{file} {row} {column}"].append(error)
-    by_backend: dict[str, dict[str, list[float]]] = defaultdict(dict)
-    for (backend, quantity), runs in sorted(errors.items()):
-        furthest = (max(some, key=abs) for some in runs.values())
-        by_backend[backend][quantity] = sorted(float(f"{error:.6g}") for error in furthest)
-    return dict(by_backend)

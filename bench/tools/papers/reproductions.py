@@ -23,6 +23,7 @@ from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
 from spbench.bench.tools.papers.document import (
+    FIRST_PAGE,
     TIMES_PAGE,
     TRUST_PAGE,
     check_documents,
@@ -31,13 +32,14 @@ from spbench.bench.tools.papers.document import (
 )
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, predicted_cases
+from spbench.bench.tools.papers.memory_errors import memory_errors
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
     class_lines,
     counted_times,
     grouped_observations,
-    memory_errors,
+    left_out_lines,
     observations,
     time_lines,
 )
@@ -49,15 +51,16 @@ from spbench.bench.tools.papers.reproduction import (
     reproduce_paper,
     write_records,
 )
-from spbench.bench.tools.papers.sources import EXPERTS, papers, scenarios_of
+from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.strategy_traces import LAYERS, SIDE_BY_SIDE, STRATEGIES, write_kept
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, and of docs/trust.md
-BANDS, TIMES, CLASSES = "bands", "times", "classes"
+#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, of docs/trust.md, and of
+#: that and README.md
+BANDS, TIMES, CLASSES, LEFT = "bands", "times", "classes", "left-out"
 
 
 def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
@@ -137,8 +140,7 @@ def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
     those that the other sources give; and keep the errors of memory. With --write they become those of the
     package, and the pages that show them are written anew."""
-    # experts' times are not counted: no class of these intervals is of their matmuls and dispatch
-    names = (*(name for name in papers() if name != EXPERTS), *WITHOUT_RATES)
+    names = (*papers(), *WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()
     seen = observations(records, cells)
@@ -166,11 +168,11 @@ def fit_bands(request: Reproduction) -> Output:
         write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
     ]
     if request.write:
-        of_experts = request.earlier(f"{EXPERTS}.csv")
-        every = counted_times([*files, *([of_experts] if of_experts.exists() else [])])
+        left_out = markdown(left_out_lines(records, cells))
         written += [
             write_part(TIMES_PAGE, BANDS, TIMES, markdown(lines)),
-            write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(every))),
+            write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
+            *(write_part(page, BANDS, LEFT, left_out) for page in (TRUST_PAGE, FIRST_PAGE)),
             *write_shared(),
         ]
         packaged_model.cache_clear()

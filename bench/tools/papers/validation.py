@@ -109,7 +109,7 @@ _PEAKS = ("memory_mb", "memory_gb", "peak_memory_gib")
 #: what the times of a cluster rest on, by the classes of rates
 _RATES = {
     "published steps, rates from benchmarks": ("sourced", "extrapolated", "transferred"),
-    "published steps, a scalar fitted to other steps": ("fitted",),
+    "published steps, a scalar fitted to other steps": ("fitted", "fitted elsewhere"),
     "published steps, datasheets alone": ("datasheet",),
 }
 

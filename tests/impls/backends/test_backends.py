@@ -61,6 +61,19 @@ def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed
 # -- values -----------------------------------------------------------------------------------------------
 
 
+def reference_step(
+    reference: Training, batch: dict[str, Tensor], largest: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """A step of one device with gradients clipped to a norm, unless that is 0; returns them before it was,
+    and their norm."""
+    reference.gradients(batch)
+    parameters = dict(reference.module.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    norm = nn.utils.clip_grad_norm_(parameters.values(), largest or float("inf"))
+    reference.backend.step()
+    return gradients, norm
+
+
 def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[str, float]:
     """Relative errors of what this rank holds of each step's gradients and updated weights."""
     model = model_preset(asked.model, asked.model_options)
@@ -93,8 +106,13 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         for each in (reference, training):
             each.optimizer.set_learning_rate(0.01)
-        reference.step(batch)
+        whole_gradients, norm = reference_step(
+            reference, batch, getattr(training.backend.options, "clip_grad", 0)
+        )
         training.step(rank_inputs(model, strategy, around, batch), phase)
+        if training.backend.gradient_norm is not None:
+            name = f"norm {step} of all"
+            errors |= relative_errors({name: norm}, {name: training.backend.gradient_norm})
         parts, truth = training.backend.weight_parts(), dict(whole.named_parameters())
 
         def mine(name: str, x: Tensor | None, parts: Any = parts) -> Tensor:
@@ -106,7 +124,7 @@ def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[st
         held = {name: part.values.flatten() for name, part in parts.items()}
         expected = {name: mine(name, truth[name].detach()) for name in parts}
         errors |= {f"weight {step} {name}": e for name, e in relative_errors(expected, held).items()}
-        expected = {name: mine(name, truth[name].grad, places) for name in places}
+        expected = {name: mine(name, whole_gradients[name], places) for name in places}
         held = {name: x.flatten() for name, x in gradients.items()}
         errors |= {f"gradient {step} {name}": e for name, e in relative_errors(expected, held).items()}
     # all parts of all ranks must make each whole, or else equal parts would show little
@@ -170,6 +188,25 @@ def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Ce
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), backends()[backend])
+
+
+@pytest.mark.parametrize("backend", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"schedule": "1f1b", "micro_batches": 3},
+        {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6},
+        slow({"schedule": "gpipe", "micro_batches": 3}),
+    ],
+    ids=lambda schedule: schedule["schedule"],
+)
+def test_sharded_stages_gather_and_sum_when_torch_does(
+    pool: RankPool, backend: str, schedule: dict[str, Any]
+) -> None:
+    training = {"backend": backend, **schedule}
+    asked = cell(backend, "single", sizes={"dp": 2, "pp": 2}, training=training, model_options={"layers": 4})
+    assert_right(pool, asked, backends()[backend])
+    assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])

@@ -11,7 +11,13 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.registries import backends
-from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+from tests.impls.backends.test_backends import (
+    assert_right,
+    assert_sends_its_closed_form,
+    cell,
+    errors_of_rank,
+)
+from tests.measure.verify.backend_faults import NormWithoutExperts
 
 #: strategy, sizes, micro-batches
 MESHES: list[tuple[str, dict[str, int], int]] = [
@@ -59,6 +65,13 @@ def cells(**changed: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("asked", [*cells()])
 def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
     assert_right(pool, asked, backends()[asked.training.backend])
+
+
+def test_a_norm_that_leaves_experts_out_is_seen(pool: RankPool) -> None:
+    options = {"backend": "megatron", "distributed_optimizer": True}
+    asked = with_experts(options, "ulysses", {"dp": 2, "sp": 2, "ep": 2}, 1)
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, NormWithoutExperts):
+        assert errors["norm 0 of all"] > 1e-3
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.plan import model_parameters, plan
 from spbench.bench.measure.engines.tracing import only_plain_traces
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import GRANULE
@@ -31,10 +31,12 @@ from spbench.impls.training.step import Training
 from spbench.impls.training.turns import Turns
 from tests.impls.backends.test_backends import (
     HEAVY,
+    LIMIT,
     assert_first_wrong,
     assert_right,
     assert_sends_its_closed_form,
     cell,
+    errors_of_rank,
 )
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
@@ -101,6 +103,32 @@ def test_planted_faults_are_seen(
     pool: RankPool, fault: type[Backend], strategy: str, sizes: dict[str, int], options: Any, where: str
 ) -> None:
     assert_first_wrong(pool, megatron(strategy, 2, options, sizes=sizes), fault, where)
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "sizes", "options"),
+    [
+        (faults.NormOfEveryCopy, "tensor_parallel", {"dp": 2, "tp": 2}, SHARDED),
+        slow(faults.NormOfEveryCopy, "single", {"dp": 2}, {}),
+        slow(faults.NormOfOneRank, "single", {"dp": 2}, SHARDED),
+    ],
+)
+def test_a_wrong_norm_is_seen(
+    pool: RankPool, fault: type[Backend], strategy: str, sizes: dict[str, int], options: Any
+) -> None:
+    """And gradients that it has clipped by a wrong factor give other weights after one more step alone, since
+    the first update of Adam is the same for all factors."""
+    for errors in pool.run(sizes, errors_of_rank, megatron(strategy, 2, options, sizes=sizes), fault):
+        assert errors["norm 0 of all"] > 1e-3
+        assert max(error for name, error in errors.items() if name.startswith("gradient 0")) < LIMIT
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e9])
+def test_gradients_that_are_not_clipped(pool: RankPool, largest: float) -> None:
+    asked = megatron("single", 2, {**SHARDED, "clip_grad": largest}, sizes={"dp": 2})
+    assert_right(pool, asked, Megatron)
+    plan_of = plan(asked).traffic[0]
+    assert ("norm over a stage" in {t.purpose for t in plan_of}) == bool(largest)
 
 
 # -- bytes sent and held ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
-from spbench.bench.measure.engines.step_times import rates_of_step
+from spbench.bench.measure.engines.rate_classes import rates_of_step
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import KERNEL, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
@@ -117,14 +117,19 @@ def test_links_that_are_the_datasheets_are_named_with_what_they_take() -> None:
 
 def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     def of(**shares: float) -> str:
-        return rates_of_step("sourced", [{"grade": grade, "share": share} for grade, share in shares.items()])
+        priced_by = [{"grade": grade, "share": share} for grade, share in shares.items()]
+        return rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
 
     assert of() == of(transferred=0.04, extrapolated=0.04) == "sourced"
     assert of(extrapolated=0.5) == "extrapolated"
     assert of(extrapolated=0.5, transferred=0.06) == "transferred"
     # work without any rate may take many times as long, so that a little of it counts
     assert of(extrapolated=0.5, transferred=0.5, substituted=0.011) == "substituted"
-    assert rates_of_step("fitted", [{"grade": "substituted", "share": 1.0}]) == "fitted"
+    # a scalar has taken up what its own program lacks, and that of no other program
+    fitted, missing = load_cluster("a100-lasp"), [{"grade": "substituted", "share": 1.0}]
+    assert rates_of_step(fitted, "bf16", ("tnl-1b", "lasp"), missing) == "fitted"
+    assert rates_of_step(fitted, "bf16", ("tnl-1b", "ulysses"), missing) == "fitted elsewhere"
+    assert rates_of_step(fitted, "bf16", ("linear-llama3-1b", "lasp"), missing) == "fitted elsewhere"
 
 
 def test_prices_in_words_are_those_of_the_largest_shares() -> None:

@@ -72,12 +72,34 @@ def test_rows_are_read_with_the_intervals_of_the_package() -> None:
     assert low <= 1 <= high
 
 
+LACKING = {
+    "priced_by": [
+        {"work": "memory", "by": "the datasheet", "grade": "transferred", "share": 0.3},
+        {"work": "forward attention by triton", "by": "matmuls", "grade": "substituted", "share": 0.2},
+    ]
+}
+
+
+def test_a_row_names_the_rate_that_makes_its_class() -> None:
+    lacking = row(rates="substituted", **LACKING)
+    words = with_band(lacking, MODEL)["measurement"]["band"]
+    cluster = lacking["cell"].get("cluster") or "this cluster"
+    assert words.startswith(
+        f"no rate of forward attention by triton on {cluster}, priced by matmuls; no measured"
+    )
+    assert (
+        "triton" not in with_band(row(**LACKING), MODEL)["measurement"]["band"]
+    )  # which has all that counts
+
+
 @pytest.mark.parametrize(
     ("measured", "text"),
     [
         ({}, "2.00 s ±11%"),
         ({"bound": "bubble"}, "2.00 s ±11%"),
-        ({"rates": "fitted"}, "2.00 s -39% +65%"),
+        ({"rates": "fitted"}, "2.00 s -10% +101%"),  # of no measured step: the widest of all
+        ({"rates": "fitted elsewhere"}, "2.00 s -10% +101%, fitted to others"),
+        ({"rates": "substituted"} | LACKING, "2.00 s -10% +101%, no rate of forward attention by triton"),
         ({"rates": "datasheet"}, "2.00 s -10% +101%, uncalibrated"),
         ({"rates": "", "bound": ""}, "2.00 s"),
         ({"step_time_s": None}, ""),

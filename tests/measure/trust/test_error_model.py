@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from spbench.bench.measure.trust.error_model import ANY, ErrorModel, StepObservation, coverage, overall
+from spbench.bench.measure.trust.coverage import coverage, overall
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel, StepObservation
 
 SOURCES = [f"s{number}" for number in range(8)]
 
@@ -78,17 +80,41 @@ def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_withi
     assert low * high == pytest.approx(1)
 
 
-def test_what_was_never_measured_falls_back_and_says_so() -> None:
-    model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted", between=0.5)])
+def test_what_was_never_measured_has_the_widest_interval_and_says_so() -> None:
+    model = ErrorModel.fit([*drawn(1), *drawn(3, bound="links", between=0.3), *drawn(2, rates="fitted")])
     assert model.interval("sourced", "matmul")[1] == "sourced rates, matmul: 8 sources, 160 rows"
     interval, words = model.interval("sourced", "host")
-    assert interval == model.intervals["sourced"][ANY]
-    assert words == "sourced rates, no measured step bound by host: all 8 sources, 160 rows"
+    assert interval == model.intervals["sourced"]["links"]
+    assert words == "sourced rates, no measured step bound by host, so the widest: 8 sources, 160 rows"
     interval, words = model.interval("datasheet", "matmul")
-    assert interval == model.intervals[ANY][ANY]
-    assert words == "no measured step on datasheet rates: all 8 sources, 320 rows"
+    assert interval == model.intervals["sourced"]["links"]
+    assert words == "no measured step on datasheet rates, so the widest of all: 8 sources, 160 rows"
     one = ErrorModel.fit(drawn(1, ["only"], rows=1))
     assert one.interval("sourced", "matmul")[1].endswith(": 1 source, 1 row")
+
+
+def test_a_class_of_one_source_is_no_narrower_than_the_next_worse() -> None:
+    """One source does not say how sources differ."""
+    worse = drawn(2, between=0.5, rates="extrapolated")
+    alone, three = drawn(1, ["only"]), drawn(1, ["a", "b", "c"])
+    model = ErrorModel.fit([*alone, *worse])
+    assert width(model) == width(model, "extrapolated")
+    assert width(ErrorModel.fit([*three, *worse])) < width(model)
+
+
+def test_machines_and_kernels_are_left_out_as_sources_are() -> None:
+    """One machine's times are too long, the other's too short: neither's intervals hold the other's."""
+    plain = [replace(o, kernel="k") for o in drawn(1, within=0.01, between=0.01)]
+    rows = [
+        replace(o, machine=machine, log_error=o.log_error + error)
+        for machine, error in (("a", -0.7), ("b", 0.7))
+        for o in plain
+    ]
+    by_machine = coverage(rows, "machine")
+    assert {each.left_out for each in by_machine} == {"a", "b"}
+    assert sum(each.within for each in by_machine) == 0
+    assert sum(each.within for each in coverage(rows)) > 0.75 * len(rows)
+    assert coverage(rows, "kernel") == []  # there is no other
 
 
 def test_without_a_measured_step_there_is_no_model() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from spbench.impls.backends import fsdp_flat
+from spbench.impls.backends import fsdp_flat, gradient_norm
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
@@ -20,6 +20,7 @@ from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.backends.zero1 import ShardedOptimizer
 from spbench.impls.composition import by_partial_axes
+from spbench.impls.layout import is_expert
 from tests.measure.verify.planting import patching, planted
 
 # DDP, ZeRO-1 and flat FSDP
@@ -239,4 +240,12 @@ UpdatedFromTheNextElement = planted("UpdatedFromTheNextElement", Megatron, step=
 TiedEmbeddingNotSummed = planted(
     "TiedEmbeddingNotSummed", Megatron, synchronize=lambda self, honest: self.gradients.finish()
 )
+# the norm counts no experts (Megatron-LM #5916), or all that several ranks hold as often as they hold it
+NormWithoutExperts = planted(
+    "NormWithoutExperts",
+    Megatron,
+    _share=lambda self, honest, main: 0.0 if is_expert(main.parameter) else honest(main),
+)
+NormOfEveryCopy = planted("NormOfEveryCopy", Megatron, _share=lambda self, honest, main: 1.0)
+NormOfOneRank = planted("NormOfOneRank", Megatron, step=patching(gradient_norm, all_reduce=_nothing))
 FlagIgnored = planted("FlagIgnored", MainGradients, _arrived=_added_again)

@@ -1,0 +1,148 @@
+"""Tables of measured times by shape: matmuls, attention and collectives, as a cluster's file names them.
+
+A table is a CSV file of scenarios/clusters/tables, where its source and licence stand. A call is on straight
+lines between the nearest measured calls, in the logarithms of sizes and of rates. Beyond a table its nearest
+edge counts, with what a model of the caller makes of the rest; :meth:`RateTable.covers` says where.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from io import StringIO
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from spbench.bench.errors import UserError, shown, suggestion
+
+PACKAGE = "spbench.scenarios.clusters"
+#: of the heads of all tables of attention
+HEAD_SIZE = 128
+
+
+def table_names() -> list[str]:
+    """The tables that come with the package."""
+    return sorted(path.stem for path in _folder().glob("*.csv"))
+
+
+def check_table(name: str, named_by: str) -> None:
+    """Raise UserError if no table has that name."""
+    if name not in table_names():
+        problem = f"{named_by}: unknown table of measured rates {shown(name)}"
+        raise UserError(problem + suggestion(name, table_names()))
+
+
+def table_text(name: str) -> str:
+    """The CSV text of a table."""
+    return (_folder() / f"{name}.csv").read_text(encoding="utf-8")
+
+
+def table_digest(name: str) -> str:
+    """A digest of a table's content."""
+    return hashlib.sha256(table_text(name).encode()).hexdigest()
+
+
+def _folder() -> Path:
+    return Path(str(files(PACKAGE))) / "tables"
+
+
+class RateTable:
+    """Calls of one kind by their sizes, and what each took.
+
+    Args:
+        sizes: [calls, sizes] of a call.
+        seconds: [calls].
+        work: [calls]: what the calls do, as FLOPs; the rates of this are interpolated.
+
+    Attributes:
+        sizes, seconds, work: as they are given.
+        smallest, largest: [sizes] that were measured.
+    """
+
+    def __init__(self, sizes: np.ndarray, seconds: np.ndarray, work: np.ndarray):
+        self.sizes, self.seconds, self.work = sizes, seconds, work
+        self.smallest, self.largest = sizes.min(axis=0), sizes.max(axis=0)
+        places = np.log2(sizes)
+        axes = [np.unique(along) for along in places.T]
+        grid = np.full([len(axis) for axis in axes], np.nan)
+        at = [np.searchsorted(axis, along) for axis, along in zip(axes, places.T, strict=True)]
+        grid[tuple(at)] = np.log(work / seconds)
+        self._axes, self._grid = axes, _filled(axes, grid)
+
+    def cut(self, sizes: np.ndarray) -> np.ndarray:
+        """Sizes of calls, each of them cut to those that were measured."""
+        return np.clip(sizes, self.smallest, self.largest)
+
+    def rates(self, sizes: np.ndarray) -> np.ndarray:
+        """[calls]: work a second of calls of these sizes, each of them cut to those that were measured."""
+        below, shares = [], []
+        for axis, along in zip(self._axes, np.log2(self.cut(sizes)).T, strict=True):
+            place = np.clip(np.searchsorted(axis, along, side="right") - 1, 0, max(len(axis) - 2, 0))
+            above = np.minimum(place + 1, len(axis) - 1)
+            below.append((place, above))
+            width = axis[above] - axis[place]
+            shares.append(np.divide(along - axis[place], width, out=np.zeros_like(along), where=width > 0))
+        logarithms = np.zeros(len(sizes))
+        for corner in product((0, 1), repeat=len(self._axes)):
+            weights = [share if side else 1 - share for share, side in zip(shares, corner, strict=True)]
+            at = tuple(places[side] for places, side in zip(below, corner, strict=True))
+            logarithms += np.prod(weights, axis=0) * self._grid[at]
+        return np.asarray(np.exp(logarithms))
+
+    def covers(self, sizes: np.ndarray) -> np.ndarray:
+        """[calls]: whether each call lies between measured ones."""
+        return np.asarray(((sizes >= self.smallest) & (sizes <= self.largest)).all(axis=1))
+
+
+def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
+    """The grid, where nothing was measured with the value of the nearest place that was."""
+    holes = np.isnan(grid)
+    places = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+    for hole in np.argwhere(holes):
+        apart = np.abs(places[~holes] - places[tuple(hole)]).sum(axis=1)
+        grid[tuple(hole)] = grid[~holes][int(apart.argmin())]
+    return grid
+
+
+@cache
+def matmul_table(name: str) -> RateTable:
+    """A table of matmuls in half precision, by [m, n, k]; its work is their FLOPs."""
+    sizes, seconds = _columns(_rows(name), ("m", "n", "k"))
+    return RateTable(sizes, seconds, 2.0 * sizes.prod(axis=1))
+
+
+@cache
+def attention_table(name: str) -> RateTable:
+    """A table of forward attention in half precision with a causal mask and heads of :data:`HEAD_SIZE`
+    features, by [length, heads, groups]: heads share as many keys and values as there are groups. Its work is
+    the FLOPs that the mask leaves."""
+    sizes, seconds = _columns(_rows(name), ("length", "heads", "groups"))
+    return RateTable(sizes, seconds, 2.0 * HEAD_SIZE * sizes[:, 1] * sizes[:, 0] ** 2)
+
+
+@cache
+def collective_tables(name: str) -> Mapping[str, RateTable]:
+    """Tables of collectives within a node: by collective, by [ranks, bytes of the payload as
+    :data:`WIRE_SHARE` defines it]. Their work is one call."""
+    by_kind: dict[str, list[dict[str, str]]] = {}
+    for row in _rows(name):
+        by_kind.setdefault(row["collective"], []).append(row)
+    of_kind = {kind: _columns(rows, ("ranks", "bytes")) for kind, rows in by_kind.items()}
+    return {
+        kind: RateTable(sizes, seconds, np.ones(len(seconds))) for kind, (sizes, seconds) in of_kind.items()
+    }
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(StringIO(table_text(name))))
+
+
+def _columns(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """[calls, names]: the sizes of calls; and their seconds."""
+    sizes = np.array([[float(row[name]) for name in names] for row in rows])
+    return sizes, np.array([float(row["us"]) for row in rows]) * 1e-6

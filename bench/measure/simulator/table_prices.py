@@ -1,0 +1,157 @@
+"""What calls take by the tables of measured rates that a cluster names.
+
+Within a table the measured calls count alone. Beyond it a call takes what the model of the cluster's own
+figures says, times what the nearest edge of the table takes by measurement over what it takes by that model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from spbench.bench.measure.clusters.rate_tables import (
+    HEAD_SIZE,
+    RateTable,
+    attention_table,
+    collective_tables,
+    matmul_table,
+)
+from spbench.bench.measure.clusters.rates import AttentionRate, Link
+from spbench.bench.measure.simulator.program import Program
+from spbench.bench.measure.simulator.step_parts import AttentionCall
+from spbench.impls.traffic import WIRE_SHARE
+
+#: bytes of a number in half precision
+_HALF = 2
+
+
+def matmul_sizes(table: RateTable, shapes: np.ndarray) -> np.ndarray:
+    """[calls, 3]: m, n, k of matmuls of (batch, m, n, k) as a table has them. A batch counts as more
+    rows. A matmul takes as long as its transpose, which counts where the table has that alone."""
+    batch, m, n, k = shapes.T.astype(float)
+    sizes, turned = np.stack([batch * m, n, k], axis=1), np.stack([n, batch * m, k], axis=1)
+    outside, outside_turned = (np.abs(np.log(each / table.cut(each))).sum(axis=1) for each in (sizes, turned))
+    return np.where((outside_turned < outside)[:, None], turned, sizes)
+
+
+def matmul_seconds(
+    name: str, shapes: np.ndarray, nbytes: np.ndarray, model: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Seconds of matmuls in half precision.
+
+    Args:
+        name: of the table.
+        shapes: [calls, 4]: batch, m, n, k.
+        nbytes: [calls]: that they read and write.
+        model: seconds by FLOPs and bytes, as the cluster's own figures have them.
+    """
+    table = matmul_table(name)
+    kinds, places = np.unique(np.column_stack([shapes, nbytes]), axis=0, return_inverse=True)
+    sizes = matmul_sizes(table, kinds[:, :4])
+    edge = table.cut(sizes)
+    edge_flops = 2.0 * edge.prod(axis=1)
+    measured = edge_flops / table.rates(sizes)
+    of_edge = model(edge_flops, _operand_bytes(edge))
+    # what is read or written beside the operands of the table, as sums in float32, costs what the model says
+    flops, own_bytes = 2.0 * sizes.prod(axis=1), kinds[:, 4]
+    seconds = measured * model(flops, np.maximum(own_bytes, _operand_bytes(sizes))) / of_edge
+    return np.asarray(seconds[places.ravel()])
+
+
+def _operand_bytes(sizes: np.ndarray) -> np.ndarray:
+    m, n, k = sizes.T
+    return np.asarray(_HALF * (m * n + m * k + n * k))
+
+
+def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:
+    """Whether a call is of the kind that the rate's table has, whatever its sizes."""
+    return (
+        rate.table.value is not None
+        and call.direction == "forward"
+        and call.mask == "causal"
+        and call.head_size == HEAD_SIZE
+        and call.queries == call.keys
+    )
+
+
+def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> float:
+    """FLOPs a second of calls that :func:`in_attention_table` holds for. Heads and groups of several samples
+    count as those of one."""
+    table = attention_table(rate.table.value or "")
+    sizes = np.array([[call.length, call.heads, groups]], dtype=float)
+    length = int(table.cut(sizes)[0, 0])
+    return float(table.rates(sizes)[0]) * rate.at(call.length) / rate.at(length)
+
+
+def lengths_measured(rate: AttentionRate) -> tuple[int, int] | None:
+    """The shortest and the longest sequence that a rate was measured of; None: its source does not say."""
+    if rate.table.value is not None:
+        table = attention_table(rate.table.value)
+        return int(table.smallest[0]), int(table.largest[0])
+    return (min(rate.measured), max(rate.measured)) if rate.measured else None
+
+
+def matmuls_covered(name: str, shapes: np.ndarray) -> np.ndarray:
+    """[calls]: whether matmuls of (batch, m, n, k) lie within a table."""
+    table = matmul_table(name)
+    return table.covers(matmul_sizes(table, shapes))
+
+
+def ranks_measured(link: Link, kind: str) -> tuple[int, int] | None:
+    """The smallest and the largest group that a link's table has of a collective; None: it has none."""
+    if link.table.value is None or (table := collective_tables(link.table.value).get(kind)) is None:
+        return None
+    return int(table.smallest[0]), int(table.largest[0])
+
+
+def collective_seconds(link: Link, kind: str, nbytes: float, ranks: int) -> float | None:
+    """Seconds of a collective within a node, without a calibration; None: the link has no table with it.
+
+    Args:
+        nbytes: the payload, as :data:`WIRE_SHARE` defines it.
+        ranks: of the group.
+    """
+    name = link.table.value
+    return (
+        None if name is None or kind not in collective_tables(name) else _seconds(name, kind, nbytes, ranks)
+    )
+
+
+@lru_cache(maxsize=2**16)
+def _seconds(name: str, kind: str, nbytes: float, ranks: int) -> float:
+    table = collective_tables(name)[kind]
+    (fewest, _), (most, largest) = table.smallest, table.largest
+    n = float(np.clip(ranks, fewest, most))
+    # beyond the ranks that were measured, at the same bus bandwidth
+    payload = nbytes * float(WIRE_SHARE[kind](ranks) / WIRE_SHARE[kind](int(n)))
+    seconds, latency = float(1.0 / table.rates(np.array([[n, payload]]))[0]), _latency(table, n)
+    if payload > largest:
+        seconds += (payload - largest) / largest * (seconds - latency)
+    if ranks > n:
+        # a rank more costs what it does from half of the largest group to all of it
+        seconds += (latency - _latency(table, n / 2)) * (ranks - n) / (n / 2)
+    return seconds
+
+
+def _latency(table: RateTable, ranks: float) -> float:
+    """Seconds of the smallest message."""
+    return float(1.0 / table.rates(np.array([[ranks, table.smallest[1]]]))[0])
+
+
+def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> tuple[float, float] | None:
+    """The same as the seconds of the smallest message, and the bus bandwidth of the rest (bytes a second)."""
+    seconds = collective_seconds(link, kind, nbytes, ranks)
+    latency = collective_seconds(link, kind, 0.0, ranks)
+    if seconds is None or latency is None:
+        return None
+    return latency, float(WIRE_SHARE[kind](ranks)) * nbytes / max(seconds - latency, 1e-12)
+
+
+def groups_of(program: Program, event: int) -> int:
+    """Heads of keys and values, all sequences together, of a forward call of attention in half precision: by
+    what it moves beside its queries, its outputs and their sums in float32."""
+    heads, queries, keys, size = (int(each) for each in program.shape[event])
+    rest = float(program.nbytes[event]) - heads * queries * (2 * _HALF * size + 4)
+    return int(np.clip(round(rest / (2 * _HALF * keys * size)), 1, heads))

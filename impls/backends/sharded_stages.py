@@ -1,0 +1,51 @@
+"""Pipeline stages of sharded models: when weights are gathered, and when gradients are summed.
+
+In torch.distributed.pipelining each backward of a stage adds to whole gradients and keeps the gathered weights
+(``backward_maybe_with_nosync`` of its stage.py, torch 2.13). After the stage's last backward of the step it
+reduce-scatters them, unit by unit, and frees the weights (``perform_reduce_grad``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def keep_for_later(stage: FSDPModule) -> None:
+    """Have backwards through a stage add to whole gradients, and keep the weights."""
+    _sum_after_backward(stage, False)
+
+
+def sum_kept(stage: FSDPModule) -> None:
+    """Reduce-scatter the gradients that backwards through a stage have added up, and free its weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    _sum_after_backward(stage, True)
+    state = fully_shard.state(stage)  # type: ignore[attr-defined]  # not exported: torch's pipelining does this
+    for unit in state._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def _sum_after_backward(stage: FSDPModule, yes: bool) -> None:
+    stage.set_is_last_backward(yes)
+    stage.set_reshard_after_backward(yes)
+    stage.set_requires_gradient_sync(yes)
+
+
+def gathers(passes: Iterable[bool], reshards: bool) -> tuple[int, int]:
+    """How often a stage's weights are gathered in a step: for forwards, and for backwards.
+
+    Args:
+        passes: of the stage in their order: True for a forward, False for a backward.
+        reshards: whether the weights are freed after each forward.
+    """
+    whole, counts = False, [0, 0]
+    for forward in passes:
+        counts[not forward] += not whole
+        whole = not (forward and reshards)
+    return counts[0], counts[1]
