@@ -11,7 +11,7 @@ from spbench.impls.models.model import Model, model_preset
 
 #: the option whose values of several switches are put together
 MODULES = "model_options.recompute_modules"
-_RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
+RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
 #: shares of the optimizer that wait on the host, where a backend has the option
 _FRACTIONS = (0.25, 0.5, 0.75)
 _FRACTION = "optimizer_offload_fraction"
@@ -33,7 +33,7 @@ def switches(cell: Cell) -> list[Change]:
 
 def _whole(change: Change) -> bool:
     """Whether it is selective recomputation without a module, which :func:`_by_module` has by its module."""
-    return change.settings == {_RECOMPUTE: "selective"}
+    return change.settings == {RECOMPUTE: "selective"}
 
 
 def _by_module(model: Model) -> Iterator[Change]:
@@ -52,7 +52,7 @@ def _by_module(model: Model) -> Iterator[Change]:
     }
     already = {*getattr(model, "recompute_modules", ())} if model.recompute == "selective" else set()  # type: ignore[attr-defined]
     for module in (name for name, there in has.items() if there and name not in already):
-        settings = {_RECOMPUTE: "selective", MODULES: sorted({module, *already})}
+        settings = {RECOMPUTE: "selective", MODULES: sorted({module, *already})}
         yield Change(settings, f"backward runs {module} again")
 
 

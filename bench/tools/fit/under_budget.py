@@ -25,12 +25,12 @@ from spbench.bench.tools.fit.anatomy import Anatomy, examine
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.suggestions import Change
-from spbench.bench.tools.fit.switches import switches, together
+from spbench.bench.tools.fit.switches import MODULES, RECOMPUTE, switches, together
 
 #: solutions of the integer program that are traced at the most
 _MOST_SOLVED = 12
 #: a pair is traced where it would fit if the two together took off so many times what they do apart
-_MORE_TOGETHER = 1.25
+_MORE_TOGETHER = 1.5
 #: part of a step that each switch costs beside its own time, so that none is taken for nothing
 _LEAST_COST = 1e-6
 
@@ -212,10 +212,15 @@ class _Program:
         apart = {*self.apart}
         pairs = [pair for pair in itertools.combinations(range(len(self.changes)), 2) if pair not in apart]
         for a, b in sorted(pairs, key=lambda pair: self.costs[[*pair]].sum()):
-            costs = before + self.costs[[a, b]].sum()
             saved = self.saved[:, [a, b]].sum(axis=1) * _MORE_TOGETHER
-            if costs < seconds and np.all(saved >= self.excess):
+            if before + self._least_cost(a, b) < seconds and np.all(saved >= self.excess):
                 yield [self.changes[a], self.changes[b]]
+
+    def _least_cost(self, a: int, b: int) -> float:
+        """What two switches cost together; the larger of the two where they share a setting."""
+        costs = self.costs[[a, b]]
+        shared = {*self.changes[a].settings} & {*self.changes[b].settings} - {MODULES, RECOMPUTE}
+        return float(costs.max() if shared else costs.sum())
 
     def _seconds_before(self) -> float:
         return (self.alone[0].step_s or 0.0) - float(self.costs[0]) if self.alone else 0.0
