@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
+from spbench.impls.backends.buffer_layout import BucketLayout
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.collectives import (
     all_gather_in_place,
@@ -115,9 +115,8 @@ class GradientBuffer:
     Args:
         group: the ranks; None: one alone. If buckets are sharded, the ranks that share each.
         dtype: of the gradients.
-        alone: parameters that have a bucket of their own in a sharded buffer.
-        full_at: see :func:`laid_out`.
-        sharding: None: nothing is sharded.
+        layouts: the buckets of these parameters.
+        sharded: whether each rank has a part of every bucket.
         instances: the ranks of other such groups that hold the same parts; None: there is one group.
         scaled: see :class:`GradientBucket`.
     """
@@ -127,20 +126,16 @@ class GradientBuffer:
         group: dist.ProcessGroup | None,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        alone: set[nn.Parameter],
-        full_at: int | None,
-        sharding: Sharding | None,
+        layouts: Sequence[BucketLayout],
+        sharded: bool,
         instances: dist.ProcessGroup | None = None,
         *,
         scaled: bool = False,
     ):
         self._scaled = scaled
-        layouts = laid_out(
-            [p.numel() for p in parameters], [p in alone for p in parameters], full_at, sharding
-        )
         elements = layouts[-1].end
         some = parameters[0]
-        self.weights = None if sharding is None else some.detach().new_zeros(elements)
+        self.weights = some.detach().new_zeros(elements) if sharded else None
         self.gradients = some.detach().new_zeros(elements, dtype=dtype)
         groups = group, instances
         self.buckets = [self._bucket(layout, parameters, groups) for layout in layouts]

@@ -31,7 +31,7 @@ Differences from Megatron-Core:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,18 +40,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
-from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.flat import covered
 from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
 from spbench.impls.backends.host_optimizer import HostOptimizer
+from spbench.impls.backends.layer_wise import Dealt, dealt
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.part_on_host import PartOnHost, first_of
+from spbench.impls.backends.planned_buffers import PlannedBuffer, muon_traffic, planned_buffers
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
-from spbench.impls.layout import Unsupported, is_expert
+from spbench.impls.layout import Unsupported, is_expert, shard_of
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -88,20 +90,15 @@ class Megatron(Backend):
     host_waits_for_transfers = True
     options_type = MegatronOptions
     options: MegatronOptions
+    muon_coefficients = QUINTIC
 
     def prepare(self) -> Optimizer:
         # all groups first, in an order that all ranks have
-        sums = [
-            (self._groups(axes), parameters)
-            for axes, parameters in by_partial_axes(self.names, self.strategy).items()
-        ]
-        chunks = chunks_of(self.module)
-        self.buffers = [
-            self._buffer(groups, mine, number)
-            for number, chunk in enumerate(chunks)
-            for groups, parameters in sums
-            if (mine := _of(chunk, parameters))
-        ]
+        groups = {axes: self._groups(axes) for axes in by_partial_axes(self.names, self.strategy)}
+        planned = [*planned_buffers(self.module, self.strategy, self.around, self.options)]
+        self.buffers = [self._buffer(groups[each.axes], each) for each in planned]
+        #: with Muon that deals weights out: those of a group, who updates each, and the group
+        self.dealt = _dealt(planned, groups) if self.options.deals else []
         tied = self.around.tied(self.module)
         # where one stage has both uses of a tied embedding, autograd adds up their gradients
         twice = getattr(self.module, "tied", None) if tied is None else None
@@ -113,36 +110,71 @@ class Megatron(Backend):
             checked=self.options.check_for_nan_in_grad and not self.precision.loss_scale,
         )
         overlapped = self.options.overlap_param_gather
-        self.gathered = GatheredInForward(chunks if overlapped else [], self.buffers)
+        self.gathered = GatheredInForward(chunks_of(self.module) if overlapped else [], self.buffers)
         mains = [
             self._main_weight(bucket, p)
             for buffer in self.buffers
             for bucket in buffer.buckets
             for p in bucket.parameters
         ]
+        if self.dealt:
+            others = {p for each in self.dealt for p in each.of_others()}
+            mains = [main for main in mains if main.parameter not in others]
         # a rank may hold padding alone of a small model, but torch's optimizers want a tensor
         self.mains = [main for main in mains if main.values.numel()] or mains[:1]
+        if self.options.update == "muon":
+            self.mains.sort(key=self._by_muon, reverse=True)  # the order of its gradients
         self.clipping = None
         if largest := self.options.clip_grad:
             shares = [0.0 if self._counted_before(main) else self._share(main) for main in self.mains]
             self.clipping = ClippedGradients(self.around.place, largest, shares)
-        groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
+        shard_groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
+        if self.options.update == "muon":
+            return self._clipped(self._muon(shard_groups))
         if self.options.optimizer_offload_fraction < 1:
-            values, settings = [main.values for main in self.mains], self.optimizer_settings(groups)
+            values, settings = [main.values for main in self.mains], self.optimizer_settings(shard_groups)
             return PartOnHost(values, self._on_host(), self.precision, self.host_layout, **settings)
-        optimizer = self.make_optimizer(
-            [main.values for main in self.mains],
-            masters=False,
-            shard_groups=groups if self.options.distributed_optimizer else (),
+        return self._clipped(
+            self.make_optimizer(
+                [main.values for main in self.mains],
+                masters=False,
+                shard_groups=shard_groups if self.options.distributed_optimizer else (),
+            )
         )
+
+    def _clipped(self, optimizer: Optimizer) -> Optimizer:
         if self.clipping is not None and not isinstance(optimizer, HostOptimizer):
             optimizer.before_update = self.clipping.clip
         return optimizer
 
+    def _muon(self, shard_groups: Sequence[dist.ProcessGroup | None]) -> Muon:
+        matrices, others = list[Matrix](), list[Tensor]()
+        for main in self.mains:
+            if not self._by_muon(main):
+                others.append(main.values)
+                continue
+            assert main.values.numel() == main.parameter.numel(), "a matrix is cut over ranks"
+            shard = shard_of(main.parameter) if self.options.muon_tp_mode == "duplicated" else None
+            group = self.strategy.place.group(shard.axis) if shard else None
+            matrices.append(Matrix(main.values, main.parameter.shape, group, shard.dim if shard else 0))
+        return Muon(
+            matrices,
+            others,
+            self.precision,
+            steps=self.options.muon_steps,
+            coefficients=self.muon_coefficients,
+            **self.optimizer_settings(shard_groups),
+        )
+
+    def _by_muon(self, main: _MainWeight) -> bool:
+        return bool(main.values.numel()) and is_matrix(self.names[main.parameter], main.parameter)
+
     def _share(self, main: _MainWeight) -> float:
         p, place = main.parameter, self.around.place
         ranks = place.size(*summed_axes(self.strategy.partial_axes(p)))
-        sharing = self.options.sharing(ranks) if self.options.distributed_optimizer else 1
+        sharing = (
+            self.options.sharing(ranks) if self.options.distributed_optimizer or self.options.deals else 1
+        )
         return held_share(p, place, sharing)
 
     def _counted_before(self, main: _MainWeight) -> bool:
@@ -181,19 +213,15 @@ class Megatron(Backend):
     def _buffer(
         self,
         groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
-        parameters: Sequence[nn.Parameter],
-        chunk: int,
+        planned: PlannedBuffer,
     ) -> GradientBuffer:
-        tied, (group, instances) = self.around.tied(self.module), groups
-        size = 1 if group is None else group.size()
-        sharding = self.options.sharding(size * self.options.num_distributed_optimizer_instances)
+        parameters, (group, instances) = list(planned.parameters.values()), groups
         return GradientBuffer(
             group,
             parameters,
             self.gradient_dtype(self.precision, self.options),
-            set() if tied is None else {tied},
-            self.options.full_at(self.around, chunk),
-            sharding,
+            planned.layouts,
+            planned.sharded,
             instances,
             scaled=is_expert(parameters[0]) and self.around.place.size("dp", "cp", "sp") > 1,
         )
@@ -203,7 +231,8 @@ class Megatron(Backend):
         weights = p.detach().view(-1)[elements]
         half = p.dtype in (torch.float16, torch.bfloat16)
         gradient = bucket.of(bucket.gradients, p, elements)
-        copied = half and not self.on_host  # the host has its own
+        # the host has its own
+        copied = half and not (self.on_host and self.options.use_precision_aware_optimizer)
         return _MainWeight(bucket, p, elements, weights.float() if copied else weights, gradient, not copied)
 
     def zero(self) -> None:
@@ -243,6 +272,8 @@ class Megatron(Backend):
             for buffer in self.buffers:
                 for bucket in buffer.buckets:
                     bucket.gather(overlapped=False)
+        for each in self.dealt:
+            each.spread()
 
     def held(self) -> dict[str, list[Tensor]]:
         copies = [main.values for main in self.mains if not main.shared]
@@ -267,35 +298,44 @@ class Megatron(Backend):
     def cuts(cls, step: PlannedStep) -> Hashable:
         options, found = step.options, set[Hashable]()
         assert isinstance(options, MegatronOptions)
-        for chunk, axes, elements, layouts in _layouts(step, options):
-            place, full_at, summed = step.around.place, options.full_at(step.around, chunk), summed_axes(axes)
+        for buffer in _planned(step):
+            place, full_at = step.around.place, options.full_at(step.around, buffer.chunk)
+            summed, all_sizes = summed_axes(buffer.axes), buffer.elements
             each = options.sharing(place.size(*summed)) if options.distributed_optimizer else 1
-            for layout in layouts:
-                sizes = [elements[i] for i in layout.members]
+            # a part of all layers may be on the host, and whole weights are shared out among all layers
+            whole = sum(all_sizes) if options.optimizer_offload_fraction < 1 or options.packs else None
+            if options.deals:
+                owners = dealt(all_sizes, place.size(*summed))
+                found.add((buffer.axes, tuple(owners), place.rank(*summed)))
+            for layout in buffer.layouts:
+                sizes = [all_sizes[i] for i in layout.members]
                 ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
                 part = covered(layout.starts, ends, *layout.shard(place.rank(*summed) % each, each))
                 padding = layout.end - layout.start - sum(sizes)
                 # the only bucket is of all layers, and others of some
                 within = None if full_at is None else tuple(sizes)
-                # a part of all layers may be on the host
-                whole = sum(sizes) if options.optimizer_offload_fraction < 1 else None
-                found.add((chunk, axes, padding, within, whole, part if each > 1 else None))
+                found.add((buffer.chunk, buffer.axes, padding, within, whole, part if each > 1 else None))
         return frozenset(found)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         options = step.options
         assert isinstance(options, MegatronOptions)
+        if options.update == "muon" and step.precision.loss_scale:
+            raise Unsupported("Muon has no loss scaling", "use bf16")
         if options.optimizer_offload_fraction < 1 and step.precision.loss_scale:
             raise Unsupported("a part of the optimizer on the host has no loss scaling", "use bf16")
         if options.clip_grad:
             yield from norm_traffic(step.around.place, step.element_bytes)
         width = cls.gradient_dtype(step.precision, options).itemsize
         phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
-        lengths = _sharded_lengths(step, options) if options.distributed_optimizer else Counter()
+        shards = options.distributed_optimizer and not options.deals
+        lengths = _sharded_lengths(step) if shards else Counter()
+        if options.update == "muon":
+            yield from muon_traffic(step, options)
         for summed in step.summed:
             axes = summed.group_axes
-            if not options.distributed_optimizer:
+            if not shards:
                 yield Traffic(phase, "main gradients", "all_reduce", 1, summed.elements * width, axes)
                 continue
             elements, each = lengths[summed.axes], options.sharing(summed.size)
@@ -310,30 +350,26 @@ class Megatron(Backend):
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
 
 
-def _sharded_lengths(step: PlannedStep, options: MegatronOptions) -> Counter[tuple[str, ...]]:
+def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:
+    """The buffers of a step that is planned."""
+    assert isinstance(step.options, MegatronOptions)
+    return planned_buffers(step.build(), step.strategy, step.around, step.options)
+
+
+def _sharded_lengths(step: PlannedStep) -> Counter[tuple[str, ...]]:
     """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
     padded: Counter[tuple[str, ...]] = Counter()
-    for _, axes, _, layouts in _layouts(step, options):
-        padded[axes] += layouts[-1].end
+    for buffer in _planned(step):
+        padded[buffer.axes] += buffer.layouts[-1].end
     return padded
 
 
-def _layouts(
-    step: PlannedStep, options: MegatronOptions
-) -> Iterator[tuple[int, tuple[str, ...], list[int], list[BucketLayout]]]:
-    """Yields for each buffer the number of its chunk, the axes over which it is summed, the elements of its
-    parameters, and its buckets."""
-    module, place = step.build(), step.around.place
-    tied = step.around.tied(module)
-    for number, chunk in enumerate(chunks_of(module)):
-        for axes, parameters in by_partial_axes(chunk.parameters(), step.strategy).items():
-            elements, alone = [p.numel() for p in parameters], [p is tied for p in parameters]
-            full_at = options.full_at(step.around, number)
-            sharding = options.sharding(place.size(*summed_axes(axes)))
-            yield number, axes, elements, laid_out(elements, alone, full_at, sharding)
-
-
-def _of(chunk: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that belong to the chunk."""
-    own = set(chunk.parameters())
-    return [p for p in parameters if p in own]
+def _dealt(
+    planned: Sequence[PlannedBuffer],
+    groups: Mapping[tuple[str, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
+) -> list[Dealt]:
+    """The weights of each group of several ranks, with their owners."""
+    of_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for buffer in planned:
+        of_axes.setdefault(buffer.axes, []).extend(buffer.parameters.values())
+    return [Dealt(weights, group) for axes, weights in of_axes.items() if (group := groups[axes][0])]

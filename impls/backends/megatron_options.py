@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from spbench.impls.backends.buffer_layout import Sharding
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.composition import Composition
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Saving
+from spbench.impls.options import Saving, check_choices
 
 #: elements of a bucket by default: at least so many, and so many a replica
 LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
@@ -42,6 +42,18 @@ class MegatronOptions(OptimizerOptions):
             weight is updated as soon as its gradient has arrived.
         optimizer_offload_fraction: with ``optimizer: host``, the share of a rank's main weights that is
             there: the first ones, of experts and of the rest each.
+        use_precision_aware_optimizer: with ``optimizer: host``, main weights are on the host alone, as
+            Megatron-LM asks for; without it, the device has float32 main weights too (Megatron-Bridge's
+            recipes).
+        update: what updates the weights: "adam", or "muon" for those that are matrices
+            (:mod:`spbench.impls.backends.muon`). With ``distributed_optimizer`` it updates whole matrices,
+            on one rank each.
+        muon_steps: Newton-Schulz steps.
+        muon_tp_mode: whether the ranks that hold parts of a matrix gather its moment and each orthogonalise
+            the whole ("duplicated"), or each its part ("blockwise").
+        layer_wise_layout: with Muon and ``distributed_optimizer``, buckets are packed by rank, and the
+            other weights are sharded as without Muon; else gradients are summed on all ranks, and each rank
+            updates some whole weights (--no-use-layer-wise-param-layout).
     """
 
     distributed_optimizer: bool = False
@@ -57,6 +69,11 @@ class MegatronOptions(OptimizerOptions):
     clip_grad: float = 1.0
     overlap_cpu_optimizer_d2h_h2d: bool = False
     optimizer_offload_fraction: float = 1.0
+    use_precision_aware_optimizer: bool = True
+    update: Literal["adam", "muon"] = "adam"
+    muon_steps: int = 5
+    muon_tp_mode: Literal["duplicated", "blockwise"] = "duplicated"
+    layer_wise_layout: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,12 +88,49 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError("optimizer_offload_fraction needs optimizer: host; set that, or leave it out")
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad is a norm above 0, or 0 for none, not {self.clip_grad}")
+        if not self.use_precision_aware_optimizer and self.optimizer == "device":
+            raise ValueError("use_precision_aware_optimizer: false needs optimizer: host")
+        self._check_muon()
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:
             raise ValueError("num_distributed_optimizer_instances needs distributed_optimizer")
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
+
+    def _check_muon(self) -> None:
+        kinds = {"update": ("adam", "muon"), "muon_tp_mode": ("duplicated", "blockwise")}
+        check_choices(self, kinds)
+        if self.muon_steps < 1:
+            raise ValueError(f"muon_steps is a number of steps from 1 on, not {self.muon_steps}")
+        own = {"muon_steps": 5, "muon_tp_mode": "duplicated", "layer_wise_layout": True}
+        if self.update == "adam":
+            for name, default in own.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} needs update: muon; set that, or leave it out")
+            return
+        if not self.layer_wise_layout and not self.distributed_optimizer:
+            raise ValueError("layer_wise_layout: false needs distributed_optimizer")
+        for there, what in (
+            (self.optimizer == "host", "optimizer: host"),
+            (self.num_distributed_optimizer_instances > 1, "num_distributed_optimizer_instances"),
+            (
+                self.overlap_param_gather and not self.layer_wise_layout,
+                "overlap_param_gather without a layout",
+            ),
+        ):
+            if there:
+                raise ValueError(f"update: muon has no {what}; leave one out")
+
+    @property
+    def packs(self) -> bool:
+        """Whether matrices have buckets of their own, in which each rank's part has whole ones."""
+        return self.update == "muon" and self.distributed_optimizer and self.layer_wise_layout
+
+    @property
+    def deals(self) -> bool:
+        """Whether each rank updates some whole weights, and sends them to the others."""
+        return self.update == "muon" and self.distributed_optimizer and not self.layer_wise_layout
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
@@ -119,4 +173,5 @@ class MegatronOptions(OptimizerOptions):
     def sharding(self, ranks: int) -> Sharding | None:
         """How a buffer whose gradients are summed over ``ranks`` ranks is sharded; None: it is not."""
         padded = self.pad_buckets_for_high_nccl_busbw
-        return Sharding(self.sharing(ranks), padded) if self.distributed_optimizer else None
+        shards = self.distributed_optimizer and not self.deals
+        return Sharding(self.sharing(ranks), padded) if shards else None

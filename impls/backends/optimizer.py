@@ -126,22 +126,29 @@ class Optimizer:
         if self.precision.loss_scale:
             self._unscale()
         if self.before_update is not None:
-            self.before_update([p.grad for p in self.masters if p.grad is not None])
-        self.adam.step()
+            self.before_update(self.gradients())
+        self.update()
         if self.precision.master:
             for master, p in zip(self.masters, self.parameters, strict=True):
                 p.detach().copy_(master.detach())
                 if self.master_gradients == "made":
                     master.grad = None
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the masters."""
+        return [p.grad for p in self.masters if p.grad is not None]
+
+    def update(self) -> None:
+        """Update the masters from their gradients."""
+        self.adam.step()
+
     def tensors(self) -> list[Tensor]:
         """The tensors held between steps."""
         state = [value for held in self.adam.state.values() for value in held.values()]
-        gradients = [p.grad for p in self.masters if p.grad is not None]
-        return [*self.masters, *state, *gradients] if self.precision.master else state
+        return [*self.masters, *state, *self.gradients()] if self.precision.master else state
 
     def _unscale(self) -> None:
-        gradients = [p.grad for p in self.masters if p.grad is not None]
+        gradients = self.gradients()
         overflow = torch.zeros((), dtype=torch.float32, device=self.scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.scale.reciprocal())
         for group in self.overflow_groups:

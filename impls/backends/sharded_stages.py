@@ -1,6 +1,6 @@
 """Pipeline stages of sharded models: when weights are gathered, and when gradients are summed.
 
-In torch.distributed.pipelining each backward of a stage adds to whole gradients and keeps the gathered weights
+In torch.distributed.pipelining each backward of a stage adds to whole gradients and keeps gathered weights
 (``backward_maybe_with_nosync`` of its stage.py, torch 2.13). After the stage's last backward of the step it
 reduce-scatters them, unit by unit, and frees the weights (``perform_reduce_grad``).
 """

@@ -1,4 +1,4 @@
-"""The sum of squares of many gradients in one kernel, as apex' and TransformerEngine's multi_tensor_l2norm."""
+"""The sum of squares of many gradients in one kernel: multi_tensor_l2norm of apex and TransformerEngine."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
@@ -275,7 +276,9 @@ class Costs:
         share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
         on_grid = (rates.default if self.attention == "flash" else self.attention) == grid.KERNEL
         for call, events in attention_calls(program):
-            rate = rates.rate_of(self.attention, call.head_size, call.direction, call.mask)
+            rate = rate_of_call(
+                self.cluster.device, self.attention, call.head_size, call.direction, call.mask
+            )
             if rate is None:
                 continue
             if in_attention_table(rate, call):

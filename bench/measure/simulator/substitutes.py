@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs
@@ -77,7 +78,7 @@ def _attention(
     for call, events in attention_calls(program):
         if rates is None:
             break
-        rate = rates.rate_of(costs.attention, call.head_size, call.direction, call.mask)
+        rate = rate_of_call(device, costs.attention, call.head_size, call.direction, call.mask)
         if rate is None:
             continue
         left[events] = False

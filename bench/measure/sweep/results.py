@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 #: words of a measurement on its step time
-_WORDS = ("bound", "calibration", "rates", "band", "routing")
+_WORDS = ("bound", "calibration", "rates", "band", "lacks", "routing")
 
 
 def flat(row: Row) -> dict[str, Any]:

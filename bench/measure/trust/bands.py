@@ -62,8 +62,9 @@ def packaged_model() -> ErrorModel:
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
-    """A row, with ``step_time_low_s``, ``step_time_high_s`` and ``band``, what these rest on in words, in its
-    measurement where that has a simulated step time; measured times have none.
+    """A row, with ``step_time_low_s``, ``step_time_high_s``, ``band``, what these rest on in words, and
+    ``lacks``, the work that has no rate and makes the class of the time, in its measurement where that has a
+    simulated step time; measured times have none.
 
     Args:
         model: that of the package if left out.
@@ -73,10 +74,15 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     if not (step_time_s and rates and bound):
         return dict(row)
     low, high, words = (model or packaged_model()).band(rates, bound, row["cell"].get("strategy") or "")
+    ends: dict[str, Any] = {
+        "step_time_low_s": step_time_s * low,
+        "step_time_high_s": step_time_s * high,
+        "lacks": None,
+    }
     if lacking := _lacking(measured):
+        ends["lacks"] = lacking["work"]
         cluster = row["cell"].get("cluster") or "this cluster"
         words = f"no rate of {lacking['work']} on {cluster}, priced by {lacking['by']}; {words}"
-    ends = {"step_time_low_s": step_time_s * low, "step_time_high_s": step_time_s * high}
     return {**row, "measurement": {**measured, **ends, "band": words}}
 
 
@@ -88,8 +94,8 @@ def shown_band(measured: Mapping[str, Any]) -> str:
         return ""
     if low is None or high is None:
         return shown_time(step_time_s)
-    lacking = _lacking(measured)
-    word = f", no rate of {lacking['work']}" if lacking else _MARKED.get(measured.get("rates") or "", "")
+    lacks = measured.get("lacks")
+    word = f", no rate of {lacks}" if lacks else _MARKED.get(measured.get("rates") or "", "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 

@@ -135,8 +135,8 @@ def check_bytes(
 
 
 def check_norm(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
-    """The norm of all gradients, of which every rank holds a part, where the step that :func:`check_bytes` has
-    run took one; a norm that left some of them out, or counted them twice, would clip by a wrong factor."""
+    """The norm of all gradients, of which every rank holds a part, where the step that :func:`check_bytes`
+    has run took one. A norm that left some out, or counted them twice, would clip by a wrong factor."""
     norm = checked.backend.gradient_norm
     if norm is not None:
         parts = truth.backend.gradient_parts().values()

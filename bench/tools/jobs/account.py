@@ -1,29 +1,23 @@
-"""An account of a job's arguments: the settings that are made of them, and what becomes of each.
-
-The variables of a job's environment: what torch, CUDA and NCCL make of them, and what is modelled.
-"""
+"""An account of a job's arguments: the settings that are made of them, and what becomes of each."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, checked
+from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
     ProgramArgument,
     may_move,
-    outcome_groups,
     shown,
 )
 from spbench.bench.tools.jobs.job import (
+    APPROXIMATED,
     MOST_NAMED,
-    NOT_MODELLED,
     Argument,
     Job,
     Outcome,
@@ -32,8 +26,7 @@ from spbench.bench.tools.jobs.job import (
     short,
 )
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.shell_syntax import shown_word, unknown_in
-from spbench.bench.yaml_files import read_yaml
+from spbench.bench.yaml_files import parse_yaml
 
 #: characters of a setting's value that an argument's detail repeats
 _LONGEST_SETTING = 200
@@ -73,7 +66,8 @@ class Account:
         unasked: what is missing for an argument of which nothing was made; "": that depends on the problems.
         made_of: what was made of each argument or variable.
         idle: arguments that could have had an effect, and why they have none here.
-        unmodelled: arguments that have an effect which is not modelled, and what they may move.
+        approximated: arguments that something close stands for, or nothing, and what they may move.
+        strictly: those of them that ``--strict`` refuses, and what is missing for them.
         missing: arguments that are refused here, and what is missing.
         problems, remarks: as of :class:`Job`.
     """
@@ -86,7 +80,8 @@ class Account:
     settings: list[Setting] = field(default_factory=list)
     made_of: dict[str, list[str]] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
-    unmodelled: dict[str, str] = field(default_factory=dict)
+    approximated: dict[str, str] = field(default_factory=dict)
+    strictly: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -125,9 +120,18 @@ class Account:
             self.idle.setdefault(name, reason)
 
     def leave(self, what: str, because: str, *names: str) -> None:
-        """Say that arguments may move "time", "memory" or both, which is not modelled."""
+        """Say that arguments may move "time", "memory", both or "nothing", which is not modelled."""
         for name in names:
-            self.unmodelled.setdefault(name, may_move(what, because))
+            self.approximated.setdefault(name, may_move(what, because))
+
+    def stand_in(self, missing: str, what: str, because: str, *names: str) -> None:
+        """Say that something close stands for arguments, as :meth:`leave`; ``--strict`` refuses them, as what
+        is ``missing`` is not modelled. A remark where none of them is given."""
+        if not any(map(self.has, names)):
+            self.remarks.append(f"{missing}: {may_move(what, because)}")
+        self.leave(what, because, *names)
+        for name in names:
+            self.strictly.setdefault(name, missing)
 
     def took(self, detail: str, *names: str) -> None:
         """Say what was made of arguments."""
@@ -137,7 +141,8 @@ class Account:
     def approximate(self, remark: str, *names: str) -> None:
         """Say what is not as the program has it, by reason of arguments."""
         self.remarks.append(remark)
-        self.took("see what is approximate", *names)
+        for name in names:
+            self.approximated.setdefault(name, remark)
 
     def refuse(self, missing: str, *names: str) -> None:
         """Say what is missing for arguments; a problem of the job where none of them is given."""
@@ -191,7 +196,11 @@ class Account:
     def arguments(self) -> Iterator[Argument]:
         """What became of every argument."""
         for name, given in self.given.items():
-            yield Argument(given.name, given.text, *self._outcome(name, given))
+            outcome, detail = self._outcome(name, given)
+            argument = self.program_arguments.get(name)
+            missing = self.strictly.get(name) or (argument.missing if argument else "")
+            missing = missing if outcome == APPROXIMATED else ""
+            yield Argument(given.name, given.text, outcome, detail, missing)
 
     def _outcome(self, name: str, given: Given) -> tuple[Outcome, str]:
         argument = self.program_arguments.get(name)
@@ -201,16 +210,18 @@ class Account:
             return "refused", self.missing[name]
         if argument.outcome == "no effect":
             return "no effect", argument.detail
+        if name in self.approximated and (name in self.strictly or name not in self.made_of):
+            return APPROXIMATED, self.approximated[name]
         if name in self.made_of:
             return "mapped", "; ".join(dict.fromkeys(self.made_of[name]))
         if name in self.idle:
             return "no effect", self.idle[name]
         if argument.is_default(given.value):
             return "no effect", "is so by default"
-        if name in self.unmodelled or argument.outcome == "not modelled":
-            return "not modelled", self.unmodelled.get(name, argument.detail)
         if argument.beside and not any(map(self.has, argument.beside)):
-            return "no effect", f"of {argument.detail}, which the job has not"
+            return "no effect", f"of {argument.missing or argument.detail}, which the job has not"
+        if argument.outcome == APPROXIMATED:
+            return APPROXIMATED, argument.detail
         if argument.outcome == "refused":
             return "refused", f"{argument.detail}: not modelled"
         if self.problems and not self.unasked:
@@ -237,114 +248,56 @@ class Account:
             arguments=every,
             settings=ordered(self.settings),
             problems=[*self.problems, *problems],
-            remarks=[*self.remarks, *_unmodelled(every)],
+            remarks=[*self.remarks, *_approximated(every)],
         )
 
 
-def _unmodelled(arguments: Iterable[Argument]) -> Iterator[str]:
-    """A remark on the arguments that may move one thing or another and are not modelled."""
+def _approximated(arguments: Iterable[Argument]) -> Iterator[str]:
+    """A remark on the arguments that may move one thing or another: those that ``--strict`` refuses with the
+    reason, the others by their names."""
     by_what: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for each in arguments:
-        if each.outcome == NOT_MODELLED:
-            by_what.setdefault(each.detail.partition(":")[0], []).append(short(str(each)))
+        what, colon, _ = each.detail.partition(":")
+        if each.missing:
+            by_reason.setdefault(each.detail, []).append(short(str(each)))
+        elif each.outcome == APPROXIMATED and colon and what.startswith(("may move", "does not move")):
+            by_what.setdefault(what, []).append(short(str(each)))
+    for detail, names in by_reason.items():
+        yield f"{APPROXIMATED}: {_listed(names)}: {detail}"
     for what, names in by_what.items():
-        listed = ", ".join(names[:MOST_NAMED])
-        listed += f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        yield f"{NOT_MODELLED}, and {what}: {listed} (spbench import --explain says how)"
+        yield f"{APPROXIMATED}, and {what}: {_listed(names)} (spbench import --explain says how)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def _scalar(text: str) -> Any:
+    """The value that a text of the command line is in YAML; the text itself where it is none."""
+    try:
+        return parse_yaml(Path("--given"), f"value: {text}".encode())["value"]
+    except UserError:
+        return text
 
 
 def key_account(
-    table: ArgumentTable, values: Iterable[tuple[str, Any]], counts: Callable[[str], bool] = bool
+    table: ArgumentTable,
+    values: Iterable[tuple[str, Any]],
+    counts: Callable[[str], bool] = bool,
+    overrides: Mapping[str, str] | None = None,
 ) -> Account:
-    """The account of the keys of configuration files, of those that count, of which nothing was made yet."""
+    """The account of the keys of configuration files, of those that count, of which nothing was made yet.
+
+    Args:
+        overrides: texts of values that stand in place of the files', by name, as --given has them.
+    """
     given = {}
-    for name, value in values:
+    chosen = {name: _scalar(text) for name, text in (overrides or {}).items() if name in table.arguments}
+    for name, value in [*((n, v) for n, v in values if n not in chosen), *chosen.items()]:
         if counts(name):
             wrong = table.arguments[name].wrong(value) if name in table.arguments else ""
             given[name] = Given(name, value, f"= {shown(value)}", wrong)
     problems = [f"{name}: {each.wrong}" for name, each in given.items() if each.wrong]
     return Account(table=table, given=given, problems=problems)
-
-
-#: of which torch takes the first that is set
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-#: NAME:VALUE, where a value in brackets may have commas
-_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[^]]*\]|[^,]*?)\s*(?:,|$)")
-#: of libraries: one that is in no table may have an effect
-_OF_LIBRARIES = re.compile(
-    r"(NVTE|CUBLAS(LT)?|CUDNN|CUDA|TORCH|PYTORCH|MEGATRON|TE|NVIDIA_TF32|FLASH_ATTENTION)_\w*"
-)
-_OPTION = "training.cuda_alloc_conf"
-
-
-class _Rule(NamedTuple):
-    """What becomes of the names that a pattern matches, with one value alone where there is one."""
-
-    pattern: str
-    value: str
-    outcome: Outcome
-    detail: str
-
-
-@cache
-def _rules(of_allocator: bool) -> Sequence[_Rule]:
-    """The rules for one value first, then the others in the order of the table."""
-    content = read_yaml(Path(__file__).with_name("variables.yaml"))
-    rules = [
-        _Rule(pattern, value, outcome, detail)
-        for words, outcome, detail in outcome_groups(content["allocator"] if of_allocator else content)
-        for pattern, _, value in (word.partition("=") for word in words.split())
-    ]
-    return sorted(rules, key=lambda rule: not rule.value)
-
-
-def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
-    """What becomes of a variable by the table; None where it has none of that name."""
-    for rule in _rules(of_allocator):
-        if rule.value in ("", value) and re.fullmatch(rule.pattern, name):
-            return rule.outcome, rule.detail
-    return None
-
-
-def variables(a: Account) -> Iterator[Argument]:
-    """What became of each variable, once the settings of the job are made; the allocator's are made here."""
-    for name, value in a.environment.items():
-        if name in ALLOCATOR:
-            yield from _allocator(a, name, value)
-            continue
-        outcome: tuple[Outcome, str] | None
-        if name in a.made_of:
-            outcome = "mapped", "; ".join(a.made_of[name])
-        elif name in a.idle:
-            outcome = "no effect", a.idle[name]
-        else:
-            outcome = _ruled(name, value, False)
-        if outcome is None and _OF_LIBRARIES.fullmatch(name):
-            outcome = "unknown", " in the environment"
-        yield Argument(name, shown_word(value), *(outcome or ("no effect", "a variable of the script's own")))
-
-
-def _allocator(a: Account, name: str, value: str) -> Iterator[Argument]:
-    """Each setting of torch's allocator, of which one at a time is modelled."""
-    if unknown := unknown_in(value):
-        a.problems.append(f"{name}: {unknown[0]} is not set in the script; set it there")
-        return
-    if others := [n for n in ALLOCATOR if n != name and a.environment.get(n, value) != value]:
-        a.problems.append(f"{name} and {others[0]} differ; leave one")
-    settings = dict(_SETTING.findall(value))
-    expandable = settings.get("expandable_segments") == "True"
-    for key, text in settings.items():
-        spelled, full = f"{key}:{text}", f"{name} {key}"
-        if spelled == EXPANDABLE_SEGMENTS or (key == "max_split_size_mb" and not expandable):
-            try:
-                checked("cuda_alloc_conf", spelled)
-            except ValueError as error:
-                a.problems.append(f"{name}: {error}")
-            if not any(setting.path == _OPTION for setting in a.settings):
-                a.add(_OPTION, spelled, f"{name}={shown_word(value)}")
-            yield Argument(full, text, "mapped", f"{_OPTION}: {spelled}")
-        else:
-            no_rule: tuple[Outcome, str] = "unknown", ", a setting of torch's allocator"
-            yield Argument(full, text, *(_ruled(key, text, True) or no_rule))
-    if ",".join(f"{key}:{text}" for key, text in settings.items()) != re.sub(r"\s", "", value).rstrip(","):
-        a.problems.append(f"{name}={shown_word(value)} is no list of NAME:VALUE, each given once")

@@ -7,8 +7,9 @@ A table is a YAML file beside this module. A word in it is an argument::
 TYPE is int, float, bool, str, list, map, any, or choices with ``|`` between them; ``?``: null too; ``+``: one
 value or more; ``*``: any number, or COUNT. Without a TYPE it is a switch. The words stand in groups by their
 outcome: ``mapped``, ``no_effect`` with a reason, ``not_modelled`` with what it may move, ``refused`` with
-what is missing for it. ``settings`` says which argument is which setting of a scenario; it is read forwards
-by :meth:`Account.map` and backwards by :meth:`ArgumentTable.values_of`.
+what is missing for it; what ``--strict`` alone refuses has both. ``settings`` says which argument is which
+setting of a scenario; it is read forwards by :meth:`Account.map` and backwards by
+:meth:`ArgumentTable.values_of`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class ProgramArgument:
         outcome: "mapped" where a setting may come from it.
         detail: why it has no effect, what it may move, or what is missing, for other values than the default.
         beside: arguments without one of which it has no effect.
+        missing: as of :class:`~spbench.bench.tools.jobs.job.Argument`.
     """
 
     spellings: tuple[str, ...]
@@ -64,6 +66,7 @@ class ProgramArgument:
     outcome: Outcome
     detail: str = ""
     beside: tuple[str, ...] = ()
+    missing: str = ""
 
     @property
     def name(self) -> str:
@@ -147,12 +150,12 @@ def argument_table(name: str, version: str = "") -> ArgumentTable:
     """The table of the file NAME.yaml; in a version, where it has several."""
     content = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
     arguments: dict[str, ProgramArgument] = {}
-    for words, outcome, detail, beside in _groups(content):
+    for words, outcome, detail, beside, missing in _groups(content):
         main = [*arguments_of(words, version, outcome, detail)]
         names = tuple(each.name for each in main)
         for each in [*main, *arguments_of(beside, version, outcome, detail, names)]:
             assert not arguments.keys() & {*each.spellings}, f"{name}.yaml has {each.name} twice"
-            arguments |= dict.fromkeys(each.spellings, each)
+            arguments |= dict.fromkeys(each.spellings, replace(each, missing=missing))
     program = content["versions"][version] if version else content["program"]
     settings = {name: _conversion(text) for name, text in content.get("settings", {}).items()}
     return ArgumentTable(str(program), arguments, settings, content)
@@ -163,15 +166,19 @@ def outcome_groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, s
     for group in content["no_effect"]:
         yield group["arguments"], "no effect", group["reason"]
     for group in content["not_modelled"]:
-        yield group["arguments"], "not modelled", may_move(group["may_move"], group["because"])
+        yield group["arguments"], "approximated", may_move(group["may_move"], group["because"])
 
 
-def _groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str, str]]:
-    yield content["mapped"], "mapped", "", ""
+def _groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str, str, str]]:
+    yield content["mapped"], "mapped", "", "", ""
     for words, outcome, detail in outcome_groups(content):
-        yield words, outcome, detail, ""
+        yield words, outcome, detail, "", ""
     for group in content["refused"]:
-        yield group["arguments"], "refused", group["missing"], group.get("beside", "")
+        words, beside, missing = group["arguments"], group.get("beside", ""), group["missing"]
+        if "may_move" in group:
+            yield words, "approximated", may_move(group["may_move"], group["because"]), beside, missing
+        else:
+            yield words, "refused", missing, beside, ""
 
 
 def arguments_of(
@@ -206,8 +213,9 @@ def _conversion(text: str | Mapping[str, Mapping[Any, Any]]) -> Conversion:
 
 
 def may_move(what: str, because: str) -> str:
-    """What is said of an argument that is not modelled."""
-    return f"may move {what}: {because}"
+    """What is said of an approximated argument; ``what``: "time", "memory", both, or "nothing"."""
+    moved = "does not move memory or time" if what == "nothing" else f"may move {what}"
+    return f"{moved}: {because}"
 
 
 def flat(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, Given, key_account, variables
+from spbench.bench.tools.jobs.account import Account, Given, key_account
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
     ProgramArgument,
@@ -22,6 +22,7 @@ from spbench.bench.tools.jobs.argument_tables import (
 from spbench.bench.tools.jobs.job import Argument, Job, Outcome
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
+from spbench.bench.tools.jobs.variables import variables
 
 #: of which a configuration has some, and that no other kind has
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
@@ -113,7 +114,12 @@ def read(files: JobFiles) -> Job | None:
 
 def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: JobFiles) -> Job:
     table = bridge_table()
-    k = key_account(table, flat(content, table.arguments), lambda name: not name.endswith("_target_"))
+    k = key_account(
+        table,
+        flat(content, table.arguments),
+        lambda name: not name.endswith("_target_"),
+        overrides=files.environment,
+    )
     values = {name: key.default for name, key in table.arguments.items() if key.outcome == "mapped"}
     from_config = _from_config(k, config)
     values |= from_config | {name: k.value(name) for name in k.given if name in values}

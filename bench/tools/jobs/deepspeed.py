@@ -112,7 +112,7 @@ class DeepSpeedJob:
 
     def __init__(self, contents: Mapping[str, Mapping[str, Any]], files: JobFiles):
         self.contents, self.files = contents, files
-        self.keys = key_account(argument_table("deepspeed"), _named(contents))
+        self.keys = key_account(argument_table("deepspeed"), _named(contents), overrides=files.environment)
 
     def job(self) -> Job:
         k = self.keys

@@ -12,7 +12,10 @@ from spbench.bench.command_line.options import body, path_option, printed
 @click.option("--gpus", type=click.IntRange(min=1), help="That the job runs on; what it says if left out.")
 @click.option("--cluster", metavar="NAME", help="That it runs on: its name (see spbench list) or file.")
 @click.option("--explain", is_flag=True, help="Show what became of every argument, in place of the scenario.")
-@click.option("--allow-unknown", is_flag=True, help="Leave out arguments that the program does not have.")
+@click.option("--strict", is_flag=True, help="Refuse what is unknown, or approximated in memory or time.")
+@click.option(
+    "--given", multiple=True, metavar="NAME=VALUE", help="What the files leave to run time: TP=8, or a key."
+)
 @path_option("--output", "The scenario's file; default standard output.")
 @printed
 @body("jobs.job_files:imported")
@@ -22,6 +25,7 @@ def command() -> None:
     [KIND] FILE...: its launch script or its configuration, FILE.py:NAME one of several in a file; the KIND is
     the program's (spbench list jobs), and without it the files tell.
 
-    Every argument is mapped to a setting, known to change nothing that is counted, not modelled, or refused.
-    Nothing in the files is run. The comment beside each line is the argument that it came from.
+    Every argument is mapped to a setting, known to change nothing that is counted, approximated by what
+    stands for it, or refused. Nothing in the files is run. The comment beside each line is the argument that
+    it came from.
     """

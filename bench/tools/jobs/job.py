@@ -12,9 +12,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.expand import Problem, expand
 from spbench.bench.yaml_text import comment, scalar
 
-#: "not modelled": it may move time or memory, and what a scenario says is without it
-NOT_MODELLED: Final = "not modelled"
-Outcome = Literal["mapped", "no effect", "not modelled", "refused", "unknown"]
+#: what a scenario says is without it, or something close stands for it; its detail says what that may move
+APPROXIMATED: Final = "approximated"
+Outcome = Literal["mapped", "no effect", "approximated", "refused", "unknown"]
 
 #: column of the scenario's comments, where a line leaves room for them
 _COMMENT_COLUMN = 44
@@ -30,12 +30,14 @@ class Argument:
         name: as its program calls it: ``--hidden-size``, ``optimizer.name``.
         value: as the job gives it; "" for a switch.
         detail: the settings that it sets, why it has no effect, what it may move, or what is missing for it.
+        missing: of an approximated one, what ``--strict`` refuses it for; "": it accepts it.
     """
 
     name: str
     value: str
     outcome: Outcome
     detail: str
+    missing: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} {self.value}".rstrip()
@@ -84,7 +86,7 @@ class Job:
         settings: in the order in which a scenario has them.
         problems: what keeps the job as a whole from being a cell, one a line.
         remarks: what is approximate, one a line.
-        allow_unknown: leave unknown arguments out, in place of refusing them.
+        strict: refuse unknown arguments, and approximations with a ``missing``, in place of a warning.
     """
 
     kind: str
@@ -94,7 +96,7 @@ class Job:
     settings: Sequence[Setting]
     problems: Sequence[str] = ()
     remarks: Sequence[str] = ()
-    allow_unknown: bool = False
+    strict: bool = False
 
     def of(self, outcome: Outcome) -> list[Argument]:
         """The arguments with that outcome."""
@@ -102,21 +104,32 @@ class Job:
 
     def refusal(self) -> str:
         """Why the job is no scenario, in one line; "" if it is one."""
-        reasons = []
-        if refused := self.of("refused"):
-            missing: dict[str, list[str]] = {}
-            for argument in refused:
+        missing: dict[str, list[str]] = {}
+        for argument in self.arguments:
+            if argument.outcome == "refused":
                 missing.setdefault(argument.detail, []).append(short(str(argument)))
-            reasons += [f"{', '.join(names)}: {detail}" for detail, names in missing.items()]
-        if (unknown := self.of("unknown")) and not self.allow_unknown:
-            names = [f"{short(argument.name)}{argument.detail}" for argument in unknown[:MOST_NAMED]]
-            if more := len(unknown) - len(names):
-                names.append(f"nor {more} others (--explain)")
-            reasons.append(
-                f"{self.program} has no argument {', '.join(names)}; --allow-unknown leaves "
-                f"{'them' if len(unknown) > 1 else 'it'} out"
-            )
+            elif argument.missing and self.strict:
+                missing.setdefault(f"{argument.missing}: not modelled", []).append(short(str(argument)))
+        reasons = [f"{', '.join(names)}: {detail}" for detail, names in missing.items()]
+        if self.strict and (names := self._unknown_names()):
+            leaves = f"without --strict {'they are' if len(names) > 1 else 'it is'} left out"
+            reasons.append(f"{self.program} has no argument {', '.join(names)}; {leaves}")
         return "; ".join([*reasons, *self.problems])
+
+    def _unknown_names(self) -> list[str]:
+        """The unknown arguments, as a message names them."""
+        unknown = self.of("unknown")
+        names = [f"{short(argument.name)}{argument.detail}" for argument in unknown[:MOST_NAMED]]
+        if more := len(unknown) - len(names):
+            names.append(f"nor {more} others (--explain)")
+        return names
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the scenario leaves out or approximates, one a line."""
+        unknown = self._unknown_names()
+        left_out = [f"unknown to this version and left out: {', '.join(unknown)}"] if unknown else []
+        return [*self.remarks, *left_out]
 
     def content(self) -> dict[str, Any]:
         """The settings, nested as in a group of a scenario. UserError as :meth:`refusal` says."""
@@ -174,7 +187,7 @@ class Job:
             have = "argument has" if len(idle) == 1 else "arguments have"
             yield f"{len(idle)} {have} no effect on what is counted: --explain says why"
         for remark in self.remarks:
-            yield remark if remark.startswith(NOT_MODELLED) else f"approximate: {remark}"
+            yield remark if remark.startswith(APPROXIMATED) else f"approximate: {remark}"
         yield from (f"unknown to this version and left out: {each}" for each in self.of("unknown"))
 
 

@@ -102,7 +102,7 @@ def read_job(
     gpus: int | None = None,
     cluster: str | None = None,
     environment: Mapping[str, str] | None = None,
-    allow_unknown: bool = False,
+    strict: bool = False,
 ) -> Job:
     """The job that the files are.
 
@@ -110,7 +110,9 @@ def read_job(
         kind: a name of :data:`JOBS`; None: the only kind that takes the files for its own.
         files: their paths; ``FILE.py:NAME`` is one of several configurations in a file.
         gpus: how many it runs on; None: what the files say.
-        environment: variables that are set beside those of the files.
+        environment: what the files leave to run time: variables of scripts by name, keys of configurations
+            by their dotted names.
+        strict: as of :class:`Job`.
 
     Returns:
         The job, also where arguments are refused, unknown or not enough: see :meth:`Job.refusal`.
@@ -135,7 +137,7 @@ def read_job(
         kinds = f"kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
         raise UserError(f"{given.title}: {what} ({kinds})")
-    return dataclasses.replace(next(iter(jobs.values())), allow_unknown=allow_unknown)
+    return dataclasses.replace(next(iter(jobs.values())), strict=strict)
 
 
 def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
@@ -251,12 +253,13 @@ def imported(
     gpus: int | None,
     cluster: str | None,
     explain: bool,
-    allow_unknown: bool,
+    strict: bool,
+    given: Sequence[str],
     output: Path | None,
 ) -> Output:
     """The outcome of `spbench import`, whose options the arguments are."""
     kind, files = _kind_and_files(words)
-    job = read_job(kind, files, gpus=gpus, cluster=cluster, allow_unknown=allow_unknown)
+    job = read_job(kind, files, gpus=gpus, cluster=cluster, environment=_given(given), strict=strict)
     if explain:
         lines = [
             {"argument": str(each), "is": each.outcome, "that is": each.detail} for each in job.arguments
@@ -264,7 +267,7 @@ def imported(
         title = f"{job.title}: arguments of {job.program}"
         refusal = job.refusal()
         content = {"program": job.program, "arguments": lines, "refusal": refusal}
-        notes = [*job.remarks, *([f"no scenario: {refusal}"] if refusal else [])]
+        notes = [*job.warnings, *([f"no scenario: {refusal}"] if refusal else [])]
         table = Table(title, lines, ("argument", "is", "that is"), ("that is",))
         return Output([table], content, lines, notes=notes)
     text = job.scenario_text()
@@ -275,8 +278,19 @@ def imported(
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
     write_whole(output, text)
-    notes = [*job.remarks, f"to run it: spbench run --scenario {output}"]
+    notes = [*job.warnings, f"to run it: spbench run --scenario {output}"]
     return Output((), {"file": str(output)}, [{"file": str(output)}], notes=notes, files=[output])
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """The values of --given, by name. UserError where a word is no NAME=VALUE."""
+    given = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(f"--given {quoted(word)}: write NAME=VALUE, as TP=8 or distributed.dp_size=4")
+        given[name] = value
+    return given
 
 
 def _kind_and_files(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:

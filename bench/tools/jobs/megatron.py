@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, Given, variables
+from spbench.bench.tools.jobs.account import Account, Given
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
@@ -18,7 +18,8 @@ from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_probl
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
 from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
 from spbench.bench.tools.jobs.shell import Shell
-from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word, unknown_in
+from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in
+from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import parse_yaml
 
 _PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")
@@ -26,7 +27,7 @@ _TRAINS = {"pretrain_gpt.py": False, "pretrain_bert.py": True}
 #: of a functional test
 _ARGUMENTS, _VARIABLES = "MODEL_ARGS", "ENV_VARS"
 #: outcomes of arguments whose value need not be known
-_WITHOUT_SETTING = ("no effect", "not modelled")
+_WITHOUT_SETTING = ("no effect", "approximated")
 #: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
 CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
 #: the strategy of two levels, and its --cp-comm-type
@@ -101,7 +102,9 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
         word = rest.pop(0)
         if not word.startswith("--"):
             unknown = unknown_in(word)
-            stray = f"what arguments {unknown[0]} adds is not known; write them out" if unknown else ""
+            stray = (
+                f"what arguments {unknown[0]} adds is not known; {given_flag(unknown[0])}" if unknown else ""
+            )
             problems.append(stray or f"{shown_word(word)!r} belongs to no argument")
             continue
         name, equals, value = word.partition("=")
@@ -141,8 +144,10 @@ def given_argument(
         problems.append(f"{name} takes {count} values, but has {len(words)}")
     unknown = [(word, what[0]) for word in words if (what := unknown_in(word))]
     if argument.outcome not in _WITHOUT_SETTING:
-        not_set = "is not set in the script; set it there"
-        problems += [f"{name} {shown_word(word)}: {what} {not_set}" for word, what in unknown]
+        problems += [
+            f"{name} {shown_word(word)}: {what} is not set in the script; {given_flag(what)}"
+            for word, what in unknown
+        ]
     plain = [argument.wrong(argument.parsed(word)) for word in words if not unknown_in(word)]
     wrong = [*filter(None, plain), *(what for _, what in unknown), *([] if words else ["no value"])]
     problems += [f"{name}: {each}" for each in plain if each]

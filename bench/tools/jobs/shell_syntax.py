@@ -71,6 +71,12 @@ def unknown_in(text: str) -> list[str]:
     return ["".join(chr(ord(c) - _PLANE) for c in what) for what in _MARKS.findall(text)]
 
 
+def given_flag(unknown: str) -> str:
+    """How the command line gives what the script leaves to its run: ``--given TP=N`` for ``$TP``."""
+    name = re.fullmatch(r"\$\{?(\w+|\d)[^}]*\}?", unknown)
+    return f"--given {name[1]}=VALUE" if name else "set it there"
+
+
 def shown_word(text: str) -> str:
     """A word as the script has it, without marks."""
     return _MARKS.sub(lambda match: unknown_in(match[0])[0], text)

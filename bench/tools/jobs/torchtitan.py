@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS
-from spbench.bench.tools.jobs.account import ALLOCATOR, Account, key_account
+from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan_files import content_of
+from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
 #: by context_parallel_rotate_method; with the strategy's own options
@@ -76,7 +77,7 @@ class TorchtitanJob:
         }
         self.version = min(unknown, key=lambda version: unknown[version])  # of equals the newest
         table = versions()[self.version]
-        self.keys: Account = key_account(table, flat(content, table.arguments))
+        self.keys: Account = key_account(table, flat(content, table.arguments), overrides=files.environment)
 
     def named(self, key: str) -> str:
         """The whole name of a key, whose section has changed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -111,7 +111,7 @@ class GoldenCase:
         gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
         job = read(JobFiles([JobFile(path, self.text.encode())], gpus, f"{gpu}-megatron-tests"))
         assert job is not None
-        return job
+        return replace(job, strict=True)
 
     @cached_property
     def cell(self) -> Cell | str:

@@ -74,13 +74,20 @@ def reference_step(
     return gradients, norm
 
 
-def errors_of_rank(mesh: DeviceMesh, asked: Cell, cls: type[Backend]) -> dict[str, float]:
-    """Relative errors of what this rank holds of each step's gradients and updated weights."""
+def errors_of_rank(
+    mesh: DeviceMesh,
+    asked: Cell,
+    cls: type[Backend],
+    updated: Callable[[Training], None] = lambda reference: None,
+) -> dict[str, float]:
+    """Relative errors of what this rank holds of each step's gradients and updated weights, from those of
+    one device, whose optimizer ``updated`` may change."""
     model = model_preset(asked.model, asked.model_options)
     with default_dtype(torch.float64):
         whole = model.build(Strategy(), LENGTH)
     set_weights(whole)
     reference = Training(whole, Strategy(), PRECISIONS["fp64"])
+    updated(reference)
     shards = {}
 
     def noted(module: Any) -> None:

@@ -21,6 +21,7 @@ from spbench.bench.measure.memory.allocator import GRANULE
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import main_gradients
 from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.buffer_layout import laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron
 from spbench.impls.backends.megatron_options import MegatronOptions
@@ -207,7 +208,8 @@ def test_what_layers_add_themselves_is_added_once(cls: type[MainGradients], tied
     table = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
     head = table if tied else nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
     parameters = list({table: None, head: None})
-    buffer = GradientBuffer(None, parameters, torch.float64, set(), None, None)
+    layouts = laid_out([p.numel() for p in parameters], [False] * len(parameters), None, None)
+    buffer = GradientBuffer(None, parameters, torch.float64, layouts, False)
     added_anyway = {table} if tied else set()
     gradients = cls([buffer], overlapped=False, fused=True, added_anyway=added_anyway)
     tokens = torch.tensor([0, 3, 3])
@@ -230,9 +232,8 @@ def test_a_rank_alone_scales_the_gradients_of_its_experts(
     scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main_gradients, "GRADIENT_SCALE", 0.5)
-    buffer = GradientBuffer(
-        None, [nn.Parameter(torch.ones(4))], torch.float32, set(), None, None, scaled=scaled
-    )
+    layouts = laid_out([4], [False], None, None)
+    buffer = GradientBuffer(None, [nn.Parameter(torch.ones(4))], torch.float32, layouts, False, scaled=scaled)
     buffer.gradients.fill_(2.0)
     buffer.buckets[0].reduce(overlapped=False)
     assert buffer.gradients.tolist() == [1.0 if scaled else 2.0] * 4

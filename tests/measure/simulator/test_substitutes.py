@@ -43,7 +43,9 @@ def card(*rates: dict[str, Any]) -> Cluster:
 
 def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> None:
     by_matmuls = [("attention by triton", "matmuls", "substituted")]
-    assert of_kernels(card(), "triton", attention(16)) == by_matmuls
+    by_ratio = "flash_attention_2's, by the ratio of both on NVIDIA A100 SXM4 80 GB"
+    carried = [("forward attention by triton", by_ratio, "transferred")]
+    assert of_kernels(card(), "triton", attention(16)) == carried
     assert of_kernels(with_card(), "triton", attention(16)) == by_matmuls
     assert of_kernels(with_card(), "flash", attention(16)) == [("attention", *by_matmuls[0][1:])]
     assert of_kernels(card(rate(10.0)), "triton", attention(16)) == []

@@ -87,6 +87,8 @@ def test_a_row_names_the_rate_that_makes_its_class() -> None:
     assert words.startswith(
         f"no rate of forward attention by triton on {cluster}, priced by matmuls; no measured"
     )
+    # the table of `spbench run` and files have rows on one level
+    assert shown_band(flat(lacking)).endswith(", no rate of forward attention by triton")
     assert (
         "triton" not in with_band(row(**LACKING), MODEL)["measurement"]["band"]
     )  # which has all that counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ def read(
 
 
 def job_of(kind: str, files: Sequence[JobFile], gpus: int | None) -> Job:
+    """The job, which refuses what is unknown."""
     job = READERS[kind](JobFiles(files, gpus, "dgx-h100"))
     if job is None:
         raise UserError(f"no job of {kind}")
-    return job
+    return replace(job, strict=True)
 
 
 def settings(job: Job) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.changed_figures import changed_cluster
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.tools.fit.anatomy import examine
-from spbench.bench.tools.jobs.account import _rules
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from spbench.bench.tools.jobs.variables import _rules
 from spbench.bench.yaml_files import read_yaml
 from tests.tools.jobs.test_megatron import SIZES
 
@@ -41,7 +42,7 @@ def test_what_is_modelled_of_the_allocator_is_a_setting(variable: str) -> None:
         assert outcomes == ["mapped", "no effect"]
     both = job(f"{variable}='max_split_size_mb:512, expandable_segments:True'")
     assert both.cell().training.cuda_alloc_conf == "expandable_segments:True"
-    assert told(both)[f"{variable} max_split_size_mb"].outcome == "not modelled"
+    assert told(both)[f"{variable} max_split_size_mb"].outcome == "approximated"
     assert job(f"{variable}=expandable_segments:False").cell().training.cuda_alloc_conf is None
 
 
@@ -60,7 +61,7 @@ def test_what_is_modelled_of_the_allocator_is_a_setting(variable: str) -> None:
 )
 def test_what_torch_would_not_read_of_the_allocator_is_refused(value: str, problem: str) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
-        job(f"PYTORCH_CUDA_ALLOC_CONF={value}").cell()
+        replace(job(f"PYTORCH_CUDA_ALLOC_CONF={value}"), strict=True).cell()
 
 
 @pytest.mark.parametrize(
@@ -68,24 +69,24 @@ def test_what_torch_would_not_read_of_the_allocator_is_refused(value: str, probl
     [
         (
             "PYTORCH_CUDA_ALLOC_CONF='roundup_power2_divisions:[256:1,512:2,>:8]'",
-            "not modelled",
+            "approximated",
             "move memory",
         ),
-        ("PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8", "not modelled", "may move memory"),
-        ("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "not modelled", "may move time and memory"),
-        ("NCCL_BUFFSIZE=8388608", "not modelled", "may move time and memory: NCCL's buffers"),
+        ("PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8", "approximated", "may move memory"),
+        ("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "approximated", "may move time and memory"),
+        ("NCCL_BUFFSIZE=8388608", "approximated", "may move time and memory: NCCL's buffers"),
         ("NCCL_BUFFSIZE=4194304", "no effect", "is so without it"),
-        ("NCCL_MAX_NCHANNELS=4", "not modelled", "may move time and memory"),
-        ("NCCL_NVLS_ENABLE=0", "not modelled", "may move time and memory"),
-        ("NCCL_ALGO=Tree", "not modelled", "may move time"),
+        ("NCCL_MAX_NCHANNELS=4", "approximated", "may move time and memory"),
+        ("NCCL_NVLS_ENABLE=0", "approximated", "may move time and memory"),
+        ("NCCL_ALGO=Tree", "approximated", "may move time"),
         ("NCCL_DEBUG=INFO", "no effect", "logs"),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1", "no effect", "in the order in which they are launched"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=32", "not modelled", "may move time"),
-        ("CUDA_LAUNCH_BLOCKING=1", "not modelled", "may move time"),
-        ("TORCH_NCCL_AVOID_RECORD_STREAMS=0", "not modelled", "may move memory"),
-        ("CUBLASLT_WORKSPACE_SIZE=65536", "not modelled", "may move memory"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=32", "approximated", "may move time"),
+        ("CUDA_LAUNCH_BLOCKING=1", "approximated", "may move time"),
+        ("TORCH_NCCL_AVOID_RECORD_STREAMS=0", "approximated", "may move memory"),
+        ("CUBLASLT_WORKSPACE_SIZE=65536", "approximated", "may move memory"),
         ("CUBLAS_WORKSPACE_CONFIG=:4096:2", "mapped", "training.cublas_workspace"),
-        ("NVTE_FWD_LAYERNORM_SM_MARGIN=16", "not modelled", "may move time"),
+        ("NVTE_FWD_LAYERNORM_SM_MARGIN=16", "approximated", "may move time"),
         ("OMP_NUM_THREADS=8", "no effect", "of the host"),
         ("NVTE_NEW_SWITCH=1", "unknown", "in the environment"),
         ("DATA=/data", "no effect", "a variable of the script's own"),
@@ -98,7 +99,7 @@ def test_a_variable_that_may_move_something_is_never_without_effect(
     (argument,) = told(made).values()
     assert (argument.outcome, detail in argument.detail) == (outcome, True), argument
     named = any(argument.name in remark for remark in made.remarks)
-    assert named == (outcome == "not modelled")
+    assert named == (outcome == "approximated")
 
 
 def test_expandable_segments_flip_the_verdict_of_a_job() -> None:

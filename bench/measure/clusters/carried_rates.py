@@ -1,0 +1,83 @@
+"""Rates of attention kernels that a card has none of, carried over from another card.
+
+Kernels keep their ratio from card to card better than their share of the peak: where both kernels were
+measured on another card, the missing one counts here as that part of the other. It stays a substitute, and
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import generation_of
+from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask, Sourced
+
+
+def rate_of_call(
+    device: Device, kernel: str, head_size: int, direction: Direction, mask: Mask
+) -> AttentionRate | None:
+    """The rate of calls of an attention kernel on a card: its own, or one that is carried over; None: there
+    is neither, or the card has a share for such kernels. Arguments as of :meth:`AttentionRates.rate_of`."""
+    if device.attention is None:
+        return None
+    own = device.attention.rate_of(kernel, head_size, direction, mask)
+    if own is not None or kernel == "flash" or device.attention_efficiency.value is not None:
+        return own
+    for card in _cards_with(kernel, generation_of(device)):
+        for other in dict.fromkeys([device.attention.default, *device.attention.kernels]):
+            if rate := _carried(device, card, kernel, other, head_size, direction, mask):
+                return rate
+    return None
+
+
+def _carried(
+    device: Device, card: Cluster, kernel: str, other: str, head_size: int, direction: Direction, mask: Mask
+) -> AttentionRate | None:
+    """The rate of ``kernel`` by its ratio to ``other`` on another card; None where a rate is missing."""
+    assert device.attention is not None
+    assert card.device.attention is not None
+    there = card.device.attention.rate_of(kernel, head_size, direction, mask)
+    here = device.attention.rate_of(other, head_size, direction, mask)
+    if there is None or here is None:
+        return None
+    # the ratio is of alike calls: by the head size, direction and mask that the kernel was measured with
+    beside = card.device.attention.rate_of(
+        other, there.counts_as(direction), there.direction or direction, there.mask
+    )
+    if beside is None or not beside.limit_flops_per_s.value:
+        return None
+    share = (there.limit_flops_per_s.value or 0.0) / beside.limit_flops_per_s.value
+    limit = here.limit_flops_per_s
+    halves = [each.half_length.value for each in (here, there, beside)]
+    half = halves[0] * halves[1] / halves[2] if all(halves) else halves[0]  # type: ignore[operator]
+    return here.model_copy(
+        update={
+            "limit_flops_per_s": Sourced(
+                value=(limit.value or 0.0) * share,
+                source=limit.source,
+                note=f"{share:.3f} of {other}'s, as on {card.device.name}",
+                substitute=f"{other}'s, by the ratio of both on {card.device.name}",
+            ),
+            "half_length": Sourced(value=half, source=here.half_length.source),
+            "measured": {},
+            "table": NO_TABLE,
+        }
+    )
+
+
+@cache
+def _cards_with(kernel: str, generation: int) -> list[Cluster]:
+    """A cluster of each card that the kernel was measured on, those of the nearest generation first."""
+    by_card = {cluster.device.name: cluster for cluster in reversed([*_measured(kernel)])}
+    return sorted(by_card.values(), key=lambda cluster: abs(generation_of(cluster.device) - generation))
+
+
+def _measured(kernel: str) -> Iterator[Cluster]:
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        attention = cluster.device.attention
+        rates = {} if attention is None else {str(each): of for each, of in attention.kernels.items()}
+        if any(not rate.limit_flops_per_s.substitute for rate in rates.get(kernel, ())):
+            yield cluster

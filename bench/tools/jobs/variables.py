@@ -1,0 +1,99 @@
+"""The variables of a job's environment: what torch, CUDA and NCCL make of them, and what is modelled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, checked
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import outcome_groups
+from spbench.bench.tools.jobs.job import Argument, Outcome
+from spbench.bench.tools.jobs.shell_syntax import given_flag, shown_word, unknown_in
+from spbench.bench.yaml_files import read_yaml
+
+#: of which torch takes the first that is set
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: NAME:VALUE, where a value in brackets may have commas
+_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[^]]*\]|[^,]*?)\s*(?:,|$)")
+#: of libraries: one that is in no table may have an effect
+_OF_LIBRARIES = re.compile(
+    r"(NVTE|CUBLAS(LT)?|CUDNN|CUDA|TORCH|PYTORCH|MEGATRON|TE|NVIDIA_TF32|FLASH_ATTENTION)_\w*"
+)
+_OPTION = "training.cuda_alloc_conf"
+
+
+class _Rule(NamedTuple):
+    """What becomes of the names that a pattern matches, with one value alone where there is one."""
+
+    pattern: str
+    value: str
+    outcome: Outcome
+    detail: str
+
+
+@cache
+def _rules(of_allocator: bool) -> Sequence[_Rule]:
+    """The rules for one value first, then the others in the order of the table."""
+    content = read_yaml(Path(__file__).with_name("variables.yaml"))
+    rules = [
+        _Rule(pattern, value, outcome, detail)
+        for words, outcome, detail in outcome_groups(content["allocator"] if of_allocator else content)
+        for pattern, _, value in (word.partition("=") for word in words.split())
+    ]
+    return sorted(rules, key=lambda rule: not rule.value)
+
+
+def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
+    """What becomes of a variable by the table; None where it has none of that name."""
+    for rule in _rules(of_allocator):
+        if rule.value in ("", value) and re.fullmatch(rule.pattern, name):
+            return rule.outcome, rule.detail
+    return None
+
+
+def variables(a: Account) -> Iterator[Argument]:
+    """What became of each variable, once the settings of the job are made; the allocator's are made here."""
+    for name, value in a.environment.items():
+        if name in ALLOCATOR:
+            yield from _allocator(a, name, value)
+            continue
+        outcome: tuple[Outcome, str] | None
+        if name in a.made_of:
+            outcome = "mapped", "; ".join(a.made_of[name])
+        elif name in a.idle:
+            outcome = "no effect", a.idle[name]
+        else:
+            outcome = _ruled(name, value, False)
+        if outcome is None and _OF_LIBRARIES.fullmatch(name):
+            outcome = "unknown", " in the environment"
+        yield Argument(name, shown_word(value), *(outcome or ("no effect", "a variable of the script's own")))
+
+
+def _allocator(a: Account, name: str, value: str) -> Iterator[Argument]:
+    """Each setting of torch's allocator, of which one at a time is modelled."""
+    if unknown := unknown_in(value):
+        a.problems.append(f"{name}: {unknown[0]} is not set in the script; {given_flag(unknown[0])}")
+        return
+    if others := [n for n in ALLOCATOR if n != name and a.environment.get(n, value) != value]:
+        a.problems.append(f"{name} and {others[0]} differ; leave one")
+    settings = dict(_SETTING.findall(value))
+    expandable = settings.get("expandable_segments") == "True"
+    for key, text in settings.items():
+        spelled, full = f"{key}:{text}", f"{name} {key}"
+        if spelled == EXPANDABLE_SEGMENTS or (key == "max_split_size_mb" and not expandable):
+            try:
+                checked("cuda_alloc_conf", spelled)
+            except ValueError as error:
+                a.problems.append(f"{name}: {error}")
+            if not any(setting.path == _OPTION for setting in a.settings):
+                a.add(_OPTION, spelled, f"{name}={shown_word(value)}")
+            yield Argument(full, text, "mapped", f"{_OPTION}: {spelled}")
+        else:
+            no_rule: tuple[Outcome, str] = "unknown", ", a setting of torch's allocator"
+            yield Argument(full, text, *(_ruled(key, text, True) or no_rule))
+    if ",".join(f"{key}:{text}" for key, text in settings.items()) != re.sub(r"\s", "", value).rstrip(","):
+        a.problems.append(f"{name}={shown_word(value)} is no list of NAME:VALUE, each given once")

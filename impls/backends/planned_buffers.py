@@ -1,0 +1,100 @@
+"""The gradient buffers of Megatron-Core: which parameters each has, and in which buckets they lie."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from spbench.impls.backends.backend import PlannedStep
+from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
+from spbench.impls.backends.layer_wise import dealt, packed
+from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.backends.muon import is_matrix
+from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
+from spbench.impls.layout import shard_of
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class PlannedBuffer:
+    """A buffer of a rank.
+
+    Attributes:
+        chunk: the number of the run of layers whose parameters it has.
+        axes: those of the strategy over which their gradients are summed.
+        parameters: by name.
+        sharded: whether each rank has a part of every bucket.
+    """
+
+    chunk: int
+    axes: tuple[str, ...]
+    parameters: Mapping[str, nn.Parameter]
+    layouts: Sequence[BucketLayout]
+    sharded: bool
+
+    @property
+    def elements(self) -> list[int]:
+        """Of each parameter."""
+        return [p.numel() for p in self.parameters.values()]
+
+
+def planned_buffers(
+    module: nn.Module, strategy: Strategy, around: Composition, options: MegatronOptions
+) -> Iterator[PlannedBuffer]:
+    """The buffers of a rank's module, which may be on the meta device."""
+    tied = around.tied(module)
+    for number, chunk in enumerate(chunks_of(module)):
+        names = {p: name for name, p in chunk.named_parameters()}
+        full_at = options.full_at(around, number)
+        for axes, all_of_axes in by_partial_axes(names, strategy).items():
+            sharding = options.sharding(around.place.size(*summed_axes(axes)))
+            for packs in (True, False) if options.packs else (False,):
+                parameters = [p for p in all_of_axes if not options.packs or is_matrix(names[p], p) == packs]
+                if not parameters:
+                    continue
+                if packs:
+                    assert sharding is not None
+                    layouts = packed([p.shape for p in parameters], full_at, sharding)
+                else:
+                    alone = [p is tied for p in parameters]
+                    layouts = laid_out([p.numel() for p in parameters], alone, full_at, sharding)
+                by_name = {names[p]: p for p in parameters}
+                yield PlannedBuffer(number, axes, by_name, layouts, sharding is not None)
+
+
+def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffic]:
+    """What ranks send beside gradients, and weights of sharded buffers, where Muon updates matrices."""
+    place, element_bytes = step.around.place, step.element_bytes
+    whole, parts = Counter[str](), Counter[tuple[str, ...]]()
+    for buffer in planned_buffers(step.build(), step.strategy, step.around, options):
+        ranks, rank = place.size(*summed_axes(buffer.axes)), place.rank(*summed_axes(buffer.axes))
+        own = _own(buffer, options, ranks, rank)
+        for (name, p), mine in zip(buffer.parameters.items(), own, strict=True):
+            shard = shard_of(p)
+            if mine and shard and is_matrix(name, p) and options.muon_tp_mode == "duplicated":
+                whole[shard.axis] += p.numel() * shard.parts
+        if options.deals:
+            parts[buffer.axes] += sum(buffer.elements)
+    width = 4 if step.precision.master else element_bytes
+    for axis, elements in whole.items():
+        yield Traffic("optimizer", "moments of matrices", "all_gather", 1, elements * width, (axis,))
+    for axes, elements in parts.items():
+        yield Traffic(
+            "optimizer", "updated weights", "broadcast", 1, elements * element_bytes, summed_axes(axes)
+        )
+
+
+def _own(buffer: PlannedBuffer, options: MegatronOptions, ranks: int, rank: int) -> list[bool]:
+    """Whether this rank updates each parameter, or a part of it."""
+    if options.deals:
+        return [owner == rank for owner in dealt(buffer.elements, ranks)]
+    own = [True] * len(buffer.parameters)
+    for layout in buffer.layouts if buffer.sharded else ():
+        start, end = layout.shard(rank, ranks)
+        for number, first in zip(layout.members, layout.starts, strict=True):
+            own[number] = first < end and first + buffer.elements[number] > start
+    return own
