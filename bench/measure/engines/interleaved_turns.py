@@ -36,9 +36,9 @@ class InterleavedTurns:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of each chunk, whether its first forward of a group comes after the backward of its last forward
-        (-1), right after it (0), or before it (1). Megatron-LM keeps a chunk's last input, with its gradient,
-        until the next one, so these die elsewhere."""
+        """By chunk, whether its first forward of a group comes after the backward of its last forward (-1),
+        right after it (0), or before it (1). Megatron-LM keeps a chunk's last input, with its gradient, until
+        the next one, so these die elsewhere."""
         apart = (self.ahead - 2 * chunk * self.of.group for chunk in range(self.of.chunks))
         return tuple((by > 0) - (by < 0) for by in apart)
 

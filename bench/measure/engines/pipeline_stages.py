@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.cell_schedule import turns_of
 from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import (
     Listed,
@@ -25,7 +26,7 @@ from spbench.bench.measure.engines.listed import (
     log_in_order,
     program_in_order,
 )
-from spbench.bench.measure.engines.plan import RankClass, stage_module, turns_of
+from spbench.bench.measure.engines.plan import RankClass, stage_module
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -70,8 +71,11 @@ class Turns:
         return self.ahead >= _FEWEST and self.count > 2 * self.ahead + _APART
 
     def like(self, turn: int, other: Turns) -> int:
-        """The turn of another stage that does what this stage does in a turn; both :attr:`complete`."""
+        """The turn of another stage that does what this stage does in a turn; both :attr:`complete`, or the
+        other as far ahead and of one micro-batch more: then its second turn of both phases has no like."""
         back = turn - self.ahead
+        if (self.count + 1, self.ahead) == (other.count, other.ahead):
+            return turn + (back > 0)
         if turn < self.ahead:
             return min(turn, _APART)
         if back < self.ahead:  # of a micro-batch of the warm-up
@@ -229,6 +233,26 @@ def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
     return replace(trace, memory=memory, host_memory=on_host, program=program)
 
 
+def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace]) -> list[Trace]:
+    """The traces of rank classes with programs of one micro-batch less than the cell has: one that is neither
+    the first nor the last in any of a step's stretches. Memory stays that of the cell.
+
+    Raises:
+        NotAlike: the traces do not say it, as of the interleaved schedule, or of hardly any micro-batches.
+    """
+    count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
+    if schedule == "interleaved" or count < cell.sizes.pp + 2:
+        raise NotAlike("turns of several runs of layers, or too few of them")
+    for each, traced in zip(classes, traces, strict=True):
+        assert traced.program is not None
+        held = Turns(count, forwards_ahead(schedule, each.stage, count))
+        parts = _Parts(listed_program(traced.program), held, 1)
+        like, references, _ = parts.in_turns(Turns(count - 1, held.ahead))
+        program = program_in_order(traced.program, parts.listed.order(like, references))
+        fewer.append(replace(traced, program=program))
+    return fewer
+
+
 def _memory(log: MemoryLog, held: AnyTurns, turns: AnyTurns) -> MemoryLog:
     sizes = np.asarray(log.sizes, dtype=np.int64)
     listed = listed_log(log, sizes[np.abs(np.asarray(log.events, dtype=np.int64)) - 1], ())
@@ -247,7 +271,8 @@ def _memory(log: MemoryLog, held: AnyTurns, turns: AnyTurns) -> MemoryLog:
 
 
 def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> list[Trace]:
-    """The trace of the first rank of each of a cell's rank classes; arguments as of :func:`trace`."""
+    """The trace of the first rank of each of the rank classes of a cell that was planned; arguments as of
+    :func:`trace`."""
     alike: dict[Hashable, dict[AnyTurns, list[int]]] = {}
     for each in classes:
         alike.setdefault(_form(cell, each), {}).setdefault(_turns(cell, each), []).append(each.first)
@@ -293,7 +318,7 @@ def _by_ahead(
             except NotAlike:
                 source, proved = None, False
         if made is None or not proved:
-            traced = trace(cell, ranks[turns][0], events=events)
+            traced = trace(cell, ranks[turns][0], events=events, checked=True)
             if made is not None:
                 proved = made.same(traced)
             if turns.complete and (source is None or not proved):
