@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.axes import Place
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
@@ -150,6 +151,8 @@ class Backend(ABC):
     #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the
     #: backend
     shares_out: ClassVar[frozenset[str] | None] = None
+    #: whether there are options with which :meth:`shares_whole_weights`
+    may_share_whole_weights: ClassVar[bool] = False
     options: Options
 
     def __init__(
@@ -306,6 +309,17 @@ class Backend(ABC):
         the rank of the step. If two depths of a model have equal cuts, the deeper one's buffers are longer
         and otherwise the same. None: there are no such buffers."""
         return None
+
+    @classmethod
+    def shares_whole_weights(cls, options: Any) -> bool:
+        """Whether each rank updates some whole weights, with options of ``options_type``: ranks at unlike
+        places hold and send unlike amounts."""
+        return False
+
+    @classmethod
+    def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
+        """Elements that the rank at each of these places updates, where ranks share out whole weights."""
+        raise NotImplementedError
 
     @classmethod
     def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:

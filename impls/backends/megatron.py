@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.axes import Place
 from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.flat import covered
 from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
@@ -51,7 +52,12 @@ from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.part_on_host import PartOnHost, first_of
-from spbench.impls.backends.planned_buffers import PlannedBuffer, muon_traffic, planned_buffers
+from spbench.impls.backends.planned_buffers import (
+    PlannedBuffer,
+    muon_traffic,
+    planned_buffers,
+    updated_elements,
+)
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import Unsupported, is_expert, shard_of
@@ -93,6 +99,7 @@ class Megatron(Backend):
     options_type = MegatronOptions
     options: MegatronOptions
     muon_coefficients = QUINTIC
+    may_share_whole_weights = True
 
     def prepare(self) -> Optimizer:
         # all groups first, in an order that all ranks have
@@ -324,6 +331,14 @@ class Megatron(Backend):
                 within = None if full_at is None else tuple(sizes)
                 found.add((buffer.chunk, buffer.axes, padding, within, whole, part if each > 1 else None))
         return frozenset(found)
+
+    @classmethod
+    def shares_whole_weights(cls, options: Any) -> bool:
+        return bool(options.packs or options.deals)
+
+    @classmethod
+    def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
+        return updated_elements([*_planned(step)], step.options, places)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.megatron_hybrid import pattern_of, stages_of
 from spbench.bench.tools.jobs.megatron_kernels import set_workspace
 from spbench.bench.tools.jobs.megatron_model import layers_of
+from spbench.bench.tools.jobs.megatron_muon import set_muon
 from spbench.impls.options import LARGEST_OF
 
 _PIPELINE_SPLITS = (
@@ -46,6 +48,9 @@ def set_schedule(a: Account) -> None:
         a.ignore("the stages have as many layers anyway", _LAYOUT)
         _set_interleaving(a, stages, chunks, name)
         return
+    if pattern_of(a):
+        _set_hybrid_stages(a, stages)
+        return
     if (of_each := a.value(each)) is not None:
         name = each
         if a.has(virtual):
@@ -62,6 +67,16 @@ def set_schedule(a: Account) -> None:
         return
     _set_stages(a, layers, stages, max(1, chunks))
     _set_interleaving(a, stages, max(1, chunks), name)
+
+
+def _set_hybrid_stages(a: Account, stages: int) -> None:
+    """Set the stages that the bars of a hybrid's pattern make."""
+    for name in (*_CHUNKS, *_PIPELINE_SPLITS):
+        a.refuse_given("stages of a hybrid that its pattern does not say: not modelled", name)
+    if sizes := stages_of(a, stages):
+        if len({*sizes}) > 1:
+            a.set("training.stage_layers", [*sizes], "--hybrid-layer-pattern", "--hybrid-override-pattern")
+        _set_interleaving(a, stages, len(sizes) // stages, "--hybrid-layer-pattern")
 
 
 def _set_interleaving(a: Account, stages: int, chunks: int, name: str) -> None:
@@ -140,11 +155,11 @@ def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list
 
 def set_optimizer(a: Account, cluster: str | None) -> None:
     """Set data parallelism and the optimizer."""
-    if a.value("--optimizer") != "adam":
-        a.refuse_given("another optimizer than Adam", "--optimizer")
-    a.ignore("Adam is what there is", "--optimizer")
+    muon = set_muon(a)
     sharded, late = "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"
     if a.has(sharded):
+        if muon:
+            a.problems.append(f"Muon has no {sharded}")
         _set_sharding(a, sharded, late)
         _set_moments(a, cluster)
         return
