@@ -22,7 +22,7 @@ def program_of(*calls: tuple[object, tuple[object, ...], object]) -> Program:
     b = ProgramBuilder((1, 1, 1, 1))
     for func, args, result in calls:
         price = price_of(func)
-        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, result)))  # type: ignore[arg-type]
+        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, result)))
     return b.program()
 
 
