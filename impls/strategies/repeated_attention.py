@@ -45,15 +45,26 @@ def _same(x: Tensor, y: Tensor) -> bool:
     )
 
 
+class _SavedTensors:
+    """What the graph looks its saved tensors up in. It does not know the graph: Python's garbage collector
+    sees no cycle through a graph, and would never give up the process groups there."""
+
+    def __init__(self) -> None:
+        #: of each tensor that the graph saved: which of (q, k, v, o, sinks), or of the others after these
+        self.places: list[int] = []
+        self.filled: Sequence[Tensor] = ()
+
+    def unpack(self, number: int) -> Tensor:
+        return self.filled[self.places[number]]
+
+
 class RepeatedAttention:
     """An attention called several times on tensors of the same shapes, with one graph kept for all calls."""
 
     def __init__(self, attend: Attend):
         self.attend = attend
         self._edge: GradientEdge | None = None
-        #: of each tensor that the graph saved: which of (q, k, v, o, sinks), or of the others after these
-        self._places: list[int] = []
-        self._filled: Sequence[Tensor] = ()
+        self._saved = _SavedTensors()
         self._gradients: list[Tensor] = []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -66,7 +77,7 @@ class RepeatedAttention:
             return len(saved) - 1
 
         token = torch.empty(0, device=q.device, requires_grad=True)
-        with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
+        with torch.enable_grad(), saved_tensors_hooks(pack, self._saved.unpack):
             o = self.attend(*_Opened.apply(token, self._gradients, q, k, v, *sinks))
         known = q, k, v, o, *sinks
         places: list[int] = []
@@ -77,11 +88,8 @@ class RepeatedAttention:
             if place is None:
                 others.append(x.detach())
         saved.clear()  # the graph holds the list
-        self._edge, self._places = get_gradient_edge(o), places
+        self._edge, self._saved.places = get_gradient_edge(o), places
         return o.detach(), others
-
-    def _unpack(self, number: int) -> Tensor:
-        return self._filled[self._places[number]]
 
     def backward(
         self,
@@ -95,9 +103,9 @@ class RepeatedAttention:
     ) -> list[Tensor]:
         """The gradients of q, k, v and sinks, from the arguments and results of a call."""
         assert self._edge is not None, "there was no forward"
-        self._filled = q, k, v, o, *sinks, *others
+        self._saved.filled = q, k, v, o, *sinks, *others
         torch.autograd.backward([self._edge], [d_o], retain_graph=True)
         gradients = [*self._gradients]
-        self._filled = ()
+        self._saved.filled = ()
         self._gradients.clear()
         return gradients
