@@ -36,7 +36,7 @@ class InterleavedTurns:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of each chunk, whether its first forward of a group comes after the backward of its last forward (-1),
+        """By chunk, whether its first forward of a group comes after the backward of its last forward (-1),
         right after it (0), or before it (1). Megatron-LM keeps a chunk's last input, with its gradient, until
         the next one, so these die elsewhere."""
         apart = (self.ahead - 2 * chunk * self.of.group for chunk in range(self.of.chunks))
@@ -80,7 +80,7 @@ class InterleavedTurns:
     def phases(self, place: int) -> list[str]:
         """The phases of an action."""
         name, number = action = self.actions[place]
-        if action == _BEGINS or name == "forward" and self.of.gathered(number) is not None:
+        if action == _BEGINS or (name == "forward" and self.of.gathered(number) is not None):
             return ["forward", "forward"]
         return ["backward" if name in _BACKWARD else "forward"]
 

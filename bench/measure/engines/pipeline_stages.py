@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.cell_schedule import turns_of
 from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import (
     Listed,
@@ -24,7 +25,7 @@ from spbench.bench.measure.engines.listed import (
     log_in_order,
     program_in_order,
 )
-from spbench.bench.measure.engines.plan import RankClass, stage_module, turns_of
+from spbench.bench.measure.engines.plan import RankClass, stage_module
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
