@@ -62,7 +62,7 @@ def test_sources_count_nearly_alike_whatever_number_of_rows_they_have() -> None:
 
 
 def test_a_source_of_one_row_weighs_half() -> None:
-    """Beside three sources that err little, one row that errs far is outside the interval; many rows are not."""
+    """Beside three sources that err little, one row that errs far is left out; many rows are not."""
     near = drawn(1, ["a", "b", "c"], within=0.001, between=0.001)
     far = drawn(2, ["far"], mean=1.0, within=0.001, between=0.001)
     one, all_rows = ErrorModel.fit([*near, far[0]]), ErrorModel.fit([*near, *far])
