@@ -16,6 +16,7 @@ from spbench.bench.tools.jobs import (
     deepspeed,
     llama_factory,
     megatron,
+    model_zoo,
     primus,
     swift,
     torchtitan,
@@ -35,6 +36,7 @@ _MODULES = (
     deepspeed,
     llama_factory,
     megatron,
+    model_zoo,
     primus,
     swift,
     torchtitan,
@@ -59,6 +61,7 @@ JOBS = {
     "Automodel": ("automodel", ["automodel.yaml"]),
     "verl": ("verl", ["verl.sh"]),
     "Primus": ("primus", ["primus.yaml"]),
+    "ModelZoo": ("model_zoo", ["zoo.yaml", "zoo.sh"]),
     "ms-swift": ("swift", ["swift.sh"]),
     "accelerate": ("deepspeed", ["accelerate_fsdp2.yaml", "train.py"]),
 }
