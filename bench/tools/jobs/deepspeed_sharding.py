@@ -58,6 +58,7 @@ def _set_zero(k: Account) -> None:
         k.set("training.distributed_optimizer", True, name, note="masters and moments in parts")
         k.set("training.accumulate_allreduce_grads_in_fp32", False, name, note="gradients as the weights")
         k.set("training.gradient_accumulation_fusion", False, note="no matmul adds to a gradient")
+        k.set("training.check_for_nan_in_loss_and_grad", False, note="no pass looks for NaN")
         k.approximate("gradients are summed after backward in buffers of Megatron-Core's sizes")
     else:
         k.set("training.backend", f"zero{stage}", name, note="torch's fully_shard, a layer a unit")

@@ -21,8 +21,9 @@ from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.fit import fitting as module
 from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.change_words import flags_of
 from spbench.bench.tools.fit.fit_command import command
-from spbench.bench.tools.fit.fit_report import _closest, _flags
+from spbench.bench.tools.fit.fit_report import _closest
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.fitting import Fitting
 from spbench.bench.tools.fit.subject import Subject, subject
@@ -265,8 +266,8 @@ def test_changes_of_a_job_are_told_in_its_own_arguments(tmp_path: Path) -> None:
         ({"training.micro_batches": 1}, "--micro-batch-size 2"),
     ):
         verdict = Verdict(changed(cell, settings), measured, Change(settings, ""))
-        assert _flags(answer, verdict) == flags
-    assert _flags(Fitting(Subject([cell]), answer.verdicts), verdict) == ""
+        assert flags_of(answer, verdict) == flags
+    assert flags_of(Fitting(Subject([cell]), answer.verdicts), verdict) == ""
 
 
 H100 = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K")
