@@ -3,6 +3,7 @@ training script's name; its files (`--config_file`, a config.json) are given bes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,7 +18,9 @@ from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word
 
-_LAUNCHER = ("accelerate", "launch")
+#: `accelerate launch`, or `python -m accelerate.commands.launch`
+_STARTS = ("launch", "accelerate.commands.launch")
+_LAUNCHER = re.compile(r"\baccelerate launch\b|\baccelerate\.commands\.launch\b")
 #: scripts of programs that have readers of their own
 _OF_OTHERS = ("pretrain_", "train_step")
 #: what options of the launcher are in its file: by what they begin with, and those that choose a section
@@ -39,7 +42,7 @@ def read(files: JobFiles) -> Job | None:
         UserError: the script cannot be read, has several such commands, or one in a branch.
     """
     script = script_of(files)
-    words = _words(script, files) if script is not None and " ".join(_LAUNCHER) in script.text else None
+    words = _words(script, files) if script is not None and _LAUNCHER.search(script.text) else None
     if script is None or words is None:
         return None
     at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
@@ -47,8 +50,11 @@ def read(files: JobFiles) -> Job | None:
         return None
     problems: list[str] = []
     others = JobFiles([file for file in files.files if file is not script])
-    contents = (sorted_files(others) if others.files else None) or {}
-    own = _launcher(words[words.index("launch") + 1 : at], problems)
+    contents = sorted_files(others, of_script=True)
+    if contents is None:
+        return None
+    first = next(n for n, word in enumerate(words) if word in _STARTS) + 1
+    own = _launcher(words[first:at], problems)
     trainer = dict(options_of(words[at + 1 :], _named("TrainingArguments."), problems))
     if any(word.startswith("--config_file") for word in words[:at]) and "accelerate" not in contents:
         problems.append("--config_file: give this configuration of accelerate beside")
@@ -72,7 +78,8 @@ def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
         raise script.wrong(f"line {error.line}: {error}") from error
     except RecursionError as error:
         raise script.wrong("brackets are nested too deeply") from error
-    found = [each for each in shell.commands if tuple(map(shown_word, each.words[:2])) == _LAUNCHER]
+    commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
+    found = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
     if len(found) > 1:
         raise script.wrong("several commands train; leave one")
     if found and found[0].branch:
