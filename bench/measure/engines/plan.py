@@ -62,7 +62,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` and by their work
     along each axis of the strategy, but where the step of one says what all have (:func:`marked_axis`). The
     first class of each stage is the one that sends most. The first rank of a class is the one whose experts
-    get most tokens (:func:`fullest_rank`)."""
+    get most tokens (:func:`fullest_rank`), or that updates most weights where ranks share these out whole."""
     sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
     along_axes, rows = [], expert_rows(cell)
     for axis in strategy.axes:
@@ -78,8 +78,27 @@ def rank_classes(cell: Cell) -> list[RankClass]:
                 fullest = fullest_rank(cell, ranks, rows, marked)
                 ranks.insert(0, ranks.pop(ranks.index(fullest)))
                 first = {axis: Place.of_rank(sizes, fullest).coordinates[axis] for axis in first}
+            elif shares_whole_weights(cell):
+                ranks.insert(0, ranks.pop(_heaviest(cell, ranks)))
             classes.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
     return classes
+
+
+def shares_whole_weights(cell: Cell) -> bool:
+    """Whether the ranks of a class update unlike weights."""
+    backend, training = backend_class(cell.training.backend), cell.training
+    if not backend.may_share_whole_weights or training.step == "inference":
+        return False
+    options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
+    return backend.shares_whole_weights(options) and cell.sizes.world > cell.sizes.pp
+
+
+def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
+    """Which of the ranks of a class updates most weights."""
+    step = planned_step(cell, ranks[0], [])
+    places = [Place.of_rank(cell.mesh_sizes, rank) for rank in ranks]
+    held = backend_class(cell.training.backend).updated_elements(step, places)
+    return held.index(max(held))
 
 
 def sending_class(cell: Cell, rank: int) -> RankClass:
@@ -97,8 +116,8 @@ class Plan:
         classes: of its ranks.
         traffic: for each class, the closed form of what a rank sends in a step.
         sizes: ranks along each axis, in the order of the mesh.
-        uneven: the cell, where ranks of a class send unlike amounts to experts, and the closed form of each
-            class is that of its first rank.
+        uneven: the cell, where ranks of a class send unlike amounts, and the closed form of each class is
+            that of its first rank.
     """
 
     classes: list[RankClass]
@@ -119,18 +138,7 @@ class Plan:
     def formula(self, rank: int) -> list[dict[str, Any]]:
         """What a global rank sends by the closed form, in rows: phase, purpose, collective, axis (the axes of
         its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
-        return [
-            {
-                "phase": t.phase,
-                "purpose": t.purpose,
-                "collective": t.collective,
-                "axis": self._axis(t),
-                "count": t.count,
-                "payload_bytes": t.payload_bytes,
-                "sent_bytes": as_number(self._sent_bytes(t)),
-            }
-            for t in self.traffic_of(rank)
-        ]
+        return sent_rows(self.traffic_of(rank), self.sizes)
 
     def difference(
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
@@ -168,6 +176,22 @@ class Plan:
         return entry.sent_bytes(entry.group_size(self.sizes))
 
 
+def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A closed form in rows, as :meth:`Plan.formula` has them."""
+    return [
+        {
+            "phase": t.phase,
+            "purpose": t.purpose,
+            "collective": t.collective,
+            "axis": group_name(t.axes, sizes),
+            "count": t.count,
+            "payload_bytes": t.payload_bytes,
+            "sent_bytes": as_number(t.sent_bytes(t.group_size(sizes))),
+        }
+        for t in traffic
+    ]
+
+
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
     """The cell's strategy without process groups. It can check sizes, and has the closed forms of what the
     rank at these coordinates sends. An axis that is left out has the coordinate 0.
@@ -193,6 +217,18 @@ def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
     Raises:
+        Unsupported: see :func:`check_sizes`.
+    """
+    classes = check_sizes(cell)
+    traffic = [closed_form(cell, each.first) for each in classes]
+    uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
+    return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
+
+
+def check_sizes(cell: Cell) -> list[RankClass]:
+    """Check a cell, without building its modules; returns the classes of its ranks.
+
+    Raises:
         Unsupported: the strategy cannot run these sizes, the card not the attention kernel, or the batch or
             the layers cannot be divided so.
     """
@@ -212,8 +248,10 @@ def plan(cell: Cell) -> Plan:
         )
     classes = rank_classes(cell)
     _check_schedule(cell)
-    traffic = [closed_form(cell, each.first) for each in classes]
-    return Plan(classes, traffic, cell.mesh_sizes, None if expert_rows(cell) is None else cell)
+    for each in classes if cell.sizes.pp > 1 else ():
+        for stage in composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages:
+            _sites(cell, strategy, stage)
+    return classes
 
 
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:

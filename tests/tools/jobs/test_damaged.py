@@ -160,7 +160,7 @@ def test_no_text_of_a_job_writes_settings() -> None:
     unknown = [Argument(f"--weird{n}", text, "unknown", "") for n, text in enumerate(texts)]
     sources = [replace(each, source=text) for each, text in zip(job.settings, texts[::-1], strict=False)]
     title = " ".join(texts)
-    job = replace(job, arguments=unknown, settings=sources, remarks=texts, title=title)
+    job = replace(job, arguments=unknown, settings=sources, remarks=texts, title=title, strict=False)
     text = job.scenario_text()
     assert all(re.match(r"# |title: |groups:$|  (- | +)\w+:", line) for line in text.splitlines())
     assert yaml.safe_load(text) == {"title": job.title, "groups": [job.content()]}
