@@ -80,7 +80,7 @@ class InterleavedTurns:
     def phases(self, place: int) -> list[str]:
         """The phases of an action."""
         name, number = action = self.actions[place]
-        if action == _BEGINS or name == "forward" and self.of.gathered(number) is not None:
+        if action == _BEGINS or (name == "forward" and self.of.gathered(number) is not None):
             return ["forward", "forward"]
         return ["backward" if name in _BACKWARD else "forward"]
 
