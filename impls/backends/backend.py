@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.axes import Place
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
@@ -142,11 +143,16 @@ class Backend(ABC):
     keeps_stage_inputs: ClassVar[bool] = False
     #: whether the host waits for its device after each exchange between stages of a pipeline
     host_waits_for_transfers: ClassVar[bool] = False
+    #: whether setting its buffers of gradients to zero takes a part of the step's forward; it does not where
+    #: these hold few gradients or none
+    zeroes_in_step: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
     #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the
     #: backend
     shares_out: ClassVar[frozenset[str] | None] = None
+    #: whether there are options with which :meth:`shares_whole_weights`
+    may_share_whole_weights: ClassVar[bool] = False
     options: Options
 
     def __init__(
@@ -237,6 +243,11 @@ class Backend(ABC):
     def zero(self) -> None:
         """Forget the gradients of the step before, or set them to zero."""
 
+    @property
+    def host_reads_losses(self) -> bool:
+        """Whether the host waits for each micro-batch's loss."""
+        return False
+
     def begin_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
         """Called before the last backward of a step through the ``module``, or through one of its stages:
         from here on gradients may be sent.
@@ -298,6 +309,17 @@ class Backend(ABC):
         the rank of the step. If two depths of a model have equal cuts, the deeper one's buffers are longer
         and otherwise the same. None: there are no such buffers."""
         return None
+
+    @classmethod
+    def shares_whole_weights(cls, options: Any) -> bool:
+        """Whether each rank updates some whole weights, with options of ``options_type``: ranks at unlike
+        places hold and send unlike amounts."""
+        return False
+
+    @classmethod
+    def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
+        """Elements that the rank at each of these places updates, where ranks share out whole weights."""
+        raise NotImplementedError
 
     @classmethod
     def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from spbench.impls.axes import Place
 from spbench.impls.backends.backend import PlannedStep
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.layer_wise import dealt, packed
@@ -15,6 +16,7 @@ from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import is_matrix
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import shard_of
+from spbench.impls.options import Options
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.traffic import Traffic
 
@@ -86,6 +88,22 @@ def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffi
         yield Traffic(
             "optimizer", "updated weights", "broadcast", 1, elements * element_bytes, summed_axes(axes)
         )
+
+
+def updated_elements(
+    buffers: Sequence[PlannedBuffer], options: Options, places: Sequence[Place]
+) -> list[int]:
+    """Elements that the rank at each of these places updates, of buffers that all have."""
+    assert isinstance(options, MegatronOptions)
+    held = []
+    for place in places:
+        total = 0
+        for buffer in buffers:
+            axes = summed_axes(buffer.axes)
+            own = _own(buffer, options, place.size(*axes), place.rank(*axes))
+            total += sum(n for n, mine in zip(buffer.elements, own, strict=True) if mine)
+        held.append(total)
+    return held
 
 
 def _own(buffer: PlannedBuffer, options: MegatronOptions, ranks: int, rank: int) -> list[bool]:

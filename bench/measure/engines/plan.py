@@ -13,9 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import cannot_run
+from spbench.bench.measure.engines.cell_schedule import (
+    batch_parts,
+    check_inference,
+    check_schedule,
+    passes_of,
+)
 from spbench.bench.measure.engines.unlike_ranks import (
     expert_rows,
     fullest_rank,
@@ -33,9 +39,7 @@ from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.traffic import Traffic
-from spbench.impls.training.pipeline import passes
 from spbench.impls.training.step import PRECISIONS, training_sites
-from spbench.impls.training.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` and by their work
     along each axis of the strategy, but where the step of one says what all have (:func:`marked_axis`). The
     first class of each stage is the one that sends most. The first rank of a class is the one whose experts
-    get most tokens (:func:`fullest_rank`)."""
+    get most tokens (:func:`fullest_rank`), or that updates most weights where ranks share these out whole."""
     sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
     along_axes, rows = [], expert_rows(cell)
     for axis in strategy.axes:
@@ -78,8 +82,27 @@ def rank_classes(cell: Cell) -> list[RankClass]:
                 fullest = fullest_rank(cell, ranks, rows, marked)
                 ranks.insert(0, ranks.pop(ranks.index(fullest)))
                 first = {axis: Place.of_rank(sizes, fullest).coordinates[axis] for axis in first}
+            elif shares_whole_weights(cell):
+                ranks.insert(0, ranks.pop(_heaviest(cell, ranks)))
             classes.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
     return classes
+
+
+def shares_whole_weights(cell: Cell) -> bool:
+    """Whether the ranks of a class update unlike weights."""
+    backend, training = backend_class(cell.training.backend), cell.training
+    if not backend.may_share_whole_weights or training.step == "inference":
+        return False
+    options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
+    return backend.shares_whole_weights(options) and cell.sizes.world > cell.sizes.pp
+
+
+def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
+    """Which of the ranks of a class updates most weights."""
+    step = planned_step(cell, ranks[0], [])
+    places = [Place.of_rank(cell.mesh_sizes, rank) for rank in ranks]
+    held = backend_class(cell.training.backend).updated_elements(step, places)
+    return held.index(max(held))
 
 
 def sending_class(cell: Cell, rank: int) -> RankClass:
@@ -97,8 +120,8 @@ class Plan:
         classes: of its ranks.
         traffic: for each class, the closed form of what a rank sends in a step.
         sizes: ranks along each axis, in the order of the mesh.
-        uneven: the cell, where ranks of a class send unlike amounts to experts, and the closed form of each
-            class is that of its first rank.
+        uneven: the cell, where ranks of a class send unlike amounts, and the closed form of each class is
+            that of its first rank.
     """
 
     classes: list[RankClass]
@@ -202,7 +225,8 @@ def plan(cell: Cell) -> Plan:
     """
     classes = check_sizes(cell)
     traffic = [closed_form(cell, each.first) for each in classes]
-    return Plan(classes, traffic, cell.mesh_sizes, None if expert_rows(cell) is None else cell)
+    uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
+    return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
 
 
 def check_sizes(cell: Cell) -> list[RankClass]:
@@ -217,7 +241,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
         raise Unsupported(*why)
     strategy.check(_sites(cell, strategy, ONE_STAGE) + training_sites(PRECISIONS[cell.precision]))
     if cell.training.step == "inference":
-        _check_inference(cell)
+        check_inference(cell)
     elif not model.has_weights:
         raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
     backend = backend_class(cell.training.backend)
@@ -227,7 +251,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
             "use pp 1, or the backend ddp",
         )
     classes = rank_classes(cell)
-    _check_schedule(cell)
+    check_schedule(cell)
     for each in classes if cell.sizes.pp > 1 else ():
         for stage in composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages:
             _sites(cell, strategy, stage)
@@ -237,7 +261,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
     """What a micro-batch of a replica asks of a stage."""
     (batch, seq_len), model = cell.shape, model_preset(*cell.model_arguments)
-    return list(model.sites(batch // _batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
+    return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
 
 
 def closed_form(cell: Cell, rank: int) -> list[Traffic]:
@@ -274,87 +298,6 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
     precision = PRECISIONS[cell.precision]
     order = partial(passes_of, cell, around)
     return PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
-
-
-def turns_of(cell: Cell, stage: Stage) -> Turns | None:
-    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
-
-    Args:
-        stage: which rank it is.
-    """
-    training = cell.training
-    if training.schedule != "interleaved":
-        return None
-    return Turns(
-        stage.index,
-        stage.count,
-        training.virtual_stages,
-        training.micro_batches,
-        training.microbatch_group_size,
-        training.overlap_p2p_communication,
-    )
-
-
-def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
-    """See :class:`PlannedStep`."""
-    turns, training = turns_of(cell, around.stage), cell.training
-    if turns is not None:
-        return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
-    return [[*passes(training.schedule, around.stage, training.micro_batches)]]
-
-
-def _batch_parts(cell: Cell) -> int:
-    """The number of micro-batches that the batch is divided into, over all replicas.
-
-    Raises:
-        Unsupported: they do not divide the batch.
-    """
-    batch, _ = cell.shape
-    parts = cell.sizes.dp * cell.training.micro_batches
-    if batch % parts:
-        below = batch - batch % parts
-        raise Unsupported(
-            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
-            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
-        )
-    return parts
-
-
-def _check_inference(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
-    training = cell.training
-    for given, what in (
-        (cell.learning is not None, "learning"),
-        (cell.sizes.pp > 1, "pipeline stages"),
-        (training.micro_batches > 1, "micro-batches"),
-        (training.steps > 1, "steps before it"),
-        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
-    ):
-        if given:
-            raise Unsupported(f"an inference step has no {what}", "leave it out")
-
-
-def _check_schedule(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for a pipeline that its schedule cannot run."""
-    training, ranks = cell.training, cell.sizes.pp
-    if training.schedule != "interleaved":
-        return
-    if ranks == 1:
-        raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
-    group, micro_batches = training.microbatch_group_size or ranks, training.micro_batches
-    if not ranks <= group <= max(micro_batches, ranks):
-        raise Unsupported(
-            f"microbatch_group_size {group} is not between pp {ranks} and {micro_batches} micro-batches",
-            "set it within them, or leave it out",
-        )
-    left = micro_batches % group
-    if 0 < left < ranks:
-        below = micro_batches - left
-        raise Unsupported(
-            f"the interleaved schedule cannot run {micro_batches} micro-batches on pp {ranks}"
-            + (f" in groups of {group}" if group > ranks else ""),
-            f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
-        )
 
 
 def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:

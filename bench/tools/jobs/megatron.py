@@ -14,6 +14,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.megatron_experts import expert_sizes, has_experts
+from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
 from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
@@ -222,6 +223,11 @@ def _set_parallelism(a: Account, gpus: int | None) -> int | None:
     hierarchical = False
     if sizes["sp"] > 1:
         context, zigzag = _context(a)
+        if pattern_of(a) and context == CONTEXT["p2p"][0]:
+            context, zigzag = CONTEXT["a2a"]
+            a.remarks.append(
+                "heads are exchanged for sequences in all layers; a hybrid's attention is a ring"
+            )
         hierarchical = "+" in context
         from_context = [names["sp"], "--cp-comm-type", *([_HIERARCHY] if hierarchical else [])]
         strategy = f"{strategy}+{context}"

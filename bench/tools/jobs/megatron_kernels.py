@@ -9,6 +9,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Device, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import engines_choice, generation_of
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
 
 #: the variable that says the release of NVIDIA's container of PyTorch, and which it sets itself: "24.01"
 CONTAINER = "NVIDIA_PYTORCH_VERSION"
@@ -104,7 +105,12 @@ def set_attention(a: Account, local: bool, cluster: str | None) -> None:
         a.ignore("without --group-query-attention each head has its own", "--num-query-groups")
     if not a.has("--multi-latent-attention"):  # whose latents have the norms
         a.map_given("--qk-layernorm")
-    a.map("--attention-dropout")
+    if pattern_of(a) and (a.value("--context-parallel-size") or 1) > 1:
+        # heads that are exchanged have no dropout here, whose state is a seed in fused attention
+        a.set("model_options.attention_dropout", 0.0, "--attention-dropout", note="left out")
+        a.leave("nothing", "fused attention keeps a seed, no mask", "--attention-dropout")
+    else:
+        a.map("--attention-dropout")
     option, name, versions = "model_options.attention", "--attention-backend", "--flash-attention-version"
     asked, version = a.value(name), a.value(versions)
     if local:

@@ -8,6 +8,7 @@ from spbench.bench.tools.jobs.megatron_experts import (
     set_latent_attention,
     set_predicted_tokens,
 )
+from spbench.bench.tools.jobs.megatron_hybrid import SPECIFICATION, layers_of_stages, pattern_of, set_hybrid
 from spbench.bench.tools.jobs.megatron_kernels import (
     CONTAINER,
     MASK_OF_KEYS,
@@ -23,13 +24,16 @@ _WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordP
 #: of TikTokenizer, unless --vocab-size says otherwise
 _TIKTOKEN_WORDS = 2**17
 #: presets by the weights of their layers; a job has the name of the one that it is closest to
+_HYBRID = "nemotron-h-8b"
 _PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
 
 
 def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
     """Set the model and its options."""
-    preset = "bert-large" if bert else _preset(a)
-    a.set("model", preset, note=f"{model_name(bert)}, all of whose sizes are below")
+    hybrid = not bert and set_hybrid(a)
+    preset = "bert-large" if bert else _HYBRID if hybrid else _preset(a)
+    name = "HybridModel" if hybrid else model_name(bert)
+    a.set("model", preset, note=f"{name}, all of whose sizes are below")
     needed = ("--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--micro-batch-size")
     a.problems += [f"{name} is missing" for name in needed if not a.has(name)]
     if not bert:
@@ -60,7 +64,9 @@ def _preset(a: Account) -> str:
 
 
 def layers_of(a: Account) -> int | None:
-    """How many layers there are."""
+    """How many layers there are, as a model here counts them."""
+    if pattern_of(a):
+        return sum(layers_of_stages(a))
     return _first(a, "--num-layers", "--encoder-num-layers")
 
 
@@ -78,7 +84,9 @@ def _set_sizes(a: Account, bert: bool) -> None:
     heads, inner = a.value("--num-attention-heads"), a.value("--ffn-hidden-size")
     if layers is None:
         a.problems.append("--num-layers is missing")
-    a.set("model_options.layers", layers, "--num-layers", "--encoder-num-layers")
+    patterns = "--hybrid-layer-pattern", "--hybrid-override-pattern"
+    names = patterns if pattern_of(a) else ("--num-layers", "--encoder-num-layers")
+    a.set("model_options.layers", layers, *names)
     a.map("--hidden-size", "--num-attention-heads")
     if hidden is None or heads is None:
         return
@@ -133,7 +141,7 @@ def _set_library(a: Account) -> bool:
     """Set whose layers there are; returns whether they are Megatron-Core's own."""
     spec, library = a.value("--spec"), a.value("--transformer-impl")
     local = library == "local" or spec == "local"
-    if spec is not None and spec != "local":
+    if spec is not None and spec not in ("local", SPECIFICATION if pattern_of(a) else ""):
         a.refuse_given("layers of another specification than `local`", "--spec")
     if library == "inference_optimized":
         a.refuse_given("layers for inference", "--transformer-impl")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.megatron_hybrid import pattern_of, stages_of
 from spbench.bench.tools.jobs.megatron_kernels import set_workspace
 from spbench.bench.tools.jobs.megatron_model import layers_of
+from spbench.bench.tools.jobs.megatron_muon import set_muon
 from spbench.impls.options import LARGEST_OF
 
 _PIPELINE_SPLITS = (
@@ -21,7 +23,8 @@ _INTERLEAVED = (
     "--microbatch-group-size-per-virtual-pipeline-stage",
     "--no-overlap-p2p-communication",
 )
-#: switches of data parallelism
+#: passes over gradients, and switches of data parallelism
+_PASSES = "--no-check-for-nan-in-loss-and-grad", "--clip-grad"
 _SHARDS, _OVERLAPS = "--use-distributed-optimizer", ("--overlap-grad-reduce", "--overlap-param-gather")
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -45,6 +48,9 @@ def set_schedule(a: Account) -> None:
         a.ignore("the stages have as many layers anyway", _LAYOUT)
         _set_interleaving(a, stages, chunks, name)
         return
+    if pattern_of(a):
+        _set_hybrid_stages(a, stages)
+        return
     if (of_each := a.value(each)) is not None:
         name = each
         if a.has(virtual):
@@ -61,6 +67,16 @@ def set_schedule(a: Account) -> None:
         return
     _set_stages(a, layers, stages, max(1, chunks))
     _set_interleaving(a, stages, max(1, chunks), name)
+
+
+def _set_hybrid_stages(a: Account, stages: int) -> None:
+    """Set the stages that the bars of a hybrid's pattern make."""
+    for name in (*_CHUNKS, *_PIPELINE_SPLITS):
+        a.refuse_given("stages of a hybrid that its pattern does not say: not modelled", name)
+    if sizes := stages_of(a, stages):
+        if len({*sizes}) > 1:
+            a.set("training.stage_layers", [*sizes], "--hybrid-layer-pattern", "--hybrid-override-pattern")
+        _set_interleaving(a, stages, len(sizes) // stages, "--hybrid-layer-pattern")
 
 
 def _set_interleaving(a: Account, stages: int, chunks: int, name: str) -> None:
@@ -139,11 +155,11 @@ def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list
 
 def set_optimizer(a: Account, cluster: str | None) -> None:
     """Set data parallelism and the optimizer."""
-    if a.value("--optimizer") != "adam":
-        a.refuse_given("another optimizer than Adam", "--optimizer")
-    a.ignore("Adam is what there is", "--optimizer")
+    muon = set_muon(a)
     sharded, late = "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"
     if a.has(sharded):
+        if muon:
+            a.problems.append(f"Muon has no {sharded}")
         _set_sharding(a, sharded, late)
         _set_moments(a, cluster)
         return
@@ -161,6 +177,7 @@ def set_optimizer(a: Account, cluster: str | None) -> None:
         a.leave("time", "an all-gather of the same buffers starts earlier", early)
     _set_offloading(a)
     a.map("--no-gradient-accumulation-fusion")
+    _set_passes(a)
     _set_main_gradients(a)
     a.map_given("--ddp-bucket-size", "--ddp-pad-buckets-for-high-nccl-busbw")
     instances = "--num-distributed-optimizer-instances"
@@ -169,6 +186,16 @@ def set_optimizer(a: Account, cluster: str | None) -> None:
     a.refuse_given("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     a.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     _set_moments(a, cluster)
+
+
+def _set_passes(a: Account) -> None:
+    """Set the passes over gradients: the check for NaN, and clipping."""
+    checked, clipped = _PASSES
+    a.map_given(checked)
+    if a.value(clipped) == 1:
+        a.took("gradients are clipped to this norm by default", clipped)
+    else:
+        a.map(clipped)
 
 
 def _set_sharding(a: Account, sharded: str, late: str) -> None:
@@ -189,6 +216,7 @@ def _set_sharding(a: Account, sharded: str, late: str) -> None:
     a.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
     a.ignore(f"{sharded} reduces and gathers by itself", _SHARDS, *_OVERLAPS, "--ddp-bucket-size")
     a.ignore(f"{sharded} has no main gradients", fusion)
+    a.leave("time", "gradients are neither clipped nor checked with FSDP2", *_PASSES)
     a.refuse_given("FSDP2 with Megatron-LM's optimizer on the host", "--optimizer-cpu-offload")
 
 

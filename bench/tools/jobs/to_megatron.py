@@ -146,7 +146,8 @@ def _backend(cell: Cell) -> Iterator[_Row]:
         yield "--no-gradient-accumulation-fusion", True, "training.backend"
     elif name == "megatron":
         options = set_options(MegatronOptions(), cell.training.backend_options, name)
-        yield "--use-precision-aware-optimizer", options.optimizer == "host", "training.optimizer"
+        aware = options.optimizer == "host" and options.use_precision_aware_optimizer
+        yield "--use-precision-aware-optimizer", aware, "training.use_precision_aware_optimizer"
         in_fp32 = getattr(options, option)
         yield "--grad-reduce-in-bf16", cell.precision == "bf16" and not in_fp32, f"training.{option}"
         yield (

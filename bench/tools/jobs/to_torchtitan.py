@@ -9,7 +9,8 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
-from spbench.bench.tools.jobs.torchtitan import PRESETS, QWEN3, ROTATIONS, qwen3_options, versions
+from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
+from spbench.bench.tools.jobs.torchtitan_models import FLAVORS
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
 
@@ -69,10 +70,9 @@ def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, A
 
 def _models() -> Iterator[tuple[tuple[str, str], Model]]:
     """The models that torchtitan has here, by name and flavor."""
-    for flavor, preset in PRESETS.items():
-        yield ("llama3", flavor), model_preset(preset)
-    for flavor in QWEN3:
-        yield ("qwen3", flavor), model_preset("llama3-8b", qwen3_options(flavor))
+    for name, flavors in FLAVORS.items():
+        for flavor, model in flavors.items():
+            yield (name, flavor), model_preset(model.preset, model.options)
 
 
 def _alike(model: Any, preset: Any) -> bool:

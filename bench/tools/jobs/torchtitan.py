@@ -14,6 +14,7 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan_files import content_of
+from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel
 from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
@@ -23,33 +24,13 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "alltoall": ("ring_attention", {}),
 }
 COMPILED = "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
-#: by model.flavor of llama3
-PRESETS = {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"}
-#: by model.flavor of qwen3, what its flavors do not share: layers, hidden, heads and inner
-QWEN3 = {"8B": (36, 4096, 32, 12288), "14B": (40, 5120, 40, 17408), "32B": (64, 5120, 64, 25600)}
-#: those whose embedding and head are one weight, which two units of FSDP gather
-_QWEN3_TIED = ("debugmodel", "0.6B", "1.7B", "4B")
-#: models of torchtitan that no model here is, and why
-_WITH_EXPERTS = {
-    "llama4": "a mixture of experts (MoE)",
-    "deepseek_v3": "a mixture of experts (MoE) and multi-head latent attention (MLA)",
-    "gpt_oss": "a mixture of experts (MoE) and a softmax with sinks",
-}
 
 
 @cache
 def versions() -> Mapping[str, ArgumentTable]:
-    """The keys of each version, the newest first."""
+    """The keys of each version: those of TOML from the newest on, then those of registries in Python."""
     content = read_yaml(Path(__file__).with_suffix(".yaml"))
     return {version: argument_table("torchtitan", version) for version in content["versions"]}
-
-
-def qwen3_options(flavor: str) -> dict[str, Any]:
-    """The options that make llama3-8b a Qwen3."""
-    layers, hidden, heads, inner = QWEN3[flavor]
-    options = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "inner": inner}
-    options |= {} if hidden == 128 * heads else {"head_dim": 128}
-    return options | {"vocabulary": 151936, "norm_epsilon": 1e-6, "rotary_base": 1e6, "qk_norm": True}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -62,7 +43,7 @@ def read(files: JobFiles) -> Job | None:
     return None if content is None else TorchtitanJob(content, files).job()
 
 
-class TorchtitanJob:
+class TorchtitanJob(TorchtitanModel):
     """The translation of one job.
 
     Args:
@@ -79,56 +60,16 @@ class TorchtitanJob:
         table = versions()[self.version]
         self.keys: Account = key_account(table, flat(content, table.arguments), overrides=files.environment)
 
-    def named(self, key: str) -> str:
-        """The whole name of a key, whose section has changed."""
-        return next(name for name in self.keys.program_arguments if name.rpartition(".")[2] == key)
-
-    def value(self, name: str, otherwise: Any) -> Any:
-        """The value of a key, or ``otherwise`` where this version has none of that name."""
-        return self.keys.value(name) if name in self.keys.program_arguments else otherwise
-
     def job(self) -> Job:
         """The job, with what became of each key."""
         k = self.keys
-        self._model()
+        self.set_model()
         if self._parallelism():
             self._batch()
         self._recomputation()
         self._optimizer()
         self._compile()
         return k.job("torchtitan", self.files, k.arguments())
-
-    def _model(self) -> None:
-        """Set the model, its sizes and how torchtitan makes its layers."""
-        k, names = self.keys, ("model.name", "model.flavor")
-        name, flavor = map(k.value, names)
-        flavors: Mapping[str, Any] = QWEN3 if name == "qwen3" else PRESETS
-        if name not in ("llama3", "qwen3") or (name == "qwen3" and self.version != "c"):
-            another = "another model than llama3 and, in 0.2.2, qwen3"
-            k.refuse(_WITH_EXPERTS.get(name, another), "model.name")
-        elif name == "qwen3" and flavor in _QWEN3_TIED:
-            k.refuse("one weight of embedding and head in two units of FSDP", "model.flavor")
-        elif name == "qwen3" and flavor not in flavors and "-A" in flavor:
-            k.refuse("a mixture of experts (MoE)", "model.flavor")
-        elif flavor not in flavors:
-            k.refuse(f"another flavor of {name} than {', '.join(flavors)}", "model.flavor")
-        note = "with the sizes of Qwen3" if name == "qwen3" else ""
-        k.set("model", PRESETS.get("8B" if note else flavor, "llama3-8b"), *names, note=note)
-        if name == "qwen3":
-            for option, value in qwen3_options(flavor if flavor in QWEN3 else "8B").items():
-                k.set(f"model_options.{option}", value, "model.flavor")
-        note = "wq, wk, wv and w1, w3 are layers of their own"
-        k.set("model_options.separate_projections", True, note=note)
-        note = "torch's scaled_dot_product_attention"
-        k.set("model_options.attention", "flash_attention_2", note=note)
-        if self.version == "c":
-            return
-        own = ["model.norm_type"] if self.version == "a" else []
-        norm = self.value("model.norm_type", "rmsnorm")
-        if norm not in ("rmsnorm", "fused_rmsnorm"):
-            k.refuse("layer norms without a bias", *own)
-        way, note = "fused" if norm == "fused_rmsnorm" else "plain", "" if own else "operator by operator"
-        k.set("model_options.rms_norm", way, *own, note=note)
 
     def _parallelism(self) -> bool:
         """Set strategy, sizes and backend; returns whether the number of replicas is known."""
@@ -157,12 +98,12 @@ class TorchtitanJob:
         if shards * cp == 1:
             what = "weights in float32, which autocast makes bfloat16 where they are used"
             k.problems.append(f"{shard_name} is 1: {what}: not modelled")
-        elif copies > 1:
-            k.refuse("weights that are sharded over a part of the replicas", names[0])
         self._strategy(tp, cp, names[1], names[3])
-        k.set(
-            "sizes.dp", shards, shard_name, note="" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others}"
-        )
+        self.set_experts(tp, names[1])
+        note = "" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others // copies}"
+        k.set("sizes.dp", copies * shards, *names[:1] * (copies > 1), shard_name, note=note)
+        if copies > 1:
+            k.set("training.data_parallel_replicate_degree", copies, names[0])
         for axis, size, name in (("sp", cp, names[3]), ("tp", tp, names[1])):
             if size > 1:
                 k.set(f"sizes.{axis}", size, name)
@@ -177,7 +118,9 @@ class TorchtitanJob:
         balancer, parts = "parallelism.context_parallel_load_balancer", []
         options: dict[str, tuple[str, str]] = {}
         if tp > 1:
-            parts.append("megatron_sp")
+            split = self.value("parallelism.enable_sequence_parallel", True)
+            parts.append("megatron_sp" if split else "tensor_parallel")
+            k.took(f"strategy: {parts[0]}", *filter(k.has, ("parallelism.enable_sequence_parallel",)))
             options["vocabulary"] = "split", tp_name
             options["loss"] = "gathered" if k.value(loss) else "parallel", loss
         overlapped = self.named("enable_async_tensor_parallel")
@@ -190,7 +133,7 @@ class TorchtitanJob:
             if balanced == "ptrr":
                 k.refuse("sequences balanced by blocks of a mask", balancer)
             options["placement"] = "zigzag" if balanced else "contiguous", balancer
-            if self.version != "c":
+            if not self.recent:
                 k.approximate(
                     "a sequence's keys and values are sent once; torchtitan repeats them first for the "
                     "queries that share them"
@@ -209,15 +152,50 @@ class TorchtitanJob:
             [policy] if policy in self.keys.program_arguments else [],
         )
         k.set("training.backend", "zero2" if freed == "never" else "zero3", *names, note="FSDP2")
-        if self.version == "c":
+        if self.recent:
             k.set("training.wrap", "embedding", note="units: embedding, each layer, norm and output")
         if freed != "always":
             k.set("training.reshard_rest", False, *names)
         k.set("training.reduce_dtype", "fp32", "training.mixed_precision_reduce")
-        if self.version != "c" and freed == "default":
+        if not self.recent and freed == "default":
             k.approximate("the last layer's weights are freed after forward and gathered again, not kept")
 
+    def _batch_of_tokens(self) -> None:
+        """Set batch and length of a version that counts tokens of a micro-batch."""
+        k, local_name = self.keys, "training.num_tokens_per_microbatch_per_dp_rank"
+        length_name, total_name = "training.max_context_length", "training.num_tokens_per_train_step"
+        local, length, total = k.count(local_name), k.count(length_name), k.value(total_name)
+        if local % length:
+            k.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
+            return
+        at_once = local * self.replicas
+        total = at_once if total < 0 else total
+        if total == 0 or total % at_once:
+            k.problems.append(
+                f"{total_name} {total} is no multiple of {local_name} x {self.replicas} replicas"
+            )
+            return
+        note = f"sequences of {length} tokens, {self.replicas} replicas"
+        k.set("batch", total // length, local_name, total_name, length_name, note=note)
+        if total > at_once:
+            k.set("training.micro_batches", total // at_once, total_name, local_name)
+        k.set("seq_len", length, length_name)
+        if chunks := self.value(name := "loss.num_chunks", 0):
+            parts = k.count(self.named("context_parallel_degree"))
+            k.set("model_options.loss_tile", -(-local // (chunks * parts)), name, note="tokens of a chunk")
+        graphs = "training.disable_cuda_graphs"
+        if not k.value(graphs):
+            k.leave(
+                "both", "CUDA graphs keep their tensors apart, and kernels start without the host", graphs
+            )
+            k.remarks.append("forward and backward are no CUDA graph, whose memory is kept apart")
+        k.ignore("no CUDA graph is modelled", graphs)
+        k.map("training.mixed_precision_param")
+
     def _batch(self) -> None:
+        if self.version == "d":
+            self._batch_of_tokens()
+            return
         k, total_name = self.keys, "training.global_batch_size"
         name = "training.batch_size" if self.version == "a" else "training.local_batch_size"
         local, total = k.count(name), self.value(total_name, -1)
@@ -287,7 +265,7 @@ class TorchtitanJob:
 
     def _compile(self) -> None:
         k, parts = self.keys, "compile.components"
-        switch = "compile.enable" if self.version == "c" else "training.compile"
+        switch = "compile.enable" if self.recent else "training.compile"
         compiled = k.value(switch) and {"model", "loss"} & {*self.value(parts, ["model"])}
         k.ignore("nothing is compiled", parts)
         overlapped = self.named("enable_async_tensor_parallel")

@@ -1,0 +1,155 @@
+"""torchtitan's registries in Python, and its models with experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile
+from tests.tools.jobs.job_inputs import job_of, settings
+
+REGISTRY = '''
+"""Configurations of a registry."""
+from .model import Qwen3Model
+
+
+def qwen3_debug() -> Trainer.Config:
+    model_spec = model_registry("30B-A3B")
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
+        ),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=8e-4),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
+        dataloader=GrainDataLoader.Config(dataset=Packing(dataset=DATASETS["c4"]), shuffle=False),
+        activation_checkpoint=FullAC.Config(),
+    )
+
+
+def qwen3_of_eight() -> Trainer.Config:
+    """The same with experts on eight ranks."""
+    config = qwen3_debug()
+    assert config.model_spec is not None
+    config.parallelism = ParallelismConfig(expert_parallel_degree=8)
+    config.parallelism.tensor_parallel_degree = 2
+    config.activation_checkpoint = None
+    return config
+
+
+def qwen3_in_eight_bits() -> Trainer.Config:
+    config = qwen3_debug()
+    config.model_spec = model_registry("32B", converters=[Float8LinearConverter.Config(filter=x)])
+    return config
+
+
+def qwen3_of_itself() -> Trainer.Config:
+    config = qwen3_of_itself()
+    return config
+
+
+def qwen3_by_chance() -> Trainer.Config:
+    config = qwen3_debug()
+    if random() < 0.5:
+        config.training.steps = 3
+    return config
+
+
+def qwen3_of_code() -> Trainer.Config:
+    config = qwen3_debug()
+    config.training.max_context_length = length()
+    return config
+'''
+
+
+def registry(name: str, text: str = REGISTRY) -> Job:
+    file = JobFile(Path("qwen3/config_registry.py"), text.encode(), name)
+    return job_of("torchtitan", [file], 16)
+
+
+def test_one_function_of_a_registry_is_read_by_name() -> None:
+    made = settings(registry("qwen3_debug"))
+    expected = {"model": "qwen3-30b-a3b", "batch": 32, "seq_len": 4096, "sizes.dp": 16}
+    expected |= {"model_options.loss_tile": 1024, "model_options.recompute": "full"}
+    assert made | expected == made
+    assert "sizes.ep" not in made
+    changed = settings(registry("qwen3_of_eight"))
+    expected = {"sizes.ep": 8, "sizes.dp": 8, "sizes.tp": 2, "batch": 16, "strategy": "megatron_sp"}
+    assert changed | expected == changed
+    assert "model_options.recompute" not in changed
+    assert registry("qwen3_of_eight").cell().sizes.by_axis["ep"] == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("", "6 functions make a configuration"),
+        ("qwen3_nine", "no function 'qwen3_nine' makes a configuration"),
+        ("qwen3_in_eight_bits", 'model.converters = \\["Float8LinearConverter"\\]'),
+        ("qwen3_of_itself", "qwen3_of_itself calls itself"),
+        ("qwen3_by_chance", "line 44: 'if random\\(\\) < 0.5:' sets no value plainly"),
+        ("qwen3_of_code", r"line \d+: length\(\) is no plain value; write it out"),
+    ],
+)
+def test_what_a_registry_cannot_say_is_refused_in_a_line(name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as refused:
+        registry(name).cell()
+    assert "\n" not in str(refused.value)
+
+
+EXPERTS = """
+[model]
+name = "{}"
+flavor = "{}"
+
+[training]
+local_batch_size = 1
+seq_len = 4096
+
+[parallelism]
+tensor_parallel_degree = 2
+expert_parallel_degree = {}
+expert_tensor_parallel_degree = {}
+"""
+
+
+def with_experts(name: str, flavor: str, ep: int = 4, etp: int = 1) -> Job:
+    text = EXPERTS.format(name, flavor, ep, etp)
+    return job_of("torchtitan", [JobFile(Path("train.toml"), text.encode())], 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "elements"),
+    [
+        ("qwen3", "30B-A3B", 30.5e9),
+        ("qwen3", "235B-A22B", 235.1e9),
+        ("llama4", "17bx16e", 107.8e9),
+        ("llama4", "17bx128e", 400.7e9),
+        ("deepseek_v3", "16B", 15.7e9),
+        ("deepseek_v3", "236B", 235.7e9),
+        ("deepseek_v3", "671B", 671.0e9),
+        ("gpt_oss", "20b", 20.9e9),
+        ("gpt_oss", "120b", 116.8e9),
+    ],
+)
+def test_models_with_experts_have_their_published_parameters(name: str, flavor: str, elements: float) -> None:
+    made = settings(with_experts(name, flavor))
+    assert made["sizes.ep"] == 4
+    assert "sizes.etp" not in made
+    cell = with_experts(name, flavor).cell()
+    assert model_parameters(cell) == pytest.approx(elements, rel=0.005)
+
+
+def test_how_experts_are_split() -> None:
+    for ep, etp, expected in ((4, 2, {"sizes.ep": 4, "sizes.etp": 2}), (1, 1, {"sizes.etp": 2})):
+        made = settings(with_experts("qwen3", "30B-A3B", ep, etp))
+        assert made | expected == made
+    with pytest.raises(UserError, match="expert_tensor_parallel_degree 4 is neither 1 nor"):
+        with_experts("qwen3", "30B-A3B", 4, 4).cell()
+    explained = with_experts("llama3", "8B").arguments
+    assert {a.outcome for a in explained if "expert" in a.name} == {"no effect"}
