@@ -104,7 +104,7 @@ def test_runs_of_layers_in_turns_are_not_cut() -> None:
         traces.without_one()
 
 
-SMALL = {"layers": 4, "hidden": 64, "inner": 128, "vocabulary": 128}
+SMALL = {"layers": 4, "hidden": 96, "inner": 128, "vocabulary": 128}
 
 
 def of_few(cell: Cell, micro_batches: int) -> Cell:
