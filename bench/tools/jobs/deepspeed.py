@@ -73,7 +73,7 @@ class DeepSpeedJob:
         self.contents, self.files = contents, files
         self.keys = key_account(argument_table("deepspeed"), _named(contents), overrides=files.environment)
 
-    def job(self) -> Job:
+    def job(self, kind: str = "deepspeed") -> Job:
         k = self.keys
         replicas = self._parallelism()
         self._model()
@@ -83,7 +83,7 @@ class DeepSpeedJob:
         set_sharding(k, self.contents)
         self._optimizer()
         self._beside()
-        return k.job("deepspeed", self.files, k.arguments())
+        return k.job(kind, self.files, k.arguments())
 
     def _model(self) -> None:
         k = self.keys

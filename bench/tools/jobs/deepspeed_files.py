@@ -31,9 +31,9 @@ _WORDS = {
 }
 
 
-def sorted_files(files: JobFiles) -> dict[str, Mapping[str, Any]] | None:
+def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mapping[str, Any]] | None:
     """The content of each file by what it is, a key of :data:`_SIGNS`; None where none is a configuration of
-    DeepSpeed or accelerate.
+    DeepSpeed or accelerate, unless they stand beside a script that starts the job (``of_script``).
 
     Raises:
         UserError: a file is damaged, two are of one kind, or one is of none beside others that are.
@@ -41,12 +41,14 @@ def sorted_files(files: JobFiles) -> dict[str, Mapping[str, Any]] | None:
     contents = []
     script: Mapping[str, Any] = {}
     for file in files.files:
-        if file.path.suffix == ".py" and len(files.files) > 1:
+        if file.path.suffix == ".py" and (of_script or len(files.files) > 1):
             script = training_script(file)
         else:
             contents.append((file, mapping_in(file) or {}))
     kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
-    if not {"accelerate", "deepspeed"} & {*kinds} or any(_OTHERS & {*content} for _, content in contents):
+    known = of_script or {"accelerate", "deepspeed"} & {*kinds}
+    scripts = not of_script and any(file.path.suffix in (".sh", ".bash", ".slurm") for file in files.files)
+    if not known or scripts or any(_OTHERS & {*content} for _, content in contents):
         return None
     by_kind: dict[str, Mapping[str, Any]] = {}
     for (file, content), kind in zip(contents, kinds, strict=True):

@@ -51,7 +51,7 @@ def configuration(files: JobFiles, *signs: Collection[str]) -> Mapping[str, Any]
 
 def script_of(files: JobFiles) -> JobFile | None:
     """The only script among the files, beside configurations; None where there is none or several."""
-    scripts = [file for file in files.files if mapping_in(file) is None]
+    scripts = [f for f in files.files if f.path.suffix != ".py" and mapping_in(f) is None]
     return scripts[0] if len(scripts) == 1 else None
 
 
@@ -108,7 +108,8 @@ def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Sai
         return _brought(k, key, otherwise)
     k.took("its file is given", key)
     for name in own:
-        if name not in (stage, optimizer, params) and k.program_arguments[name].outcome == "mapped":
+        argument = k.program_arguments.get(name)
+        if name not in (stage, optimizer, params) and argument and argument.outcome == "mapped":
             k.ignore("as the program around DeepSpeed says", name)
     if k.value(stage) not in (1, 2, 3):
         k.refuse("DeepSpeed's own data parallelism, without ZeRO", stage)

@@ -9,6 +9,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs import (
+    accelerate,
     arctic,
     automodel,
     axolotl,
@@ -16,6 +17,7 @@ from spbench.bench.tools.jobs import (
     deepspeed,
     llama_factory,
     megatron,
+    model_zoo,
     primus,
     swift,
     torchtitan,
@@ -28,6 +30,7 @@ from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 INPUTS = Path(__file__).parent / "inputs"
 #: called without the search for kinds of jobs, which takes longer than they
 _MODULES = (
+    accelerate,
     arctic,
     automodel,
     axolotl,
@@ -35,6 +38,7 @@ _MODULES = (
     deepspeed,
     llama_factory,
     megatron,
+    model_zoo,
     primus,
     swift,
     torchtitan,
@@ -59,7 +63,9 @@ JOBS = {
     "Automodel": ("automodel", ["automodel.yaml"]),
     "verl": ("verl", ["verl.sh"]),
     "Primus": ("primus", ["primus.yaml"]),
+    "ModelZoo": ("model_zoo", ["zoo.yaml", "zoo.sh"]),
     "ms-swift": ("swift", ["swift.sh"]),
+    "accelerate launch": ("accelerate", ["accelerate.sh"]),
     "accelerate": ("deepspeed", ["accelerate_fsdp2.yaml", "train.py"]),
 }
 GPUS = {"70B": 64, "sizes": 16}

@@ -26,7 +26,7 @@ FILES = {
     "deepspeed.sh": "torchrun pretrain_gpt.py --num-layers 4 --ds-sequence-parallel-size 4\n",
     "axolotl.sh": "axolotl train long.yaml\n",
     "llama_factory.sh": "FORCE_TORCHRUN=1 llamafactory-cli train long.yaml\n",
-    "launch.sh": "accelerate launch --config_file a.yaml sft.py\n",
+    "launch.sh": "deepspeed --num_gpus 8 sft.py\n",
     "titan.sh": 'CONFIG_FILE="x.toml"\ntorchrun -m torchtitan.train\n',
 }
 

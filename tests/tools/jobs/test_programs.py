@@ -56,6 +56,8 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
         ("verl", {"strategy": "ulysses", "seq_len": 16384, "batch": 4}),
         ("Primus", {"strategy": "megatron_sp", "sizes.tp": 2, "batch": 32, "model_options.layers": 32,
                     "training.gradient_accumulation_fusion": False, "training.distributed_optimizer": True}),
+        ("ModelZoo", {"sizes.tp": 2, "sizes.pp": 2, "sizes.ep": 4, "model_options.vocabulary": 151936,
+                      "training.virtual_stages": 2, "model_options.dispatcher": "all_to_all"}),
         ("ms-swift", {"strategy": "ulysses", "sizes.sp": 8, "batch": 2, "training.parameters": "host"}),
         ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "seq_len": 16384, "batch": 2}),
     ],
