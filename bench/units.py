@@ -7,6 +7,7 @@ return None for None, so that a column of a table (:class:`command_line.output.C
 from __future__ import annotations
 
 import math
+import re
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MS, US = 1e-3, 1e-6
@@ -77,6 +78,19 @@ def scaled(value: float | None, unit: float, places: int = 2) -> str | None:
 def gib(nbytes: float | None) -> str | None:
     """Bytes in GiB, with two digits after the point."""
     return scaled(nbytes, GIB)
+
+
+_BYTES_OF = {**{name: of for of, name in _BYTES}, "GB": 10**9, "MB": 10**6}
+#: the ways to write a number of bytes, for messages
+WAYS_OF_BYTES = "as 78GiB, 80GB or 512MiB"
+
+
+def nbytes_of(text: str) -> int | None:
+    """The bytes that a text such as 78GiB, 80 GB or 512MiB stands for; None if it is none."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?) ?([KMG]i?B)", text.strip())
+    if match is None or match[2] not in _BYTES_OF:
+        return None
+    return int(float(match[1]) * _BYTES_OF[match[2]])
 
 
 def card_gib(nbytes: float) -> str:

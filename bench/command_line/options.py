@@ -20,6 +20,7 @@ from spbench.bench.command_line.output import Output, View
 from spbench.bench.command_line.progress import silence
 from spbench.bench.errors import shown
 from spbench.bench.setting_values import MOST_POSITIONS, MOST_SECONDS, no_size, size
+from spbench.bench.units import WAYS_OF_BYTES, nbytes_of
 
 DEFAULT_FORM = "table"
 _GIVEN = click.core.ParameterSource.COMMANDLINE
@@ -75,6 +76,18 @@ class Length(click.ParamType[int]):
             self.fail(no_size(str(value)), param, ctx)
         if not 1 <= number <= MOST_POSITIONS:
             self.fail(f"{number} is not in the range 1 to {MOST_POSITIONS}", param, ctx)
+        return number
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes with its unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = value if isinstance(value, int) else nbytes_of(value)
+        if not number:
+            self.fail(f"{shown(value)} is no number of bytes; write it {WAYS_OF_BYTES}", param, ctx)
         return number
 
 

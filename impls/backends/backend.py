@@ -143,6 +143,9 @@ class Backend(ABC):
     keeps_stage_inputs: ClassVar[bool] = False
     #: whether the host waits for its device after each exchange between stages of a pipeline
     host_waits_for_transfers: ClassVar[bool] = False
+    #: whether setting its buffers of gradients to zero takes a part of the step's forward; it does not where
+    #: these hold few gradients or none
+    zeroes_in_step: ClassVar[bool] = False
     #: a frozen dataclass of what may be chosen about this backend alone
     options_type: ClassVar[type[Options]] = Options
     #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the
@@ -239,6 +242,11 @@ class Backend(ABC):
     @abstractmethod
     def zero(self) -> None:
         """Forget the gradients of the step before, or set them to zero."""
+
+    @property
+    def host_reads_losses(self) -> bool:
+        """Whether the host waits for each micro-batch's loss."""
+        return False
 
     def begin_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
         """Called before the last backward of a step through the ``module``, or through one of its stages:

@@ -29,16 +29,18 @@ from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
+from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3
 from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_kept
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
-from spbench.impls.composition import chunks_of
+from spbench.impls.composition import chunks_of, summed_axes
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
     from torch.distributed.tensor import DTensor
@@ -87,7 +89,7 @@ class FullySharded(Backend):
     def prepare(self) -> Optimizer:
         self.axes = {name: self.strategy.partial_axes(p) for p, name in self.names.items()}
         #: by the axes of the strategy over which gradients are summed
-        self.meshes = {axes: self.around.gradient_mesh(axes) for axes in sorted({*self.axes.values()})}
+        self.meshes = {axes: self._mesh(axes) for axes in sorted({*self.axes.values()})}
         self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
         self.shapes = {name: p.shape for p, name in self.names.items()}
         names = list(self.names.values())
@@ -103,11 +105,21 @@ class FullySharded(Backend):
         self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
         if kib := self.options.gradient_buffer_kib:
             self.gradient_buffer = torch.empty(kib * 2**10, dtype=torch.uint8, device=device)
-        groups = [mesh.get_group() for mesh in self.meshes.values()]
+        groups = [mesh.get_group(SHARDS) for mesh in self.meshes.values()]
         weights = list(self.weights.values())
         self.host = self._host_optimizer(weights, torch.empty(0, device=device), groups)
         # the shards are the masters
         return self.host or self.make_optimizer(weights, masters=False, shard_groups=groups)
+
+    def _mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The ranks that sum gradients along these axes; the last dim are those that share one copy."""
+        whole = self.around.gradient_mesh(axes)
+        sharing = self.options.sharing(whole.size())
+        return (
+            whole
+            if sharing == whole.size()
+            else in_groups(self.around.place, summed_axes(axes), whole, sharing)
+        )
 
     def _host_optimizer(
         self, weights: list[Tensor], device: Tensor, groups: list[dist.ProcessGroup]
@@ -189,15 +201,14 @@ class FullySharded(Backend):
     def _placement(self, parameter: nn.Parameter) -> Any:
         """The dim along which a parameter is cut, and the ranks it is cut over."""
         # not exported: different parameters over different groups
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
         from torch.distributed.tensor import Shard
 
         mesh = self.meshes[self.strategy.partial_axes(parameter)]
-        if mesh.get_group() not in self.infos:  # torch knows a group by the object that describes it
-            self.infos[mesh.get_group()] = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
-        return ShardPlacementResult(
-            Shard(cut_dim(parameter.shape, mesh.size())), self.infos[mesh.get_group()]
-        )
+        group, size = mesh.get_group(SHARDS), mesh.size(SHARDS)
+        if group not in self.infos:  # torch knows a group by the object that describes it
+            self.infos[group] = mesh_info(mesh)
+        return ShardPlacementResult(Shard(cut_dim(parameter.shape, size)), self.infos[group])
 
     def zero(self) -> None:
         for p in self.sharded.values():
@@ -255,8 +266,9 @@ class FullySharded(Backend):
 
     def _part(self, name: str, local: Tensor) -> HeldPart:
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
-        dim = cut_dim(shape, mesh.size())
-        first = min(shape[dim], mesh.get_local_rank() * math.ceil(shape[dim] / mesh.size()))
+        size = mesh.size(SHARDS)
+        dim = cut_dim(shape, size)
+        first = min(shape[dim], mesh.get_local_rank(SHARDS) * math.ceil(shape[dim] / size))
         return HeldPart(local, first, dim)
 
     @classmethod
@@ -267,7 +279,7 @@ class FullySharded(Backend):
         staged = step.around.stage.count > 1
         stages = [*zip(chunks_of(step.build()), step.passes(), strict=True)]
         for summed in step.summed:
-            axes, sums = summed.group_axes, 0
+            axes, each, sums = summed.group_axes, options.sharing(summed.size), 0
             #: elements by how often they are gathered
             forward, backward = Counter[int](), Counter[int]()
             for stage, passes in stages:
@@ -276,7 +288,7 @@ class FullySharded(Backend):
                 for p in stage.parameters():
                     if step.strategy.partial_axes(p) != summed.axes:
                         continue
-                    sums += (elements := padded_elements(p.shape, summed.size))
+                    sums += (elements := padded_elements(p.shape, each))
                     reshards = cls.reshards(p in rest, options)
                     first, again = gathers(passes, reshards) if staged else (count, count * reshards)
                     forward[first] += elements
@@ -286,12 +298,15 @@ class FullySharded(Backend):
                 ("backward", "weights again", backward),
             ):
                 for often, elements in gathered.items():
-                    yield Traffic(phase, words, "all_gather", often, elements * step.element_bytes, axes)
-            yield Traffic(
-                "backward", "gradients", "reduce_scatter", 1 if staged else count, sums * width, axes
-            )
+                    nbytes = elements * step.element_bytes
+                    yield Traffic(phase, words, "all_gather", often, nbytes, axes, each)
+            often = 1 if staged else count
+            yield Traffic("backward", "gradients", "reduce_scatter", often, sums * width, axes, each)
+            if (groups := summed.size // each) > 1:
+                part = sums * width // each
+                yield Traffic("backward", "over groups", "all_reduce", often, part, axes, groups)
             if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
 
 
 class KeptAfterForward(FullySharded):

@@ -10,9 +10,10 @@ moments of 8, a tensor each for every parameter: 18 bytes a parameter in all. Wi
 gradients. In float32 and float64 everything is in that precision, and the optimizer updates the weights in
 place.
 
-Before the sums, the norm of each bucket is checked for NaN; before the update, gradients are clipped by the
-norm of all. As in Megatron-Core, the host waits for its device where it reads either, and after each exchange
-between stages (batch_p2p_sync of its ModelParallelConfig, true by default).
+The loss of each micro-batch, and before the sums the norm of each bucket, is checked for NaN; before the
+update, gradients are clipped by the norm of all. As in Megatron-Core, the host waits for its device where it
+reads one of these, and after each exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by
+default).
 
 Differences from Megatron-Core:
 
@@ -94,6 +95,7 @@ class Megatron(Backend):
     frees_sent_outputs = True
     keeps_stage_inputs = True  # set_input_tensor of its core/transformer/transformer_block.py
     host_waits_for_transfers = True
+    zeroes_in_step = True
     options_type = MegatronOptions
     options: MegatronOptions
     muon_coefficients = QUINTIC
@@ -114,7 +116,7 @@ class Megatron(Backend):
             overlapped=self.options.overlap_grad_reduce,
             fused=self.options.gradient_accumulation_fusion,
             added_anyway={p for p in self.names if p is twice},
-            checked=self.options.check_for_nan_in_grad and not self.precision.loss_scale,
+            checked=self.host_reads_losses,
         )
         overlapped = self.options.overlap_param_gather
         self.gathered = GatheredInForward(chunks_of(self.module) if overlapped else [], self.buffers)
@@ -148,6 +150,10 @@ class Megatron(Backend):
                 shard_groups=shard_groups if self.options.distributed_optimizer else (),
             )
         )
+
+    @property
+    def host_reads_losses(self) -> bool:
+        return self.options.check_for_nan_in_loss_and_grad and not self.precision.loss_scale
 
     def _clipped(self, optimizer: Optimizer) -> Optimizer:
         if self.clipping is not None and not isinstance(optimizer, HostOptimizer):
@@ -247,6 +253,8 @@ class Megatron(Backend):
         for main in self.mains:
             main.values.grad = None
         self.gradients.zero()
+        if self.clipping is not None:
+            self.clipping.norm = None
 
     def begin_gathering(self, stage: nn.Module) -> None:
         if self.options.overlap_param_gather and self.options.align_param_gather:

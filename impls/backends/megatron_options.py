@@ -35,8 +35,8 @@ class MegatronOptions(OptimizerOptions):
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
             weights.
-        check_for_nan_in_grad: look for NaN in the norm of each bucket before it is summed, for which the host
-            waits; not where the loss is scaled.
+        check_for_nan_in_loss_and_grad: look for NaN in the loss of each micro-batch, and in the norm of each
+            bucket before it is summed, for which the host waits; not where the loss is scaled.
         clip_grad: scale gradients down to this norm over all ranks; 0: the norm is not computed.
         overlap_cpu_optimizer_d2h_h2d: with ``optimizer: host``, copies have streams of their own, and each
             weight is updated as soon as its gradient has arrived.
@@ -65,7 +65,7 @@ class MegatronOptions(OptimizerOptions):
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
-    check_for_nan_in_grad: bool = True
+    check_for_nan_in_loss_and_grad: bool = True
     clip_grad: float = 1.0
     overlap_cpu_optimizer_d2h_h2d: bool = False
     optimizer_offload_fraction: float = 1.0

@@ -34,6 +34,9 @@ class ShardingOptions(OptimizerOptions):
             ``reduce_bucket_size`` elements of the dtype in which gradients are summed, with its
             ``contiguous_gradients`` (runtime/zero/stage3.py); by default 5e8 of them, in bfloat16 976563 KiB.
             What goes through it is not modelled.
+        data_parallel_replicate_degree: groups of ranks of which each holds the whole model in shards, as
+            torchtitan's setting of that name has them (hybrid sharding, HSDP; Zhao et al., arXiv 2304.11277,
+            section 3.2.2). Consecutive ranks share a model. 1: all ranks share one.
         parameters: where the shards are between their all-gathers. "host", with ``optimizer: host``: as in
             CPUOffloadPolicy of ``fully_shard``; they are the masters. With the optimizer alone on the host it
             works as DeepSpeed's offload_optimizer of ZeRO-3, see DEEPSPEED_STAGE_3: the device keeps shards
@@ -52,6 +55,7 @@ class ShardingOptions(OptimizerOptions):
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     gradient_buffer_kib: int = 0
+    data_parallel_replicate_degree: int = 1
     parameters: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
@@ -76,6 +80,28 @@ class ShardingOptions(OptimizerOptions):
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of {of}, 0 or more, not {getattr(self, name)}")
+
+        if self.data_parallel_replicate_degree < 1:
+            raise ValueError(
+                "data_parallel_replicate_degree is a number of groups from 1 on, "
+                f"not {self.data_parallel_replicate_degree}"
+            )
+
+    def sharing(self, ranks: int) -> int:
+        """Number of ranks, out of ``ranks`` that sum a gradient, that shard a parameter between them.
+
+        Raises:
+            Unsupported: the ranks are not a multiple of the groups, or a group has one rank.
+        """
+        groups = self.data_parallel_replicate_degree
+        if groups == 1:
+            return ranks
+        if ranks % groups or ranks == groups:
+            raise Unsupported(
+                f"data_parallel_replicate_degree {groups} does not cut {ranks} ranks into groups of several",
+                "use a smaller divisor of them, or the backend ddp for whole models",
+            )
+        return ranks // groups
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:

@@ -118,14 +118,23 @@ def _of_rank(call: ExpertCall, strategy: Strategy, number: int, batch: int, leng
 
 
 class _Chain:
-    """A strategy, equal to those that place positions as it does."""
+    """What of a strategy places positions. It outlives the strategy, and holds no process group."""
 
     def __init__(self, strategy: Strategy):
-        self.strategy = strategy
+        self.sizes = dict(strategy.place.sizes)
         self.key = (
             tuple((type(each), each.options, each.axes, each.packed) for each in strategy.nested()),
             tuple(sorted(strategy.place.sizes.items())),
         )
+
+    def planned(self, place: Place) -> Strategy:
+        """The outermost of these strategies, for a rank at that place."""
+        strategy: Strategy | None = None
+        for cls, options, axes, packed in reversed(self.key[0]):
+            strategy = cls(place, options, within=strategy, axes=axes)
+            strategy.packed = packed
+        assert strategy is not None
+        return strategy
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -138,8 +147,8 @@ class _Chain:
 def _of_place(
     call: ExpertCall, chain: _Chain, along: Sequence[tuple[str, int]], batch: int, length: int
 ) -> np.ndarray:
-    place = Place(dict(chain.strategy.place.sizes), dict(along))
-    positions = positions_of(chain.strategy, place, length)
+    place = Place(dict(chain.sizes), dict(along))
+    positions = positions_of(chain.planned(place), place, length)
     tokens = call.plan.tokens(positions, length, batch)
     limit = capacity_of(len(positions) * batch, call.plan.per_token, call.plan.experts, call.capacity)
     return taken(tokens, limit, padded=call.padded)

@@ -46,8 +46,8 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 class _SavedTensors:
-    """What the graph looks its saved tensors up in. It does not know the graph: Python's garbage collector sees
-    no cycle through a graph, and so would keep its process groups for ever."""
+    """What the graph looks its saved tensors up in. It does not know the graph: Python's garbage collector
+    sees no cycle through a graph, and would never give up the process groups there."""
 
     def __init__(self) -> None:
         #: of each tensor that the graph saved: which of (q, k, v, o, sinks), or of the others after these

@@ -7,13 +7,14 @@ order of :mod:`spbench.impls.training.turns`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.collectives import begin_exchange, exchange
 from spbench.impls.composition import Composition
+from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.training.pipeline import Inputs, Phase, StageRun, summed
 from spbench.impls.training.turns import Action, Turn, Turns
 
@@ -39,8 +40,14 @@ class InterleavedPipeline:
         """As :meth:`Pipeline.run`."""
         step = _Step(self, micro_batches, scaled, phase)
         step.begin_gathering(*range(min(2, self.turns.chunks)))
-        for action, number in self.turns.actions:
-            getattr(step, action)(number)
+        step.take(self.turns.warm_up())
+        ahead, period = self.turns.ahead, self.turns.period
+        # all periods but the first, which makes what the others add to, do the same
+        periods = keyed_steps(self.turns.periods, lambda i: 0, backward_within=True, kept=step.losses)
+        for i in periods:
+            step.alternate(range(ahead + i * period, ahead + (i + 1) * period))
+        step.alternate(range(ahead + self.turns.periods * period, len(self.turns)))
+        step.take(self.turns.cool_down())
         # of the micro-batches that a trace leaves out
         step.losses += step.losses[-1:] * (len(micro_batches) - self.turns.micro_batches)
         return summed(step.losses, micro_batches)
@@ -64,6 +71,8 @@ class _Step:
         #: what turns wait for, by their numbers
         self.inputs: dict[int, _Arriving] = {}
         self.gradients: dict[int, _Arriving] = {}
+        #: the forward that is next once forwards and backwards alternate
+        self.next = self.turns.ahead
         #: a gradient that is being sent
         self.sending: list[dist.Work] = []
         # each lives until the next one, as in Megatron-Core's loop; of inputs those that were waited for when
@@ -71,6 +80,19 @@ class _Step:
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.d_x: Tensor | None = None
+
+    def take(self, actions: Iterable[Action]) -> None:
+        """Do what the turns say."""
+        for action, number in actions:
+            getattr(self, action)(number)
+
+    def alternate(self, forwards: range) -> None:
+        """Run these forwards, each with the backward after it; those before them, as far as they have not
+        been run, are left out."""
+        left_out = forwards.start - self.next
+        self.inputs, self.gradients = _later(self.inputs, left_out), _later(self.gradients, left_out)
+        self.take(self.turns.alternating(forwards))
+        self.next = forwards.stop
 
     def begin_gathering(self, *chunks: int) -> None:
         """Let the backend begin to gather the weights of chunks."""
@@ -160,6 +182,11 @@ class _Step:
         if number is not None:
             arriving[number] = receives[0][0], works.pop() if posted else None
         return works
+
+
+def _later(arriving: dict[int, _Arriving], turns: int) -> dict[int, _Arriving]:
+    """What turns wait for that are that many later. A function of its own, for a name would keep it alive."""
+    return {number + turns: each for number, each in arriving.items()} if turns else arriving
 
 
 def _arrived(arriving: dict[int, _Arriving], number: int) -> Tensor | None:

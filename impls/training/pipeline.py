@@ -23,6 +23,7 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.rings import wait_for_device
 
 
 class StageRun:
@@ -42,6 +43,7 @@ class StageRun:
         # Megatron-Core's pipeline_parallel/schedules.py
         self.frees_sent, self.keeps_input = backend.frees_sent_outputs, backend.keeps_stage_inputs
         self.host_waits = backend.host_waits_for_transfers
+        self.reads_loss = stage.last and backend.host_reads_losses
         self.input: Tensor | None = None
 
     def forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
@@ -49,6 +51,8 @@ class StageRun:
         self.input = x if self.keeps_input else None
         outputs = self.module(inputs) if x is None else self.module(inputs, x)
         result: Tensor = outputs["loss" if self.stage.last else "hidden"]
+        if self.reads_loss:
+            wait_for_device(result)
         return result
 
     def backward(

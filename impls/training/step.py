@@ -131,7 +131,7 @@ class Training:
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> Tensor:
         """One step on this rank's inputs; ``phase(name)`` is entered around each of PHASES, around forward
-        and backward once a micro-batch, and around what a step begins with as forward.
+        and backward once a micro-batch.
 
         Returns this rank's share of the loss, detached; on a pipeline, of the last stage.
         """
@@ -149,7 +149,7 @@ class Training:
         self.strategy.random.begin_step(self.steps)
         self.strategy.losses.begin_step(self.micro_batches, self.optimizer.scaled)
         self.steps += 1
-        with phase("forward"):  # buffers of gradients are set to zero in the time of a step
+        with phase("forward") if self.backend.zeroes_in_step else nullcontext():
             self.backend.zero()
         self.optimizer.begin()
         loss = self.pipeline.run(self._split(inputs), self.optimizer.scaled, phase)

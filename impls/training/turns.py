@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 #: a method of a step, and the number of the forward or of the backward that it is or follows on; -1 is before
@@ -73,32 +73,51 @@ class Turns:
         """How many forwards are run before the first backward follows on a forward."""
         return min(2 * (self.ranks - 1 - self.rank) + (self.chunks - 1) * self.group, len(self))
 
-    @cached_property
-    def actions(self) -> list[Action]:
-        """What is done, in its order."""
-        return [*self._actions()]
-
     def passes(self, chunk: int) -> Iterator[bool]:
         """A chunk's forwards (True) and backwards (False), in their order."""
-        for action, number in self.actions:
+        alternating = self.alternating(range(self.ahead, len(self)))
+        for action, number in chain(self.warm_up(), alternating, self.cool_down()):
             if action in ("forward", "backward"):
                 turns = self.forwards if action == "forward" else self.backwards
                 if turns[number].chunk == chunk:
                     yield action == "forward"
 
-    def _actions(self) -> Iterator[Action]:
-        count, ahead = len(self), self.ahead
+    @property
+    def period(self) -> int:
+        """Forwards of a group through all chunks: as many later a rank does the same again, once it
+        alternates."""
+        return self.group * self.chunks
+
+    @property
+    def periods(self) -> int:
+        """How many periods a rank alternates for. What follows on them ends the step: turns whose input is
+        not received, the last backwards, and a last group of another size."""
+        whole = self.micro_batches // self.group * self.period
+        return max(0, whole - 1 - self.ahead) // self.period
+
+    def warm_up(self) -> Iterator[Action]:
+        """What is done before forwards and backwards alternate, in its order."""
         yield "pass_on", -1
-        for i in range(ahead):
+        for i in range(self.ahead):
             yield from [("forward", i), ("pass_on", i)]
         yield "pass_back", -1
-        for i in range(ahead, count):
-            forward, backward, passed = ("forward", i), ("backward", i - ahead), ("pass_back", i - ahead)
+
+    def alternating(self, forwards: range) -> Iterator[Action]:
+        """What is done in these forwards and the backwards after them."""
+        for i in forwards:
+            forward, backward, passed = (
+                ("forward", i),
+                ("backward", i - self.ahead),
+                ("pass_back", i - self.ahead),
+            )
             if self.overlapped:
                 yield from [forward, ("pass_on", i), backward, passed, ("free", i)]
             else:
                 yield from [forward, backward, ("pass_on", i), passed]
-        for i in range(count - ahead, count):
+
+    def cool_down(self) -> Iterator[Action]:
+        """What is done after the last forward."""
+        for i in range(len(self) - self.ahead, len(self)):
             yield from [("backward", i), ("pass_back", i)]
 
     def gathered(self, number: int) -> int | None:

@@ -17,7 +17,7 @@ from spbench.bench.tools.changes.records import content_of
 from tests.bench.damage import DUMPS, ROWS, TEXTS, mutated, with_wrong_values
 from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, folder
-from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS
+from tests.tools.jobs.job_inputs import GIVEN, GPUS, INPUTS, JOBS
 
 SAMPLES = Path(__file__).parents[1] / "tools" / "calibrate" / "samples"
 
@@ -147,7 +147,8 @@ def jobs(chance: random.Random) -> Case:
     name = chance.choice([*JOBS])
     kind, files = JOBS[name]
     whole = {file: (INPUTS / file).read_bytes() for file in files}
-    words = ("import", kind, *files, "--cluster", "dgx-h100", "--gpus", str(GPUS.get(name, 8)))
+    given = [f"--given={name}={value}" for name, value in GIVEN.get(kind, {}).items()]
+    words = ("import", kind, *files, "--cluster", "dgx-h100", "--gpus", str(GPUS.get(name, 8)), *given)
     return Case(_one_of(chance, whole), words)
 
 
@@ -292,7 +293,7 @@ KINDS: Mapping[str, tuple[Callable[[random.Random], Case], int]] = {
     "results": (results, 1000),
     "histories": (histories, 500),
     "logs": (logs, 1000),
-    "job files": (jobs, 700),
+    "job files": (jobs, 5000),
     "packed lists": (lengths, 700),
     "option strings": (options, 1000),
     "special files": (files, 600),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +89,14 @@ def test_full_experts_drop_what_is_more_than_their_capacity() -> None:
     dropped = dropped_tokens(skewed, planned("ulysses", sizes), BATCH, LENGTH)
     rows = rows_of_ranks(skewed, planned("ulysses", sizes), BATCH, LENGTH)
     assert dropped == BATCH * LENGTH * 3 - rows.sum() > 0
+
+
+def test_plans_that_are_kept_do_not_keep_the_strategy() -> None:
+    """It holds the process groups of a job, and a rank runs thousands of jobs."""
+    model = model_preset("moe-tiny")
+    strategy = nesting("ulysses").configured(Place({"sp": 2}, {"sp": 0}), {})
+    sent_tokens(call_of(model), strategy, 1, 24)
+    held = weakref.ref(strategy)
+    del strategy
+    gc.collect()
+    assert held() is None

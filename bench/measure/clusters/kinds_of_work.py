@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, Precision
+from spbench.bench.measure.clusters.rate_tables import table_in_words
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective, Sourced
 
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do
@@ -16,6 +17,8 @@ _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20":
     "H200": 9,
     "H800": 9,
     "B200": 10,
+    "B300": 10,
+    "RTX PRO 6000": 12,
 }
 #: the generations that a kernel runs on: from, to. README.md of Dao-AILab/flash-attention says of
 #: FlashAttention-2 Ampere, Ada and Hopper (and later), of 3 H100 and H800, of 4 Hopper and Blackwell
@@ -139,7 +142,7 @@ def _source(figure: Sourced[Any]) -> str:
 def _table(work: str, table: Sourced[str], words: str) -> Iterator[KindOfWork]:
     """The kind of a table of measured calls, if there is one."""
     if table.value is not None:
-        yield KindOfWork(work, f"table {table.value}; {words}{_substitute(table)}", _source(table))
+        yield KindOfWork(work, f"{table_in_words(table.value)}; {words}{_substitute(table)}", _source(table))
 
 
 def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:

@@ -25,7 +25,8 @@ PACKAGE = "spbench.scenarios.clusters"
 HEAD_SIZE = 128
 
 
-def table_names() -> list[str]:
+@cache
+def table_names() -> Sequence[str]:
     """The tables that come with the package."""
     return sorted(path.stem for path in _folder().glob("*.csv"))
 
@@ -40,6 +41,16 @@ def check_table(name: str, named_by: str) -> None:
 def table_text(name: str) -> str:
     """The CSV text of a table."""
     return (_folder() / f"{name}.csv").read_text(encoding="utf-8")
+
+
+def table_in_words(name: str) -> str:
+    """A table as "1,932 matmuls, m 2048 to 16384, n 32 to 65536, k 32 to 65536 (h200_sxm-matmul)"."""
+    rows, kind = _rows(name), name.rpartition("-")[2]
+    sizes = [size for size in rows[0] if size not in ("collective", "us")]
+    along = zip(sizes, _columns(rows, sizes)[0].T, strict=True)
+    ranges = (f"{size} {values.min():.0f} to {values.max():.0f}" for size, values in along)
+    of_kind = {"matmul": "matmuls", "collectives": "collectives"}.get(kind, "calls")
+    return f"{len(rows):,} {of_kind}, {', '.join(ranges)} ({name})"
 
 
 def table_digest(name: str) -> str:
@@ -116,13 +127,29 @@ def matmul_table(name: str) -> RateTable:
     return RateTable(sizes, seconds, 2.0 * sizes.prod(axis=1))
 
 
+def square_matmuls(name: str) -> dict[int, float]:
+    """FLOPs a second of a table's matmuls of [n, n] and [n, n], by n."""
+    table = matmul_table(name)
+    square = (table.sizes == table.sizes[:, :1]).all(axis=1)
+    rates = table.work[square] / table.seconds[square]
+    return {int(n): float(rate) for n, rate in zip(table.sizes[square, 0], rates, strict=True)}
+
+
+def attention_by_length(name: str, heads: int, groups: int) -> dict[int, float]:
+    """FLOPs a second of a table's calls with so many heads and groups, by length."""
+    table = attention_table(name)
+    alike = (table.sizes[:, 1:] == [heads, groups]).all(axis=1)
+    rates = table.work[alike] / table.seconds[alike]
+    return {int(length): float(rate) for length, rate in zip(table.sizes[alike, 0], rates, strict=True)}
+
+
 @cache
 def attention_table(name: str) -> RateTable:
     """A table of forward attention in half precision with a causal mask and heads of :data:`HEAD_SIZE`
     features, by [length, heads, groups]: heads share as many keys and values as there are groups. Its work is
     the FLOPs that the mask leaves."""
     sizes, seconds = _columns(_rows(name), ("length", "heads", "groups"))
-    return RateTable(sizes, seconds, 2.0 * HEAD_SIZE * sizes[:, 1] * sizes[:, 0] ** 2)
+    return RateTable(sizes, seconds, 2.0 * HEAD_SIZE * sizes[:, 1] * sizes[:, 0] * (sizes[:, 0] + 1))
 
 
 @cache

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from torch import nn
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.cell_schedule import turns_of
+from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import (
     Listed,
     NotAlike,
@@ -50,12 +53,17 @@ class Turns:
     count: int
     ahead: int
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All stages that run ahead are put together from one."""
+        return ()
+
     def __len__(self) -> int:
         return self.count + self.ahead
 
     def phases(self, turn: int) -> list[str]:
-        """The phases of a turn, in order."""
-        return [*OF_TURNS[turn >= self.count : 1 + (turn >= self.ahead)]]
+        """The phases of a turn, in order; a step begins with one of its own."""
+        return ["forward"] * (turn == 0) + [*OF_TURNS[turn >= self.count : 1 + (turn >= self.ahead)]]
 
     @property
     def complete(self) -> bool:
@@ -63,8 +71,11 @@ class Turns:
         return self.ahead >= _FEWEST and self.count > 2 * self.ahead + _APART
 
     def like(self, turn: int, other: Turns) -> int:
-        """The turn of another stage that does what this stage does in a turn; both :attr:`complete`."""
+        """The turn of another stage that does what this stage does in a turn; both :attr:`complete`, or the
+        other as far ahead and of one micro-batch more: then its second turn of both phases has no like."""
         back = turn - self.ahead
+        if (self.count + 1, self.ahead) == (other.count, other.ahead):
+            return turn + (back > 0)
         if turn < self.ahead:
             return min(turn, _APART)
         if back < self.ahead:  # of a micro-batch of the warm-up
@@ -97,6 +108,27 @@ class Turns:
         raise NotAlike(f"turn {turn} refers to turn {of}")
 
 
+class AnyTurns(Protocol):
+    """:class:`Turns` of one stage a rank, or :class:`InterleavedTurns` of several."""
+
+    @property
+    def ahead(self) -> int: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def phases(self, turn: int) -> list[str]: ...
+
+    def like(self, turn: int, other: Any) -> int: ...
+
+    def moved(self, turn: int, of: int, other: Any, to: int) -> int: ...
+
+
 class _Parts:
     """A list cut into set-up, the turns of each step, and the ends of steps.
 
@@ -109,7 +141,7 @@ class _Parts:
         NotAlike: the phases are not those of turns.
     """
 
-    def __init__(self, listed: Listed, turns: Turns, steps: int):
+    def __init__(self, listed: Listed, turns: AnyTurns, steps: int):
         self.listed, self.turns, self.steps, self.keys = listed, turns, steps, _keys(turns, steps)
         places = np.flatnonzero(listed.is_mark)
         names = listed.words_of(places)
@@ -136,7 +168,7 @@ class _Parts:
         """The entries of a part."""
         return np.arange(self.starts[part], self.starts[part + 1])
 
-    def in_turns(self, turns: Turns) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    def in_turns(self, turns: AnyTurns) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """The list of a stage with other turns.
 
         Returns:
@@ -172,7 +204,7 @@ class _Parts:
         """What may be referred to in a part."""
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
-    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: Turns) -> _Key:
+    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: AnyTurns) -> _Key:
         """The part of other turns that the one ``of`` refers to, where its like refers to ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
@@ -182,11 +214,11 @@ class _Parts:
         return step, self.turns.moved(at, turn, turns, to)
 
 
-def _keys(turns: Turns, steps: int) -> list[_Key]:
+def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
     return [_SET_UP, *((step, turn) for step in range(steps) for turn in range(len(turns) + 1))]
 
 
-def put_together(trace: Trace, held: Turns, turns: Turns) -> Trace:
+def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
     """The trace of a stage with other turns than the traced one, which has ``held``; both complete.
 
     Raises:
@@ -201,7 +233,27 @@ def put_together(trace: Trace, held: Turns, turns: Turns) -> Trace:
     return replace(trace, memory=memory, host_memory=on_host, program=program)
 
 
-def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
+def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace]) -> list[Trace]:
+    """The traces of rank classes with programs of one micro-batch less than the cell has: one that is neither
+    the first nor the last in any of a step's stretches. Memory stays that of the cell.
+
+    Raises:
+        NotAlike: the traces do not say it, as of the interleaved schedule, or of hardly any micro-batches.
+    """
+    count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
+    if schedule == "interleaved" or count < cell.sizes.pp + 2:
+        raise NotAlike("turns of several runs of layers, or too few of them")
+    for each, traced in zip(classes, traces, strict=True):
+        assert traced.program is not None
+        held = Turns(count, forwards_ahead(schedule, each.stage, count))
+        parts = _Parts(listed_program(traced.program), held, 1)
+        like, references, _ = parts.in_turns(Turns(count - 1, held.ahead))
+        program = program_in_order(traced.program, parts.listed.order(like, references))
+        fewer.append(replace(traced, program=program))
+    return fewer
+
+
+def _memory(log: MemoryLog, held: AnyTurns, turns: AnyTurns) -> MemoryLog:
     sizes = np.asarray(log.sizes, dtype=np.int64)
     listed = listed_log(log, sizes[np.abs(np.asarray(log.events, dtype=np.int64)) - 1], ())
     parts = _Parts(listed, held, len(log.step_ends))
@@ -219,55 +271,65 @@ def _memory(log: MemoryLog, held: Turns, turns: Turns) -> MemoryLog:
 
 
 def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> list[Trace]:
-    """The trace of the first rank of each of a cell's rank classes; arguments as of :func:`trace`."""
-    alike: dict[Hashable, dict[int, list[int]]] = {}
+    """The trace of the first rank of each of the rank classes of a cell that was planned; arguments as of
+    :func:`trace`."""
+    alike: dict[Hashable, dict[AnyTurns, list[int]]] = {}
     for each in classes:
-        ahead = forwards_ahead(cell.training.schedule, each.stage, cell.training.micro_batches)
-        alike.setdefault(_form(cell, each), {}).setdefault(ahead, []).append(each.first)
+        alike.setdefault(_form(cell, each), {}).setdefault(_turns(cell, each), []).append(each.first)
     traces = {
         rank: replace(made, rank=rank)
-        for by_ahead in alike.values()
-        for ranks, made in _by_ahead(by_ahead, cell, events)
+        for by_turns in alike.values()
+        for ranks, made in _by_ahead(by_turns, cell, events)
         for rank in ranks
     }
     return [traces[each.first] for each in classes]
 
 
+def _turns(cell: Cell, each: RankClass) -> AnyTurns:
+    turns, training = turns_of(cell, each.stage), cell.training
+    if turns is not None:
+        return InterleavedTurns(turns)
+    return Turns(
+        training.micro_batches, forwards_ahead(training.schedule, each.stage, training.micro_batches)
+    )
+
+
 def _by_ahead(
-    ranks: Mapping[int, Sequence[int]], cell: Cell, events: bool
+    ranks: Mapping[AnyTurns, Sequence[int]], cell: Cell, events: bool
 ) -> Iterator[tuple[Sequence[int], Trace]]:
     """Ranks whose stages have the same form, and the trace of each of them.
 
     The two traced stages with the fewest micro-batches give the proof: the trace of the second, put together
     from that of the first, must equal the traced one in every field. If it does not, each stage is traced.
+    Those of another :attr:`InterleavedTurns.order` are put together from one of their own.
 
     Args:
-        ranks: by how many micro-batches they run ahead; ranks that hold as many have one trace.
+        ranks: by their turns; ranks that run as many micro-batches ahead have one trace.
     """
-    source: tuple[Trace, Turns] | None = None
+    source: tuple[Trace, AnyTurns] | None = None
     proved = False
-    for ahead in sorted(ranks):
-        turns, made = Turns(cell.training.micro_batches, ahead), None
+    for turns in sorted(ranks, key=lambda turns: turns.ahead):
+        made = None
+        if source is not None and source[1].order != turns.order:
+            source = None
         if source is not None and turns.complete:
             try:
                 made = put_together(*source, turns)
             except NotAlike:
                 source, proved = None, False
         if made is None or not proved:
-            traced = trace(cell, ranks[ahead][0], events=events)
+            traced = trace(cell, ranks[turns][0], events=events, checked=True)
             if made is not None:
                 proved = made.same(traced)
-            if turns.complete and not proved:
+            if turns.complete and (source is None or not proved):
                 source = traced, turns
             made = traced
-        yield ranks[ahead], made
+        yield ranks[turns], made
 
 
 def _form(cell: Cell, each: RankClass) -> Hashable:
     """What the trace of a rank depends on, beside how many micro-batches its stage holds: whether the stage
     is the first or the last, the rank's place in its strategy, and its modules with their settings."""
-    if cell.training.schedule == "interleaved":
-        return each.first
     modules = tuple(_settings(module) for module in stage_module(cell, each).modules())
     return each.stage.first, each.stage.last, tuple(each.coordinates.items()), modules
 

@@ -13,9 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import cannot_run
+from spbench.bench.measure.engines.cell_schedule import (
+    batch_parts,
+    check_inference,
+    check_schedule,
+    passes_of,
+)
 from spbench.bench.measure.engines.unlike_ranks import (
     expert_rows,
     fullest_rank,
@@ -33,9 +39,7 @@ from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.traffic import Traffic
-from spbench.impls.training.pipeline import passes
 from spbench.impls.training.step import PRECISIONS, training_sites
-from spbench.impls.training.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -138,18 +142,7 @@ class Plan:
     def formula(self, rank: int) -> list[dict[str, Any]]:
         """What a global rank sends by the closed form, in rows: phase, purpose, collective, axis (the axes of
         its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
-        return [
-            {
-                "phase": t.phase,
-                "purpose": t.purpose,
-                "collective": t.collective,
-                "axis": self._axis(t),
-                "count": t.count,
-                "payload_bytes": t.payload_bytes,
-                "sent_bytes": as_number(self._sent_bytes(t)),
-            }
-            for t in self.traffic_of(rank)
-        ]
+        return sent_rows(self.traffic_of(rank), self.sizes)
 
     def difference(
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
@@ -187,6 +180,22 @@ class Plan:
         return entry.sent_bytes(entry.group_size(self.sizes))
 
 
+def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A closed form in rows, as :meth:`Plan.formula` has them."""
+    return [
+        {
+            "phase": t.phase,
+            "purpose": t.purpose,
+            "collective": t.collective,
+            "axis": group_name(t.axes, sizes),
+            "count": t.count,
+            "payload_bytes": t.payload_bytes,
+            "sent_bytes": as_number(t.sent_bytes(t.group_size(sizes))),
+        }
+        for t in traffic
+    ]
+
+
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
     """The cell's strategy without process groups. It can check sizes, and has the closed forms of what the
     rank at these coordinates sends. An axis that is left out has the coordinate 0.
@@ -212,6 +221,18 @@ def plan(cell: Cell) -> Plan:
     """Check a cell and write down what it should send.
 
     Raises:
+        Unsupported: see :func:`check_sizes`.
+    """
+    classes = check_sizes(cell)
+    traffic = [closed_form(cell, each.first) for each in classes]
+    uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
+    return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
+
+
+def check_sizes(cell: Cell) -> list[RankClass]:
+    """Check a cell, without building its modules; returns the classes of its ranks.
+
+    Raises:
         Unsupported: the strategy cannot run these sizes, the card not the attention kernel, or the batch or
             the layers cannot be divided so.
     """
@@ -220,7 +241,7 @@ def plan(cell: Cell) -> Plan:
         raise Unsupported(*why)
     strategy.check(_sites(cell, strategy, ONE_STAGE) + training_sites(PRECISIONS[cell.precision]))
     if cell.training.step == "inference":
-        _check_inference(cell)
+        check_inference(cell)
     elif not model.has_weights:
         raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
     backend = backend_class(cell.training.backend)
@@ -230,16 +251,17 @@ def plan(cell: Cell) -> Plan:
             "use pp 1, or the backend ddp",
         )
     classes = rank_classes(cell)
-    _check_schedule(cell)
-    traffic = [closed_form(cell, each.first) for each in classes]
-    uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
-    return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
+    check_schedule(cell)
+    for each in classes if cell.sizes.pp > 1 else ():
+        for stage in composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages:
+            _sites(cell, strategy, stage)
+    return classes
 
 
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
     """What a micro-batch of a replica asks of a stage."""
     (batch, seq_len), model = cell.shape, model_preset(*cell.model_arguments)
-    return list(model.sites(batch // _batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
+    return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
 
 
 def closed_form(cell: Cell, rank: int) -> list[Traffic]:
@@ -276,87 +298,6 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
     precision = PRECISIONS[cell.precision]
     order = partial(passes_of, cell, around)
     return PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
-
-
-def turns_of(cell: Cell, stage: Stage) -> Turns | None:
-    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
-
-    Args:
-        stage: which rank it is.
-    """
-    training = cell.training
-    if training.schedule != "interleaved":
-        return None
-    return Turns(
-        stage.index,
-        stage.count,
-        training.virtual_stages,
-        training.micro_batches,
-        training.microbatch_group_size,
-        training.overlap_p2p_communication,
-    )
-
-
-def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
-    """See :class:`PlannedStep`."""
-    turns, training = turns_of(cell, around.stage), cell.training
-    if turns is not None:
-        return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
-    return [[*passes(training.schedule, around.stage, training.micro_batches)]]
-
-
-def _batch_parts(cell: Cell) -> int:
-    """The number of micro-batches that the batch is divided into, over all replicas.
-
-    Raises:
-        Unsupported: they do not divide the batch.
-    """
-    batch, _ = cell.shape
-    parts = cell.sizes.dp * cell.training.micro_batches
-    if batch % parts:
-        below = batch - batch % parts
-        raise Unsupported(
-            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
-            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
-        )
-    return parts
-
-
-def _check_inference(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
-    training = cell.training
-    for given, what in (
-        (cell.learning is not None, "learning"),
-        (cell.sizes.pp > 1, "pipeline stages"),
-        (training.micro_batches > 1, "micro-batches"),
-        (training.steps > 1, "steps before it"),
-        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
-    ):
-        if given:
-            raise Unsupported(f"an inference step has no {what}", "leave it out")
-
-
-def _check_schedule(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for a pipeline that its schedule cannot run."""
-    training, ranks = cell.training, cell.sizes.pp
-    if training.schedule != "interleaved":
-        return
-    if ranks == 1:
-        raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
-    group, micro_batches = training.microbatch_group_size or ranks, training.micro_batches
-    if not ranks <= group <= max(micro_batches, ranks):
-        raise Unsupported(
-            f"microbatch_group_size {group} is not between pp {ranks} and {micro_batches} micro-batches",
-            "set it within them, or leave it out",
-        )
-    left = micro_batches % group
-    if 0 < left < ranks:
-        below = micro_batches - left
-        raise Unsupported(
-            f"the interleaved schedule cannot run {micro_batches} micro-batches on pp {ranks}"
-            + (f" in groups of {group}" if group > ranks else ""),
-            f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
-        )
 
 
 def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:

@@ -89,7 +89,9 @@ def fake_mesh(
         dist.destroy_process_group()
 
 
-def trace(cell: Cell, rank: int = 0, *, events: bool = False, effort: Effort = "proved") -> Trace:
+def trace(
+    cell: Cell, rank: int = 0, *, events: bool = False, effort: Effort = "proved", checked: bool = False
+) -> Trace:
     """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
     cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
 
@@ -99,11 +101,13 @@ def trace(cell: Cell, rank: int = 0, *, events: bool = False, effort: Effort = "
             models of 3 and 5 layers, from which a deep one is put together without a proof where it can be;
             else all. "few": the model of 3 layers alone in place of a guess, which says as well which program
             runs. Further meters, and the plain path (:data:`PLAIN_TRACE`), see all layers.
+        checked: whether the cell was planned already, which takes as long as to build all of its modules.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    plan(cell)
+    if not checked:
+        plan(cell)
     if cell.meters or takes_plain_path():
         rank_trace = _traced(cell, rank, events)
     else:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
-from spbench.bench.measure.engines.pipeline_stages import stage_traces
-from spbench.bench.measure.engines.plan import (
-    RankClass,
-    model_parameters,
-    plan,
-    rank_classes,
-    sending_class,
-)
+from spbench.bench.measure.engines.pipeline_stages import stage_traces, without_one
+from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.measure.engines.rank_memory import limit_by_host
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
@@ -105,21 +99,26 @@ class ClassTraces:
     """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
 
     Attributes:
+        planned: the plan of the cell.
         fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`.
     """
 
     cell: Cell
-    classes: Sequence[RankClass]
+    planned: Plan
     traces: Sequence[Trace]
     fold: bool = True
+
+    @property
+    def classes(self) -> Sequence[RankClass]:
+        """The classes of ranks."""
+        return self.planned.classes
 
     @cached_property
     @no_cyclic_collection()
     def by_class(self) -> list[Measurement]:
         """The measurement of each class, without times."""
-        capacity = usable_memory_bytes(self.cell)
-        planned = plan(self.cell)
-        return [trace.measurement(capacity, planned) for trace in self.traces]
+        capacity = usable_memory_bytes(self.cell, self.planned)
+        return [trace.measurement(capacity, self.planned) for trace in self.traces]
 
     def measurement(self) -> Measurement:
         """The cell's measurement, with times where the programs were recorded and the step fits."""
@@ -150,6 +149,14 @@ class ClassTraces:
     def timed(self) -> bool:
         """Whether the order of events was recorded, which a step time needs."""
         return all(trace.program is not None for trace in self.traces)
+
+    def without_one(self) -> ClassTraces:
+        """The same with programs of one micro-batch less; see :func:`.pipeline_stages.without_one`.
+
+        Raises:
+            NotAlike: the traces do not say it.
+        """
+        return replace(self, traces=without_one(self.cell, self.classes, self.traces))
 
     def worst(self) -> Trace:
         """The trace of the class with the largest peak, or of one that runs out of memory."""
@@ -184,9 +191,9 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    classes, plain = rank_classes(cell), takes_plain_path()
+    planned, plain = plan(cell), takes_plain_path()
     if cell.sizes.pp == 1 or cell.meters or plain:
-        traces = [trace(cell, each.first, events=events) for each in classes]
+        traces = [trace(cell, each.first, events=events, checked=True) for each in planned.classes]
     else:
-        traces = stage_traces(cell, classes, events=events)
-    return ClassTraces(cell, classes, traces, fold=not plain)
+        traces = stage_traces(cell, planned.classes, events=events)
+    return ClassTraces(cell, planned, traces, fold=not plain)

@@ -86,10 +86,11 @@ class ProgramBuilder:
         precision: str = "fp32",
         category: int = MEMORY_BOUND,
         strided: float = 0,
+        shape: tuple[int, int, int, int] = NO_SHAPE,
     ) -> int:
         """Something that the device computes."""
         number = PRECISION_NAMES.index(precision)
-        priced = (category, nbytes, flops, number, NO_SHAPE, strided)
+        priced = (category, nbytes, flops, number, shape, strided)
         self.add_kernel((KERNEL, self.named(name), *priced))
         return len(self.rows) - 1
 

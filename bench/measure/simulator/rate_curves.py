@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
+from spbench.bench.measure.clusters.rate_tables import attention_by_length, square_matmuls
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.step_parts import AttentionCall
+from spbench.bench.measure.simulator.table_prices import attention_rate
 from spbench.impls.traffic import WIRE_SHARE
 
 #: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message
 SIZES = [2**n for n in range(7, 16)]
 LENGTHS = [2**n for n in range(9, 18)]
 MESSAGES = [2**n for n in range(14, 34)]
+#: of attention whose rates are in a table: heads, and groups that share keys and values
+HEADS, GROUPS = 32, 8
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: ranks of a group within a node, and nodes of a group on several
 _RANKS, _NODES = (2, 4, 8, 16, 32, 72), (2, 4, 16, 64)
@@ -52,10 +57,15 @@ def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
         program = ProgramBuilder((1,))
         for n in SIZES:
             flops, nbytes = 2.0 * n**3, 3.0 * width * n**2
-            program.kernel("mm", flops=flops, nbytes=nbytes, precision=precision, category=MATMUL)
+            shape = (1, n, n, n)
+            program.kernel(
+                "mm", flops=flops, nbytes=nbytes, precision=precision, category=MATMUL, shape=shape
+            )
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
-        yield RateCurve("Matmuls", precision, SIZES, rates, {} if own is None else own.measured)
+        table = None if own is None else own.table.value
+        measured = {} if own is None else own.measured if table is None else square_matmuls(table)
+        yield RateCurve("Matmuls", precision, SIZES, rates, measured)
 
 
 def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
@@ -63,8 +73,17 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
     attention = cluster.device.attention
     for kernel, rates in attention.kernels.items() if attention is not None else ():
         for rate in rates:
-            at = [rate.at(length) for length in LENGTHS]
-            yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, rate.measured)
+            table = rate.table.value
+            calls = [
+                AttentionCall("forward", "causal", rate.head_size, HEADS, length, length, length)
+                for length in LENGTHS
+            ]
+            at = [
+                rate.at(call.length) if table is None else attention_rate(rate, call, GROUPS)
+                for call in calls
+            ]
+            measured = rate.measured if table is None else attention_by_length(table, HEADS, GROUPS)
+            yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, measured)
 
 
 def _attention_name(rate: AttentionRate) -> str:

@@ -62,7 +62,7 @@ def answered(
                 switches = prices(each, winner.cell, asking)
                 answer = replace(answer, prices=switches, by_kernel=by_kernel(winner.cell, asking))
             if asked_about:
-                why = absence(each, answer.result, asked_about, search.every, search.too_large)
+                why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
                 answer = replace(answer, absence=why)
             cpu_s = time.process_time() + asking.cpu_s - cpu_s
             yield replace(answer, seconds=time.monotonic() - begun, cpu_s=cpu_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,13 @@ _MAY_FIT = 1.25
 _SAME = 1.005
 #: what became of layouts that take longer than another that surely fits
 SLOWER = "slower than with other settings that surely fit"
+#: what became of those that were not traced, or not even made candidates
+TOO_SLOW = "too slow by the estimate, or too large after traces of their strategy"
+#: so many kinds of layouts are to be named; what takes so much longer by the estimate than that many that
+#: probably fit is left out at once
+_NAMED, _FAR = 5, 2.5
+#: of one layout what takes so much longer by the estimate than what needs no more bytes is left out
+_DOMINATED = 1.1
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
@@ -49,6 +58,12 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
 def mesh_alone(cell: Cell) -> str:
     """The mesh of a cell as text, without the ranks of its experts."""
     return spelled({axis: n for axis, n in cell.mesh_sizes.items() if axis not in FOLDED_AXES})
+
+
+def kind_of_layout(layout: Layout) -> tuple[str, str]:
+    """Strategy and mesh, as of a cell (:func:`mesh_alone`)."""
+    sizes = layout.sizes
+    return layout.way.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 #: a choice and its value
@@ -85,8 +100,7 @@ class Candidate:
     @property
     def kind(self) -> tuple[str, str]:
         """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
-        sizes = self.layout.sizes
-        return self.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
+        return kind_of_layout(self.layout)
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
@@ -120,6 +134,35 @@ class Candidate:
         )
 
 
+class Bar:
+    """The estimated seconds above which layouts are no candidates, as far as layouts were looked at.
+
+    Attributes:
+        far: by kind of those that are none, the least estimated seconds.
+    """
+
+    def __init__(self) -> None:
+        self.far: dict[tuple[Way, int, int], float] = {}
+        self._best: dict[tuple[Way, int, int], float] = {}
+        self.most_s = math.inf
+
+    def add(self, layout: Layout, seconds: float) -> None:
+        """A layout that probably fits."""
+        kind = (layout.way, layout.dp, layout.pp)
+        if seconds < self._best.get(kind, math.inf):
+            self._best[kind] = seconds
+            shortest = heapq.nsmallest(_NAMED, self._best.values())
+            self.most_s = _FAR * shortest[-1] if len(shortest) == _NAMED else math.inf
+
+    def passes(self, layout: Layout, seconds: float) -> bool:
+        """Whether a layout that takes so long at the least may be a candidate."""
+        if seconds <= self.most_s:
+            return True
+        kind = (layout.way, layout.dp, layout.pp)
+        self.far[kind] = min(seconds, self.far.get(kind, math.inf))
+        return False
+
+
 def candidates(
     question: Question,
     estimates: Estimates,
@@ -128,6 +171,7 @@ def candidates(
     usable: float = 0.0,
     left_out: Counter[str] | None = None,
     unfolded: bool = False,
+    bar: Bar | None = None,
 ) -> Iterator[Candidate]:
     """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
     backend none that takes longer by the estimate than another that surely fits, also with its states on the
@@ -137,7 +181,8 @@ def candidates(
         savings: settings of the model by their text.
         refused: takes what cannot be.
         usable: bytes of a card that tensors can have; 0: nothing surely fits.
-        left_out: counts those that take longer, as :data:`SLOWER`.
+        left_out: counts those that take longer, as :data:`SLOWER`, and as :data:`TOO_SLOW`.
+        bar: leaves out what takes far longer than others; None: nothing is far.
         unfolded: only those whose experts have no groups of their own; see :attr:`Layout.folds_anew`.
     """
     forward_only = question.cell.training.step == "inference"
@@ -148,7 +193,7 @@ def candidates(
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
-    choices = _Choices(backends, pipelined, twins, settings)
+    choices = _Choices(backends, pipelined, twins, settings, usable, bar or Bar())
     for way in ways(question):
         figures_and_options = figures_of(estimates, way, question, refused)
         if figures_and_options is None:
@@ -158,18 +203,20 @@ def candidates(
             every = folded(question, unfolded_layout)
             if unfolded:
                 every = [layout for layout in every if not layout.folds_anew]
-            yield from _of_layouts(every, figures, options, estimates, choices, usable, left_out)
+            yield from _of_layouts(every, figures, options, estimates, choices, left_out)
 
 
 @dataclass(frozen=True)
 class _Choices:
     """What each layout can have: settings of backends, whether these have stages, the places of their twins,
-    and settings of the model."""
+    and settings of the model; the bytes that it can have, and the seconds."""
 
     backends: Sequence[Mapping[str, Any]]
     pipelined: Sequence[bool]
     twins: Sequence[int | None]
     settings: Sequence[Mapping[str, Any]]
+    usable: float
+    bar: Bar
 
 
 def _of_layouts(
@@ -178,32 +225,51 @@ def _of_layouts(
     options: Mapping[str, Any],
     estimates: Estimates,
     choices: _Choices,
-    usable: float,
     left_out: Counter[str] | None,
 ) -> Iterator[Candidate]:
     """The candidates of layouts that differ in the ranks of their experts alone."""
-    if not every:
+    backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
+    near = [each for each in every if bar.passes(each, estimates.computing(each, figures).min())]
+    far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
+    if not near:
+        if left_out is not None:
+            left_out[TOO_SLOW] += far
         return
-    backends, settings, twins = choices.backends, choices.settings, choices.twins
-    times_of = np.stack([estimates.times(layout, figures) for layout in every])
-    activations = estimates.activations(every[0])
-    memories_of = np.stack([estimates.states(layout, figures)[:, None] + activations for layout in every])
-    folds = best_folds(times_of, memories_of, usable)
-    for layout, times, memories, fold in zip(every, times_of, memories_of, folds, strict=True):
+    times_of = np.stack([estimates.times(layout, figures) for layout in near])
+    activations = estimates.activations(near[0])
+    memories_of = np.stack([estimates.states(layout, figures)[:, None] + activations for layout in near])
+    folds, pipelined = best_folds(times_of, memories_of, usable), np.array(choices.pipelined)[:, None]
+    may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
+    bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))
+    within = times_of <= bar.most_s
+    left = undominated(times_of, memories_of, may & within & folds)
+    for layout, times, memories, kept_of in zip(near, times_of, memories_of, left, strict=True):
         fitting = np.where(memories * SURELY <= usable, times, np.inf)
         shortest = fitting.min(axis=1, initial=np.inf)
-        for row, training in enumerate(backends):
-            if layout.pp > 1 and not choices.pipelined[row]:
-                continue
-            twin = None if (other := twins[row]) is None else backends[other]
+        for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
+            twin = None if (other := choices.twins[row]) is None else backends[other]
             of_twin = np.inf if other is None else shortest[other]
-            kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & fold[row])
+            kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
             for at in kept.tolist():
                 seconds, nbytes = float(times[row, at]), float(memories[row, at])
                 own = float(activations[at])
-                yield Candidate(layout, options, training, settings[at], seconds, nbytes, own, twin)
-            if left_out is not None:
-                left_out[SLOWER] += len(settings) - len(kept)
+                yield Candidate(layout, options, backends[row], settings[at], seconds, nbytes, own, twin)
+            yielded += len(kept)
+    if left_out is not None:
+        left_out[TOO_SLOW] += far + int((may & ~within).sum())
+        left_out[SLOWER] += int((may & within).sum()) - yielded
+
+
+def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Which of those ``asked`` about takes hardly longer than any of these that needs no more bytes; all are
+    of one shape."""
+    places = np.flatnonzero(asked)
+    taken, nbytes = times.ravel()[places], memories.ravel()[places]
+    order = np.lexsort((taken, nbytes))
+    near = taken[order] <= _DOMINATED * np.minimum.accumulate(taken[order])
+    kept = np.zeros(asked.size, dtype=bool)
+    kept[places[order[near]]] = True
+    return kept.reshape(asked.shape)
 
 
 def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:

@@ -20,6 +20,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import model_parameters, planned_strategy
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way
+from spbench.bench.tools.advise.look import at_depth
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.backend import planned_sums
 from spbench.impls.backends.optimizer import PRECISIONS
@@ -126,6 +127,8 @@ class Estimates:
         self.periods = self.layers / model.period
         self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
+        #: by axes and sizes: those of the axes that have several ranks, and the mesh that they are of
+        self._meshes: dict[tuple[Any, ...], tuple[tuple[str, ...], dict[str, int], tuple[int, ...]]] = {}
 
     @cached_property
     def _costs(self) -> Costs:
@@ -178,13 +181,16 @@ class Estimates:
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:
         """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
-        mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
-        if axes and folds(axes):
-            mesh |= folded_sizes(mesh | given_folds(sizes))
-        around = tuple(axis for axis in axes if mesh[axis] > 1)
+        place = (axes, *sizes.items())
+        if place not in self._meshes:
+            mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
+            if axes and folds(axes):
+                mesh |= folded_sizes(mesh | given_folds(sizes))
+            self._meshes[place] = tuple(axis for axis in axes if mesh[axis] > 1), mesh, tuple(mesh.values())
+        around, mesh, ranks = self._meshes[place]
         if not around or not nbytes:
             return 0.0
-        key = (collective, nbytes, around, tuple(mesh.values()))
+        key = (collective, nbytes, around, ranks)
         if key not in self._known:
             self._known[key] = self._seconds(collective, nbytes, around, mesh)
         return self._known[key]
@@ -203,8 +209,8 @@ class Estimates:
             return 0.0
         return max(self._costs.collectives(collective, nbytes, groups.tolist()))
 
-    def times(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """Seconds of a step, for each backend (rows) and saving (columns)."""
+    def computing(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of a step without what replicas send, for each saving."""
         batch, _ = self.cell.shape
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
@@ -212,11 +218,16 @@ class Estimates:
         layer = b * (layer_s / ranks + way.sent_s.layer) + self._dispatch_s(layout, b * way.dispatched.layer)
         ends = b * (ends_s / ranks + way.sent_s.ends) + self._dispatch_s(layout, b * way.dispatched.ends)
         stage = self.periods / layout.pp * layer
-        computing = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
+        seconds: np.ndarray = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
+        return seconds
+
+    def times(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """Seconds of a step, for each backend (rows) and saving (columns)."""
+        batch, _ = self.cell.shape
+        parts, computing = batch // (layout.dp * layout.micro_batch), self.computing(layout, way)
         key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key not in self._of_backends:
-            sent = [self._replicas_s(layout, way, backend) for backend in self.backends]
-            self._of_backends[key] = np.array(sent, dtype=float).reshape(-1, 2).T[:, :, None]
+            self._of_backends[key] = self._replicas_s(layout, way)[:, :, None]
         once, each = self._of_backends[key]
         part = computing[None] / parts
         sums = np.maximum(0.0, once - _HIDDEN_ONCE * part)
@@ -260,21 +271,26 @@ class Estimates:
         seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
         return seconds
 
-    def _replicas_s(self, layout: Layout, way: WayFigures, backend: str) -> tuple[float, float]:
-        """Seconds of what a backend sends once a step, and with each micro-batch."""
-        figures, elements = self.backends[backend], self._elements(layout, way)
+    def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """[2, backends]: seconds of what a backend sends once a step, and with each micro-batch."""
         experts, _ = self._expert_elements(layout, way)
-        sets, sizes = [(("dp", *way.alike), elements), (("edp",), experts)], layout.sizes
+        groups, sizes = {("dp", *way.alike): self._elements(layout, way), ("edp",): experts}, layout.sizes
+        sets = [(group, held) for group, held in groups.items() if held]
+        seconds = [
+            sum(self.seconds(name, float(f"{n * held:.2g}"), group, sizes) for group, held in sets)
+            for name, n in self._messages[0]
+        ]
+        sent: np.ndarray = self._messages[1] @ np.array(seconds, dtype=float)
+        return sent
 
-        def sent(of: Mapping[str, float]) -> float:
-            return sum(
-                self.seconds(name, float(f"{n * held:.2g}"), group, sizes)
-                for group, held in sets
-                if held
-                for name, n in of.items()
-            )
-
-        return sent(figures.once), sent(figures.each)
+    @cached_property
+    def _messages(self) -> tuple[list[tuple[str, float]], np.ndarray]:
+        """What backends send of each element of parameters, by collective, and which of them each sends once
+        a step and with each micro-batch [2, backends, messages]."""
+        sent = [[each.once.items(), each.each.items()] for each in self.backends.values()]
+        messages = [*dict.fromkeys(item for both in sent for items in both for item in items)]
+        which = [[[each in both[at] for each in messages] for both in sent] for at in range(2)]
+        return messages, np.array(which, dtype=float).reshape(2, len(sent), len(messages))
 
     def _elements(self, layout: Layout, way: WayFigures) -> float:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
@@ -321,25 +337,3 @@ def _groups(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
         ranks = np.arange(ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
     last = [order.index(axis) for axis in axes]
     return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))
-
-
-def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
-    kinds that repeat."""
-    model = model_preset(*cell.model_arguments)
-    if not hasattr(model, "layers"):
-        return cell
-    options = {**cell.model_options, "layers": layers * model.period}
-    if model.unlike_layers:
-        options["dense_layers"] = 0
-    return cell.model_copy(update={"model_options": options})
-
-
-def few_experts(cell: Cell) -> Cell:
-    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
-    which ranks share."""
-    model = model_preset(*cell.model_arguments)
-    if not getattr(model, "experts", 0):
-        return cell
-    few = {"experts": model.experts_per_token, "router_groups": 0, "router_group_topk": 0, "routing": "even"}  # type: ignore[attr-defined]
-    return cell.model_copy(update={"model_options": {**cell.model_options, **few}})

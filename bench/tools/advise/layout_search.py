@@ -20,18 +20,24 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import changed
-from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates, mesh_alone, ordered
+from spbench.bench.tools.advise.candidates import (
+    SLOWER,
+    TOO_SLOW,
+    Bar,
+    Candidate,
+    candidates,
+    mesh_alone,
+)
 from spbench.bench.tools.advise.estimates import Estimates
-from spbench.bench.tools.advise.layouts import Refused, Way, folds_anew, other_folds, settings_of
+from spbench.bench.tools.advise.layouts import Refused, Way, folds_anew
 from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import NAMED, TOSS, SearchResult, Seen, complexity, ranked
 from spbench.bench.tools.advise.references import references, savings_of
+from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.models.model import model_preset
 
 #: layouts that are traced with few layers at once, a worker
 _AT_ONCE = 3
@@ -49,12 +55,6 @@ _TOO_LARGE = 1.25
 _ROOM = 1.1
 #: rounds of traces, each of as many as there are workers, of layouts without folding
 _UNFOLDED = 3
-#: orders of the mesh that are tried for the best
-_OTHER_ORDERS = (
-    ("pp", "dp", "cp", "sp", "tp"),
-    ("dp", "pp", "sp", "cp", "tp"),
-    ("dp", "pp", "tp", "cp", "sp"),
-)
 
 
 class Search:
@@ -75,6 +75,8 @@ class Search:
         self.most_bytes = self.usable
         self.result = SearchResult()
         self.every: Sequence[Candidate] = ()
+        #: of candidates
+        self.bar = Bar()
         self.seen: dict[str, Seen] = {}
         #: by strategy, how much longer steps were by traces of all layers than by those of few
         self.longer: dict[str, list[float]] = {}
@@ -110,7 +112,7 @@ class Search:
             self._of_layouts[id(candidate.layout)].append(candidate)
         left = Waiting(waiting)
         self._few_layers(left)
-        counts["too slow by the estimate, or too large after traces of their strategy"] = len(left)
+        counts[TOO_SLOW] += len(left)
         self._polish()
         self._without_folding()
         self._whole()
@@ -128,13 +130,14 @@ class Search:
         savings = savings_of(question)
         estimates = Estimates(question.cell, question.gpus, *references(question, self.asking, savings))
         self._estimated = estimates, savings
-        self.every = [*candidates(question, estimates, savings, refused, self.usable, counts)]
+        every = candidates(question, estimates, savings, refused, self.usable, counts, bar=self.bar)
+        self.every = [*every]
         if not self.every:
             reasons = ", or ".join(dict.fromkeys(refused.reasons.values()))
             reason = reasons or "no backend or setting can be traced"
             raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
         counts["cannot be"] = len(refused.reasons)
-        counts["looked at"] = len(self.every) + counts[SLOWER] + len(refused.reasons)
+        counts["looked at"] = len(self.every) + counts[SLOWER] + counts[TOO_SLOW] + len(refused.reasons)
 
     # -- few layers ------------------------------------------------------------------------------------
 
@@ -258,10 +261,10 @@ class Search:
         a part of the layers computed again, where all are."""
         if not (fitting := self.fitting()):
             return
-        changes = self._changed(best := fitting[0].cell, self._changes(fitting[0].cell))
+        changes = self._changed(best := fitting[0].cell, changes_beside(self.question, best))
         self.say(f"{len(changes)} single changes of the best", BEHIND["few"])
         self._changes_looked_at(changes)
-        waiting = self._changed(best, self._partial(best))
+        waiting = self._changed(best, cheaper_savings(self.question, best))
         while waiting:
             begun = waiting[: self.asking.jobs]
             self._changes_looked_at(begun)
@@ -303,24 +306,6 @@ class Search:
     def _changes_looked_at(self, cells: Sequence[Cell]) -> None:
         self.result.counts["looked at"] += len(cells)
         self._traced(cells, "few_layers")
-
-    def _changes(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        for options in settings_of(self.question, cell.strategy)[1:]:
-            yield {f"strategy_options.{name}": value for name, value in options.items()}
-        sizes = cell.sizes.by_axis
-        if getattr(self.question.model, "experts", 0) and not {*FOLDED_AXES} & {*self.question.fixed}:
-            yield from other_folds(sizes)
-        for order in _OTHER_ORDERS:
-            if (mesh := ordered(sizes, order)) != cell.mesh:
-                yield {"mesh": mesh}
-
-    def _partial(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """Settings that save less memory than a cell's own and take less time, the cheapest first."""
-        model = model_preset(*self.question.cell.model_arguments)
-        savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
-        own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
-        for saving in savings[: own[-1]] if own else []:
-            yield {f"model_options.{name}": value for name, value in saving.items()}
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from spbench.bench.cell import Sizes
@@ -40,7 +41,7 @@ class Way:
     def __hash__(self) -> int:
         return hash((self.strategy, *self.axes.items()))
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Ranks that share a sample."""
         product = 1
@@ -75,7 +76,7 @@ class Layout:
     virtual_stages: int = 1
     fold: Fold | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis."""
         folded = {} if self.fold is None else {k: n for k, n in self.fold._asdict().items() if n > 1}
@@ -193,8 +194,9 @@ def folded(question: Question, layout: Layout) -> list[Layout]:
     if not experts:
         return [layout]
     fixed, width = question.fixed, question.model.expert_width  # type: ignore[attr-defined]
+    own = layout.way, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages
     return [
-        replace(layout, fold=Fold(ep, etp))
+        Layout(*own, Fold(ep, etp))
         for etp in dict.fromkeys((1, layout.way.axes.get("tp", 1)))
         if layout.stage_ranks % etp == 0 and width % etp == 0 and fixed.get("etp", etp) == etp
         for ep in divisors(math.gcd(experts, layout.stage_ranks // etp))

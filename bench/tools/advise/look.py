@@ -8,7 +8,6 @@ same bytes: so both follow from traces of two depths and two counts. Peaks of a 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
-from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.engines.plan import check_sizes, closed_form, plan, sent_rows
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
@@ -43,6 +43,8 @@ Depth = Literal["small", "few_layers", "all_layers"]
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
 #: reserve for the fullest ranks, and whether that is ``exact``, or follows from traces of few layers
 NEEDED = "needed"
+#: what of a row of a closed form may grow with the number of layers
+_GROWING = ("count", "payload_bytes", "sent_bytes")
 #: a part of a step
 Named = TypeVar("Named", str, Substitute)
 
@@ -113,33 +115,32 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
     """
     begun = time.process_time()
-    plan(cell)
     if depth == "few_layers":
         cell = _with_one_leading(cell)
     (layers, unit), leading = stage_layers(cell), leading_runs(cell)
-    counts = _counts(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(DEPTHS) + 2 * leading:
-        by_count = {n: virtual.trace_classes(_with(cell, None, n), events=True) for n in counts}
-        most = by_count[counts[-1]]
+        planned = plan(cell)
+        by_count = _traced(cell, None)
+        most = by_count[max(by_count)]
         measurement = most.memory_measurement()
-        if depth != "small" and usable_memory_bytes(cell) is not None:
+        if depth != "small" and measurement.usable_memory_bytes is not None:
             measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
-        step = _grown(
-            {n: ShallowStep.of(traces) for n, traces in by_count.items()}, cell.training.micro_batches
-        )
+        step = _grown(_steps(by_count), cell.training.micro_batches)
+        measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
     else:
-        deep = {
-            (d, n): virtual.trace_classes(_with(cell, (d + leading) * unit, n), events=True)
-            for d, n in itertools.product(DEPTHS, counts)
-        }
-        measurement = _memory({d: deep[d, counts[-1]] for d in DEPTHS}, layers - leading, cell)
-        by_depth = [
-            _grown({n: ShallowStep.of(deep[d, n]) for n in counts}, cell.training.micro_batches)
-            for d in DEPTHS
-        ]
-        step = by_depth[0].on(by_depth[1], (layers - leading - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
-    _set_bytes(measurement, cell)
+        check_sizes(cell)
+        at = {d: (d + leading) * unit for d in DEPTHS}
+        by_depth = {d: _traced(cell, n) for d, n in at.items()}
+        deepest = {d: traces[max(traces)] for d, traces in by_depth.items()}
+        measurement = _memory(deepest, layers - leading, cell)
+        shallow, deeper = (_grown(_steps(by_depth[d]), cell.training.micro_batches) for d in DEPTHS)
+        more = (layers - leading - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+        step = shallow.on(deeper, more)
+        measurement.formula = _sent(
+            cell, {d: (d + leading) * unit for d in DEPTHS}, deepest[DEPTHS[-1]], more
+        )
+    measurement.communication = []
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
     add_step_time(measurement, cell, step.seconds["step"], breakdown, step.priced_by)
     measurement.parts = dict(step.parts)
@@ -157,12 +158,31 @@ def _with_one_leading(cell: Cell) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 
 
-def _counts(cell: Cell) -> list[int]:
-    """The numbers of micro-batches that are traced: two from which on each more takes as long as the one
-    before, or all if there are no more."""
+def _counts(cell: Cell) -> tuple[int, int] | tuple[int]:
+    """The numbers of micro-batches of which steps are timed: two from which on each more takes as long as the
+    one before, or all if there are no more."""
     training, pp = cell.training, cell.sizes.pp
-    more = pp if training.virtual_stages > 1 else 1
-    return [pp, pp + more] if training.micro_batches > pp + more else [training.micro_batches]
+    # the second backward of a rank is neither its first, nor its last
+    first, second = (pp, 2 * pp) if training.schedule == "interleaved" else (pp + 1, pp + 2)
+    return (first, second) if training.micro_batches > second else (training.micro_batches,)
+
+
+def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
+    """Traces of the cell with so many layers, None: with all, by their numbers of micro-batches. Those of
+    fewer are cut out of those of more, where these say it; memory then is that of more."""
+    counts = _counts(cell)
+    most = virtual.trace_classes(_with(cell, layers, counts[-1]), events=True)
+    if len(counts) == 1:
+        return {counts[0]: most}
+    try:
+        fewer = most.without_one()
+    except NotAlike:
+        fewer = virtual.trace_classes(_with(cell, layers, counts[0]), events=True)
+    return {counts[0]: fewer, counts[-1]: most}
+
+
+def _steps(by_count: Mapping[int, ClassTraces]) -> dict[int, ShallowStep]:
+    return {n: ShallowStep.of(traces) for n, traces in by_count.items()}
 
 
 def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
@@ -185,7 +205,7 @@ def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
 
 def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
     """The peak of the rank class with the largest, and whether that fits the card."""
-    usable = usable_memory_bytes(cell)
+    usable = usable_memory_bytes(cell, by_depth[DEPTHS[-1]].planned)
     shallow, deeper = (by_depth[depth].traces for depth in DEPTHS)
     peaks = [deep_peak(a.memory, b.memory, layers) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
@@ -247,11 +267,50 @@ def _reserved_share(log: MemoryLog, cell: Cell) -> float:
     return served.peak_reserved / max(1, served.peak_allocated)
 
 
-def _set_bytes(measurement: Measurement, cell: Cell) -> None:
-    """Set what the ranks send, by the closed forms of the cell as it is; of all classes that which sends
-    most. Traces of fewer micro-batches are held to their own."""
-    planned = plan(cell)
-    by_class = [planned.formula(each.first) for each in planned.classes]
-    most: list[dict[str, Any]] = max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
-    measurement.formula = most
-    measurement.communication = []
+def _most_sent(by_class: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of the closed forms of classes of ranks that of the one that sends most."""
+    return max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
+
+
+def _sent(cell: Cell, layers: Mapping[int, int], traces: ClassTraces, more: float) -> list[dict[str, Any]]:
+    """What the ranks send that send most, by closed forms of few layers, for to build all layers takes long.
+
+    Args:
+        layers: of the model at each of :data:`DEPTHS`.
+        traces: of the deeper one; they were held to their own closed forms.
+        more: layers that the cell has more than the shallower, counted in what the deeper has more.
+    """
+    formulas = {each.first: traces.planned.formula(each.first) for each in traces.classes}
+    most = _most_sent(formulas.values())
+    rank = next(first for first, rows in formulas.items() if rows is most)
+    of_depths = (closed_form(_with(cell, n, cell.training.micro_batches), rank) for n in layers.values())
+    shallow, deeper = (sent_rows(entries, cell.mesh_sizes) for entries in of_depths)
+    same = [[row[name] for name in row if name not in _GROWING] for row in shallow]
+    if same != [[row[name] for name in row if name not in _GROWING] for row in deeper]:
+        return sent_rows(closed_form(cell, rank), cell.mesh_sizes)
+    return [
+        {**a, **{name: round(a[name] + more * (b[name] - a[name])) for name in _GROWING}}
+        for a, b in zip(shallow, deeper, strict=True)
+    ]
+
+
+def at_depth(cell: Cell, layers: int) -> Cell:
+    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
+    kinds that repeat."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
+        return cell
+    options = {**cell.model_options, "layers": layers * model.period}
+    if model.unlike_layers:
+        options["dense_layers"] = 0
+    return cell.model_copy(update={"model_options": options})
+
+
+def few_experts(cell: Cell) -> Cell:
+    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
+    which ranks share."""
+    model = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return cell
+    few = {"experts": model.experts_per_token, "router_groups": 0, "router_group_topk": 0, "routing": "even"}  # type: ignore[attr-defined]
+    return cell.model_copy(update={"model_options": {**cell.model_options, **few}})

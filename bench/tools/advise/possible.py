@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from spbench.bench.tools.advise.candidates import Candidate, figures_of, mesh_alone
+from spbench.bench.tools.advise.candidates import Bar, Candidate, figures_of, kind_of_layout, mesh_alone
 from spbench.bench.tools.advise.estimates import Estimates
-from spbench.bench.tools.advise.layouts import Refused, backend_settings, divisors, layouts, ways
+from spbench.bench.tools.advise.layouts import Layout, Refused, Way, backend_settings, divisors, layouts, ways
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.units import GIB, shown_price
@@ -181,12 +181,14 @@ def absence(
     asked_about: Mapping[str, int],
     every: Sequence[Candidate] = (),
     too_large: float = math.inf,
+    bar: Bar | None = None,
 ) -> Absence:
     """What became of the layouts with these ranks along axes.
 
     Args:
         every: the candidates of the search.
         too_large: estimated bytes above which nothing is traced.
+        bar: of the candidates.
     """
     named = spelled(asked_about)
     if reason := _cannot_be(question, asked_about):
@@ -207,7 +209,19 @@ def absence(
     ]
     kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
-    return Absence(lines, _untraced(left, named, best_s, too_large) if left else "")
+    far = {_kind(*which): s for which, s in bar.far.items() if _of(*which, asked_about)} if bar else {}
+    for kind in (*kinds, *(each.kind for each in left)):
+        far.pop(kind, None)
+    return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
+
+
+def _of(way: Way, dp: int, pp: int, asked_about: Mapping[str, int]) -> bool:
+    return _has(Layout(way, dp, pp, 1).sizes, asked_about)
+
+
+def _kind(way: Way, dp: int, pp: int) -> tuple[str, str]:
+    """As :attr:`Candidate.kind`."""
+    return kind_of_layout(Layout(way, dp, pp, 1))
 
 
 def spelled(asked_about: Mapping[str, int]) -> str:
@@ -231,16 +245,23 @@ def _cannot_be(question: Question, asked_about: Mapping[str, int]) -> str:
     return "" if possible(asked, Refused()) else why_impossible(asked, kept=[*asked_about])
 
 
-def _untraced(left: Sequence[Candidate], named: str, best_s: float | None, too_large: float) -> str:
-    """What the estimates said of layouts that were not traced."""
-    layouts = {each.kind for each in left}
+def _untraced(
+    left: Sequence[Candidate],
+    far: Mapping[tuple[str, str], float],
+    named: str,
+    best_s: float | None,
+    too_large: float,
+) -> str:
+    """What the estimates said of layouts that were not traced; ``far``: the seconds of those that are no
+    candidates, by kind."""
+    layouts = {*(each.kind for each in left), *far}
     small = [each for each in left if each.estimated_bytes <= too_large]
     head = f"not traced, of those with {named}: {len(layouts)}, by the estimate"
-    if not small:
+    if not small and not far:
         least_bytes = min(each.estimated_bytes for each in left)
         return f"{head} too large, the smallest with {least_bytes / GIB:.3g} GiB"
-    large = len(layouts) - len({each.kind for each in small})
+    large = len(layouts) - len({*(each.kind for each in small), *far})
     against = "" if best_s is None else f" (the fastest that was traced: {best_s:.3g} s)"
-    least_s = min(each.estimated_s for each in small)
+    least_s = min([*(each.estimated_s for each in small), *far.values()])
     words = [head, f"{large} too large, the others" if large else "", f"not faster than {least_s:.3g} s"]
     return " ".join(filter(None, words)) + against

@@ -13,9 +13,9 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import model_parameters, plan
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference, at_depth, few_experts
+from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference
 from spbench.bench.tools.advise.layouts import backend_settings
-from spbench.bench.tools.advise.look import looks
+from spbench.bench.tools.advise.look import at_depth, few_experts, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.fit.asking import Asking
 from spbench.impls.backends.optimizer import PRECISIONS

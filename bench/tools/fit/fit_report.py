@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from operator import attrgetter
@@ -10,23 +11,22 @@ from typing import Any
 
 from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
 from spbench.bench.command_line.progress import Progress
-from spbench.bench.measure.scenarios.scenario import given, written
+from spbench.bench.measure.scenarios.scenario import given
 from spbench.bench.measure.trust.bands import (
     PEAK,
     RESERVED,
     past_errors,
     priced_by_in_words,
-    shown_band,
-    with_band,
 )
 from spbench.bench.tools.fit.anatomy import Part, plain
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.fit.budget_report import plan_content, plan_line, switches_table
+from spbench.bench.tools.fit.change_words import flags_of, settings_of, step_of
 from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
 from spbench.bench.tools.fit.fitting import Fitting, fitting
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
 from spbench.bench.tools.fit.taken import taken, taken_line, tokens_of_rank
-from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls.models.model import model_preset
 
@@ -59,7 +59,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     sections.append(taken_line(fullest.cell, answer.subject.said))
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
-    sections += [*_help(answer), *_holding(fullest)]
+    sections += [*_help(answer), *switches_table(answer), *_holding(fullest)]
     # where it does not fit, what would help takes the place of what is there
     (sections if fullest.fits else details).append(_parts(fullest, program))
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
@@ -81,6 +81,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         },
         "suggestions": proofs and _suggestions(answer, proofs),
         "largest": answer.sizes and asdict(answer.sizes),
+        "budget": answer.plan and plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
         "not_modelled": list(NOT_MODELLED),
         "taken": {each.what: vars(each) for each in taken(fullest.cell, answer.subject.said)},
@@ -163,13 +164,11 @@ def _parts(verdict: Verdict, program: str) -> Table:
 # -- what would help -----------------------------------------------------------------------------------------
 
 
-def _settings(verdict: Verdict) -> str:
-    return written(verdict.change.settings) if verdict.change else ""
-
-
 def _first_change(answer: Fitting) -> str:
     """The third line of an answer: the fastest change that makes it fit, or that takes less where it fits."""
     proofs = answer.proofs
+    if answer.plan is not None:
+        return plan_line(answer, answer.plan)
     if proofs is None:
         return "no change is needed; --suggest tries those that take less memory"
     if not proofs.fitting:
@@ -179,27 +178,12 @@ def _first_change(answer: Fitting) -> str:
     price = _price(answer, first)
     room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
     what = "takes less memory" if answer.fullest.fits else "makes it fit"
-    return f"{what}: {_flags(answer, first) or '--set ' + _settings(first)} ({room})"
+    return f"{what}: {flags_of(answer, first) or f'--set {shlex.quote(settings_of(first))}'} ({room})"
 
 
 def _price(answer: Fitting, verdict: Verdict) -> str | None:
     ratio = verdict.price(answer.fullest)
     return shown_price(ratio) if ratio else None
-
-
-def _changed_flags(answer: Fitting, verdict: Verdict) -> FlagChanges | None:
-    """The change in the job's own arguments; None: it is of no job, or one that is not written."""
-    job = answer.subject.job
-    return flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
-
-
-def _flags(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
-    """The change in the job's own arguments; "" where there are none, or with ``lack`` what the program has
-    not."""
-    flags = _changed_flags(answer, verdict)
-    if flags is not None and flags.missing and lack:
-        return f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
-    return str(flags or "")
 
 
 def _tried(proofs: Proofs) -> str:
@@ -213,11 +197,11 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
         what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
             shown = [
-                Column("--set", "set", of=_settings),
-                Column("flags", "flags", of=lambda verdict: _flags(answer, verdict, lack=True) or None),
+                Column("--set", "set", of=settings_of),
+                Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict, lack=True) or None),
                 Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
                 Column("spare GiB", "spare_bytes", card_gib, attrgetter("memory.spare_bytes")),
-                Column("step", "step_time_s", of=_step),
+                Column("step", "step_time_s", of=step_of),
                 Column("step, relative", "price", of=lambda verdict: _price(answer, verdict)),
                 Column("what", "what", of=attrgetter("change.words")),
             ]
@@ -239,18 +223,13 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
 def _closest(answer: Fitting, near: Verdict) -> str:
     price = _price(answer, near)
     needs = f"{card_gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
-    return f"the closest change, --set {_settings(near)}, needs {needs}: set it and ask again"
-
-
-def _step(verdict: Verdict) -> str:
-    row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
-    return shown_band(with_band(row)["measurement"]) or "not timed"
+    return f"the closest change, --set {settings_of(near)}, needs {needs}: set it and ask again"
 
 
 def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
     """The changes for programs."""
     of_change = [
-        Column("--set", "set", of=_settings),
+        Column("--set", "set", of=settings_of),
         *columns(what="change.words", other_job="change.other_job", cell="cell.key"),
         Column("fits", "fits", of=lambda verdict: verdict.measurement["status"] == "ok"),
         *MEMORY_COLUMNS,
@@ -258,7 +237,7 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
         *columns(step_time_s="step_s"),
         Column("price", "relative_step_time", of=lambda verdict: verdict.price(answer.fullest)),
     ]
-    flags = Column("flags", "flags", of=lambda verdict: _flags(answer, verdict))
+    flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
     closest = records(of_change, [proofs.closest] if proofs.closest else [])
     return {
         "found": records([*of_change, flags], proofs.fitting),
@@ -280,6 +259,7 @@ def fit(
     variant: str | None,
     suggest: bool,
     longest: bool,
+    budget: int | None,
     figure: Path | None,
     snapshot: Path | None,
     must_fit: bool,
@@ -294,5 +274,5 @@ def fit(
     if kind_of(subject) == "model":
         ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
     with Progress() as progress:
-        answer = fitting(subject, asked, progress.at, jobs, suggest, longest)
+        answer = fitting(subject, asked, progress.at, jobs, suggest, longest, budget)
     return report(answer, answer.written(figure, snapshot), must_fit)

@@ -18,6 +18,7 @@ from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
 from spbench.bench.tools.fit.subject import Subject, advise_command, subject
+from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the time that tracing the cells takes, roughly, where changes are tried after it
@@ -33,6 +34,7 @@ class Fitting:
         others: cells that cannot, with the reasons.
         proofs: changes of the fullest cell; None: not asked for.
         sizes: the largest that fit; None: not asked for.
+        plan: switches of the fullest cell for a budget; None: not asked for.
         advise: the command line that searches for another layout.
     """
 
@@ -41,6 +43,7 @@ class Fitting:
     others: Sequence[tuple[Cell, str]] = ()
     proofs: Proofs | None = None
     sizes: Largest | None = None
+    plan: BudgetPlan | None = None
     advise: str = ""
 
     @property
@@ -71,7 +74,13 @@ class Fitting:
 
 
 def fitting(
-    words: Sequence[str], asked: Asked, say: Say, jobs: int | None, suggest: bool, longest: bool
+    words: Sequence[str],
+    asked: Asked,
+    say: Say,
+    jobs: int | None,
+    suggest: bool,
+    longest: bool,
+    budget_bytes: int | None = None,
 ) -> Fitting:
     """Examine the cells that words stand for.
 
@@ -81,6 +90,7 @@ def fitting(
         jobs: workers; None: one a usable core.
         suggest: try changes also where the fullest fits.
         longest: search for the largest sizes.
+        budget_bytes: that the fullest rank may need; switches for it are chosen, in place of changes.
 
     Raises:
         UserError: the words stand for nothing, or no cell can run.
@@ -94,14 +104,16 @@ def fitting(
             cell, reason = others[0]
             raise UserError(f"{cell.key}: {reason}")
         fullest = Fitting(about, verdicts).fullest
-        proofs = sizes = None
-        if suggest or not fullest.fits:
+        proofs = sizes = plan = None
+        if budget_bytes is not None:
+            plan = plan_budget(fullest.cell, budget_bytes, asking, within(say, _EXAMINED, 1))
+        elif suggest or not fullest.fits:
             proofs = prove(fullest.cell, fullest.memory.total_bytes, asking, within(say, _EXAMINED, 1))
         if longest:
             behind = _EXAMINED if proofs is None else 1.0
             say("looking for the longest length and the largest micro-batch", behind)
             sizes = largest(fullest.cell, asking)
-    return Fitting(about, verdicts, others, proofs, sizes, advise_command(words, fullest.cell, asked))
+    return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
 
 
 def _examined(cells: Sequence[Cell], asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:

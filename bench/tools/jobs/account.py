@@ -274,7 +274,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def _scalar(text: str) -> Any:
+def scalar_of(text: str) -> Any:
     """The value that a text of the command line is in YAML; the text itself where it is none."""
     try:
         return parse_yaml(Path("--given"), f"value: {text}".encode())["value"]
@@ -294,7 +294,7 @@ def key_account(
         overrides: texts of values that stand in place of the files', by name, as --given has them.
     """
     given = {}
-    chosen = {name: _scalar(text) for name, text in (overrides or {}).items() if name in table.arguments}
+    chosen = {name: scalar_of(text) for name, text in (overrides or {}).items() if name in table.arguments}
     for name, value in [*((n, v) for n, v in values if n not in chosen), *chosen.items()]:
         if counts(name):
             wrong = table.arguments[name].wrong(value) if name in table.arguments else ""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import Account, Given, key_account
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
@@ -19,6 +20,7 @@ from spbench.bench.tools.jobs.argument_tables import (
     flat,
     shown,
 )
+from spbench.bench.tools.jobs.bridge_recipes import has_recipes, recipe_of
 from spbench.bench.tools.jobs.job import Argument, Job, Outcome
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
@@ -99,7 +101,13 @@ def read(files: JobFiles) -> Job | None:
         UserError: a file is damaged.
     """
     contents: dict[str, Mapping[str, Any]] = {}
+    unclear: list[str] = []
     for file in files.files:
+        if has_recipes(file):
+            contents["bridge"], named, unclear = recipe_of(file)
+            if named:
+                contents.setdefault("config", read_model_file(named))
+            continue
         content = mapping_in(file) or {}
         if "model_type" in content:
             contents["config"] = content
@@ -107,9 +115,10 @@ def read(files: JobFiles) -> Job | None:
             contents["bridge"] = content
         else:
             return None
-    if "bridge" not in contents or len(contents) != len(files.files):
+    if "bridge" not in contents or len(contents) < len(files.files):
         return None
-    return _job(contents["bridge"], contents.get("config"), files)
+    job = _job(contents["bridge"], contents.get("config"), files)
+    return replace(job, remarks=[*job.remarks, *unclear])
 
 
 def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: JobFiles) -> Job:

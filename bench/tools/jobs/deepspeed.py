@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spbench.bench.errors import UserError
+from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table, flat
+from spbench.bench.tools.jobs.deepspeed_files import MODEL_PATH, sorted_files
 from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan import COMPILED, ROTATIONS
+from spbench.bench.tools.jobs.transformers_kernels import SEPARATE
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
 _FSDP, _PARALLEL = "accelerate.fsdp_config.fsdp_", "accelerate.parallelism_config.parallelism_config_"
-#: of a config.json, beside its fields
-_PATH = "path of the file"
-#: families of config.json whose models have a layer for each projection
-_SEPARATE = {"llama", "mistral", "qwen2", "qwen3"}
 #: the arguments of scripts that say how long a sequence is
 _LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len")
 #: by the name that transformers has for it
@@ -41,47 +41,6 @@ _ALIASES = {
     "bfloat16.enabled": "bf16.enabled",
 }
 _ADAM = {"adam", "adamw", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"}
-
-
-#: of what a file is, by keys of which it has some: the Trainer's are the last, as they have most names
-_SIGNS: Mapping[str, frozenset[str]] = {
-    "model": frozenset({"model_type"}),
-    "accelerate": frozenset({"compute_environment", "distributed_type", "deepspeed_config", "fsdp_config"}),
-    "deepspeed": frozenset(
-        {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print"}
-    ),
-    "trainer": frozenset(
-        {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "max_length"}
-    ),
-}
-_WORDS = {
-    "model": "config.json of a model",
-    "accelerate": "configuration of accelerate",
-    "deepspeed": "configuration of DeepSpeed",
-    "trainer": "file of the Trainer's arguments",
-}
-
-
-def sorted_files(files: JobFiles) -> dict[str, Mapping[str, Any]] | None:
-    """The content of each file by what it is, a key of :data:`_SIGNS`; None where none is a configuration of
-    DeepSpeed or accelerate.
-
-    Raises:
-        UserError: a file is damaged, two are of one kind, or one is of none beside others that are.
-    """
-    contents = [(file, mapping_in(file) or {}) for file in files.files]
-    kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
-    if not {"accelerate", "deepspeed"} & {*kinds}:
-        return None
-    by_kind: dict[str, Mapping[str, Any]] = {}
-    for (file, content), kind in zip(contents, kinds, strict=True):
-        if not kind:
-            kinds_read = ", ".join(_WORDS.values())
-            raise file.wrong(f"not one of the files of a DeepSpeed job ({kinds_read})")
-        if kind in by_kind:
-            raise file.wrong(f"a second {_WORDS[kind]}; one is read")
-        by_kind[kind] = {**content, _PATH: str(file.path)} if kind == "model" else content
-    return by_kind
 
 
 def read(files: JobFiles) -> Job | None:
@@ -114,7 +73,7 @@ class DeepSpeedJob:
         self.contents, self.files = contents, files
         self.keys = key_account(argument_table("deepspeed"), _named(contents), overrides=files.environment)
 
-    def job(self) -> Job:
+    def job(self, kind: str = "deepspeed") -> Job:
         k = self.keys
         replicas = self._parallelism()
         self._model()
@@ -124,19 +83,24 @@ class DeepSpeedJob:
         set_sharding(k, self.contents)
         self._optimizer()
         self._beside()
-        return k.job("deepspeed", self.files, k.arguments())
+        return k.job(kind, self.files, k.arguments())
 
     def _model(self) -> None:
         k = self.keys
-        model = self.contents.get("model")
-        if model is None:
-            k.problems.append("which model it is is not said; give its config.json beside")
-        else:
-            k.set("model", model[_PATH], note="the config.json")
-        if model is not None and str(model["model_type"]) in _SEPARATE:
-            note = f"projections of {model['model_type']} are layers of their own in transformers"
+        family, liger = self._family(), k.value(f"{_TRAINER}use_liger_kernel")
+        if family in SEPARATE:
+            note = f"projections of {family} are layers of their own in transformers"
             k.set("model_options.separate_projections", True, note=note)
-            k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
+            if not liger:
+                k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
+        if liger:
+            for option, value in (
+                ("swiglu", "in_place"),
+                ("loss_tile", "liger"),
+                ("cross_entropy", "in_place"),
+            ):
+                k.set(f"model_options.{option}", value, f"{_TRAINER}use_liger_kernel")
+        k.ignore("kernels are transformers' own", f"{_TRAINER}use_liger_kernel")
         sp = f"{_PARALLEL}sp_attn_implementation"
         attention, name = k.chosen(sp, f"{_TRAINER}attn_implementation")
         if attention not in _ATTENTION:
@@ -155,6 +119,28 @@ class DeepSpeedJob:
         k.ignore("nothing runs again", again, by_fsdp, kwargs)
         if k.value(f"{_TRAINER}torch_compile"):
             k.approximate(COMPILED, f"{_TRAINER}torch_compile")
+
+    def _family(self) -> str:
+        """Set the model, of a config.json or by its name; returns its family."""
+        k, named = self.keys, f"{_TRAINER}model_name_or_path"
+        model = self.contents.get("model")
+        if model is not None:
+            k.set("model", model[MODEL_PATH], note="the config.json")
+            k.ignore("its config.json is given", named)
+            return str(model["model_type"])
+        name = k.value(named)
+        if not name:
+            k.problems.append(
+                f"which model it is is not said; give its config.json beside, or --given {named}=NAME"
+            )
+            return ""
+        try:
+            fields = read_model_file(name)
+        except UserError as error:
+            k.problems.append(f"{k.spelled(named)}: {error}")
+            return ""
+        k.set("model", name, named)
+        return str(fields["model_type"])
 
     def _parallelism(self) -> int | None:
         """Set strategy and sizes; returns how many replicas there are."""
@@ -180,17 +166,35 @@ class DeepSpeedJob:
             k.set("sizes.sp", sp, *names)
         else:
             k.set("strategy", "single", note="data parallel alone")
+        tp, groups = (k.count(f"{_PARALLEL}{each}_size") for each in ("tp", "dp_replicate"))
+        sp *= self._tensor_parallel(tp, sp) * groups
         if gpus is None:
             return None
         if gpus % sp:
-            k.problems.append(f"{gpus} GPUs are no multiple of {sp} ranks of a sequence")
+            k.problems.append(f"{gpus} GPUs are no multiple of {sp} ranks, which share a batch")
             return None
+        if groups > 1:
+            because = f"one of {groups} groups stands for all; sums of gradients between groups are left out"
+            missing = "weights that are sharded over a part of the replicas"
+            k.stand_in(missing, "time", because, f"{_PARALLEL}dp_replicate_size")
         shards = f"{_PARALLEL}dp_shard_size"
         if k.value(shards) not in (None, gpus // sp):
             k.problems.append(f"{shards} is {k.value(shards)}, but {gpus} GPUs / {sp} are {gpus // sp}")
         given = [name for name in (processes, shards) if name in k.given]
         k.set("sizes.dp", gpus // sp, *given, note=f"{gpus} GPUs / {sp}" if sp > 1 else f"{gpus} GPUs")
         return gpus // sp
+
+    def _tensor_parallel(self, tp: int, sp: int) -> int:
+        """Set transformers' tensor parallelism, if there is any; returns its ranks."""
+        k, size = self.keys, f"{_PARALLEL}tp_size"
+        if tp > 1:
+            within = [each for each in k.settings if each.path == "strategy" and sp > 1]
+            k.settings[:] = [each for each in k.settings if each.path != "strategy"]
+            strategy = "+".join(["tensor_parallel", *(each.value for each in within)])
+            k.set("strategy", strategy, size, note="transformers' tp_plan")
+            k.set("sizes.tp", tp, size)
+        k.ignore("one part: not split", size, f"{_PARALLEL}dp_replicate_size")
+        return tp
 
     def _context_parallel(self) -> int:
         """Set torch's context parallelism of accelerate, if there is any; returns the ranks of a sequence."""
@@ -220,7 +224,8 @@ class DeepSpeedJob:
         total, name = k.value("train_batch_size"), "train_batch_size"
         if total in (None, "auto"):
             if micro is None:
-                k.problems.append("neither train_batch_size nor train_micro_batch_size_per_gpu is given")
+                missing = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
+                k.problems.append(f"{missing}; --given {_TRAINER}per_device_train_batch_size=N")
                 return
             parts = 1 if parts is None else parts
             total, name = micro * parts * replicas, micro_name
@@ -243,7 +248,7 @@ class DeepSpeedJob:
         lengths = [name for each in _LENGTHS if k.has(name := f"{_TRAINER}{each}")]
         values = {k.value(each) for each in lengths}
         if values <= {None}:
-            advice = "give max_length among the Trainer's arguments"
+            advice = f"give max_length among the Trainer's arguments, or --given {_TRAINER}max_length=N"
             k.problems.append(f"how long sequences are is not said; {advice}")
         elif len(values) != 1:
             k.problems.append(f"{' and '.join(lengths)} differ")
@@ -262,7 +267,7 @@ class DeepSpeedJob:
             k.took(f"as {name}", beside)
             return value, name
         automatic = any(each in k.given and k.given[each].value == "auto" for each in names)
-        if "trainer" not in self.contents:
+        if "trainer" not in self.contents and beside not in k.given:
             if automatic:
                 k.problems.append(f"{own} is auto, but no Trainer's arguments are given beside")
             return None, own

@@ -58,6 +58,7 @@ def _set_zero(k: Account) -> None:
         k.set("training.distributed_optimizer", True, name, note="masters and moments in parts")
         k.set("training.accumulate_allreduce_grads_in_fp32", False, name, note="gradients as the weights")
         k.set("training.gradient_accumulation_fusion", False, note="no matmul adds to a gradient")
+        k.set("training.check_for_nan_in_loss_and_grad", False, note="no pass looks for NaN")
         k.approximate("gradients are summed after backward in buffers of Megatron-Core's sizes")
     else:
         k.set("training.backend", f"zero{stage}", name, note="torch's fully_shard, a layer a unit")
@@ -85,7 +86,14 @@ def _set_messages(k: Account, stage: int) -> None:
     whose gradients DeepSpeed sums in float32 unless another is asked for."""
     of_parts, of_wholes = "seq_parallel_communication_data_type", "communication_data_type"
     parts = any(each.path == "sizes.sp" for each in k.settings)
+    by_accelerate = f"accelerate.deepspeed_config.{of_parts}"
+    if parts and k.has(by_accelerate) and not k.has(of_parts):
+        of_parts = by_accelerate
     name, other = (of_parts, of_wholes) if parts else (of_wholes, of_parts)
+    k.ignore(
+        "of DeepSpeed, whose own key counts",
+        "accelerate.deepspeed_config.seq_parallel_communication_data_type",
+    )
     k.ignore(f"{name} holds where sequences are {'cut' if parts else 'whole'}", other)
     precision = next(each.value for each in k.settings if each.path == "precision")
     asked = str(k.value(name)).lower() if k.value(name) is not None else precision

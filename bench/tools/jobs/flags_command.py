@@ -17,7 +17,8 @@ from spbench.bench.command_line.options import body, choosing_cells, path_option
 def command() -> None:
     """Write a cell as the flags of a training program.
 
-    The KIND is the program's: megatron or torchtitan. The cell is one of SCENARIO, chosen by the options.
+    The KIND is the program's: megatron, torchtitan or accelerate. The cell is one of SCENARIO, chosen by the
+    options.
 
     It is the command or the configuration that `spbench import KIND` reads as that cell again. What the
     program has no argument for is refused by name; how it makes the same in its own way is said.

@@ -23,7 +23,8 @@ _INTERLEAVED = (
     "--microbatch-group-size-per-virtual-pipeline-stage",
     "--no-overlap-p2p-communication",
 )
-#: switches of data parallelism
+#: passes over gradients, and switches of data parallelism
+_PASSES = "--no-check-for-nan-in-loss-and-grad", "--clip-grad"
 _SHARDS, _OVERLAPS = "--use-distributed-optimizer", ("--overlap-grad-reduce", "--overlap-param-gather")
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -176,6 +177,7 @@ def set_optimizer(a: Account, cluster: str | None) -> None:
         a.leave("time", "an all-gather of the same buffers starts earlier", early)
     _set_offloading(a)
     a.map("--no-gradient-accumulation-fusion")
+    _set_passes(a)
     _set_main_gradients(a)
     a.map_given("--ddp-bucket-size", "--ddp-pad-buckets-for-high-nccl-busbw")
     instances = "--num-distributed-optimizer-instances"
@@ -184,6 +186,16 @@ def set_optimizer(a: Account, cluster: str | None) -> None:
     a.refuse_given("a gradient of the embedding's weights that is put off", "--defer-embedding-wgrad-compute")
     a.ignore("of --defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
     _set_moments(a, cluster)
+
+
+def _set_passes(a: Account) -> None:
+    """Set the passes over gradients: the check for NaN, and clipping."""
+    checked, clipped = _PASSES
+    a.map_given(checked)
+    if a.value(clipped) == 1:
+        a.took("gradients are clipped to this norm by default", clipped)
+    else:
+        a.map(clipped)
 
 
 def _set_sharding(a: Account, sharded: str, late: str) -> None:
@@ -204,6 +216,7 @@ def _set_sharding(a: Account, sharded: str, late: str) -> None:
     a.problems += [f"{sharded} needs {needed}" for needed, there in needs.items() if not there]
     a.ignore(f"{sharded} reduces and gathers by itself", _SHARDS, *_OVERLAPS, "--ddp-bucket-size")
     a.ignore(f"{sharded} has no main gradients", fusion)
+    a.leave("time", "gradients are neither clipped nor checked with FSDP2", *_PASSES)
     a.refuse_given("FSDP2 with Megatron-LM's optimizer on the host", "--optimizer-cpu-offload")
 
 

@@ -216,6 +216,33 @@ def test_sharded_stages_gather_and_sum_when_torch_does(
     assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
+HYBRID = {"backend": "zero3", "data_parallel_replicate_degree": 2, "micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "training"),
+    [
+        ("lasp", {"dp": 2, "sp": 2}, HYBRID),
+        slow("single", {"dp": 4}, {**HYBRID, "micro_batches": 3}),
+        slow("single", {"dp": 4}, {**HYBRID, "backend": "zero2", "micro_batches": 1}),
+        slow("single", {"dp": 4}, {**HYBRID, "wrap": "whole", "micro_batches": 1}),
+    ],
+)
+def test_groups_of_ranks_share_a_copy_each(
+    pool: RankPool, strategy: str, sizes: dict[str, int], training: dict[str, Any]
+) -> None:
+    asked = cell(training["backend"], strategy, sizes=sizes, training=training)
+    assert_right(pool, asked, backends()[asked.training.backend])
+    assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
+
+
+def test_groups_that_do_not_divide_the_ranks() -> None:
+    for groups in (3, 4):
+        training = {**HYBRID, "data_parallel_replicate_degree": groups, "micro_batches": 1}
+        with pytest.raises(Unsupported, match=f"replicate_degree {groups} does not cut 4 ranks"):
+            VirtualEngine().measure(cell("zero3", "single", sizes={"dp": 4}, training=training))
+
+
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):

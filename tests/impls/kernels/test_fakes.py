@@ -130,6 +130,8 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
         "latent_keys_values_backward": (q, k[..., :3], torch.ones(2, 6, dtype=sums)),
         "cross_entropy_statistics": (x, labels, 0),
         "cross_entropy_gradient_": (x.clone(), statistics, labels, 0),
+        "cross_entropy_scale_": (x.clone(), y[..., 0].contiguous()),
+        "sum_of_squares": ([x, y], [1.0, 0.5]),
         "dropout_flash_attention": (q, k, k, 0.5, 3),
         "dropout_flash_attention with smaller values": (q, k, k[..., :5], 0.5, 3),
         "dropout_flash_attention_backward": (q, q, k, k, q, lse, 0.5, 3),

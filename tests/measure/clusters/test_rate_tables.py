@@ -12,9 +12,11 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.clusters.rate_tables import (
     RateTable,
+    attention_by_length,
     attention_table,
     collective_tables,
     matmul_table,
+    square_matmuls,
     table_names,
 )
 
@@ -54,6 +56,15 @@ def test_bytes_of_collectives_are_of_the_payload_as_bandwidths_show() -> None:
     assert 225e9 < 7 / 8 * 2**29 / seconds < 450e9
 
 
+def test_square_matmuls_and_one_line_of_attention_are_found_for_figures() -> None:
+    squares = square_matmuls("h200_sxm-matmul")
+    assert list(squares) == [2048, 4096, 8192, 16384]
+    assert 0.6 < squares[8192] / 989.4e12 < 0.9
+    line = attention_by_length("h200_sxm-flash_attention_3", 32, 8)
+    assert list(line)[0::7] == [2048, 16384]
+    assert line[16384] > line[2048]
+
+
 def test_attention_of_more_groups_reads_more_and_is_not_faster() -> None:
     table = attention_table("h200_sxm-flash_attention_3")
     assert table.rates(np.array([[2048, 32, 32.0]])) < table.rates(np.array([[2048, 32, 1.0]]))
@@ -70,7 +81,7 @@ def test_a_cluster_that_names_no_table_of_the_package_is_refused(tmp_path: Path)
 def test_the_committed_errors_are_of_the_packaged_tables_and_within_what_is_promised() -> None:
     with ERRORS.open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    assert [row["table"] for row in rows] == table_names()
+    assert [row["table"] for row in rows] == list(table_names())
     kinds = {"matmul": 0.042, "collectives": 0.06}
     for row in rows:
         most = kinds.get(row["table"].rpartition("-")[2], 0.053)

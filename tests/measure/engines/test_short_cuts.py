@@ -39,7 +39,7 @@ from spbench.impls.strategies import all_gather_kv, fpdt, upipe
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.placed_chunks import PlacedChunks
 from spbench.impls.strategies.placements import PLACEMENTS
-from spbench.impls.training import pipeline
+from spbench.impls.training import interleaved, pipeline
 from spbench.impls.training import step as training_step
 from spbench.impls.training.pipeline import StageRun
 from tests.measure.engines.cells import supported
@@ -101,7 +101,8 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     with monkeypatch.context() as patched:
         for module in (rings, all_gather_kv, fpdt, tiles, upipe):
             patched.setattr(module, "keyed_steps", choosing("steps"))
-        patched.setattr(pipeline, "keyed_steps", choosing("micro_batches"))
+        for module in (pipeline, interleaved):
+            patched.setattr(module, "keyed_steps", choosing("micro_batches"))
         patched.setattr(virtual, "stage_traces", stages)
         notes(tracing, "_put_together", "layers")
         notes(operator_results._Uncut, "side_by_side", "pieces")

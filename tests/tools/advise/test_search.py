@@ -124,7 +124,7 @@ def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0
     monkeypatch.setattr(module, "TOSS", toss)
     monkeypatch.setattr(module, "references", lambda *given: (REFERENCES, BACKENDS))
     monkeypatch.setattr(module, "savings_of", lambda question: SAVINGS)
-    monkeypatch.setattr(module, "candidates", lambda *given: every())
+    monkeypatch.setattr(module, "candidates", lambda *given, **named: every())
     made = Search(question(), answers)  # type: ignore[arg-type]
     made.usable = made.most_bytes = answers.usable
     return made.run()

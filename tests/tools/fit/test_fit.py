@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch.cuda._memory_viz as viewer
 
+from scripts.schemas import fit as fit_schema
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -21,8 +23,9 @@ from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.fit import fitting as module
 from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.change_words import flags_of
 from spbench.bench.tools.fit.fit_command import command
-from spbench.bench.tools.fit.fit_report import _closest, _flags
+from spbench.bench.tools.fit.fit_report import _closest
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.fitting import Fitting
 from spbench.bench.tools.fit.subject import Subject, subject
@@ -86,7 +89,8 @@ def test_the_answer_for_programs_a_figure_and_a_snapshot(fit: Run, card: Card) -
     code, out, _ = fit(*shorter(card(100)), *files, "--format", "json")
     content = json.loads(out)
     assert code == 0
-    assert {"fits", "cells", "detail", "suggestions", "largest", "errors", "not_modelled"} <= content.keys()
+    jsonschema.validate(content, fit_schema())
+    assert {"largest", "errors"} <= content.keys()
     (line,), detail = content["cells"], content["detail"]
     assert content["fits"] is line["fits"] is True
     assert line["card_bytes"] == line["spare_bytes"] + line["total_bytes"]
@@ -265,8 +269,8 @@ def test_changes_of_a_job_are_told_in_its_own_arguments(tmp_path: Path) -> None:
         ({"training.micro_batches": 1}, "--micro-batch-size 2"),
     ):
         verdict = Verdict(changed(cell, settings), measured, Change(settings, ""))
-        assert _flags(answer, verdict) == flags
-    assert _flags(Fitting(Subject([cell]), answer.verdicts), verdict) == ""
+        assert flags_of(answer, verdict) == flags
+    assert flags_of(Fitting(Subject([cell]), answer.verdicts), verdict) == ""
 
 
 H100 = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K")

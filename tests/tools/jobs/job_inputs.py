@@ -8,13 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs import bridge, deepspeed, megatron, torchtitan
+from spbench.bench.tools.jobs import (
+    accelerate,
+    arctic,
+    automodel,
+    axolotl,
+    bridge,
+    deepspeed,
+    llama_factory,
+    megatron,
+    model_zoo,
+    primus,
+    swift,
+    torchtitan,
+    veomni,
+    verl,
+)
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 
 INPUTS = Path(__file__).parent / "inputs"
 #: called without the search for kinds of jobs, which takes longer than they
-READERS = {each.__name__.rpartition(".")[2]: each.read for each in (bridge, deepspeed, megatron, torchtitan)}
+_MODULES = (
+    accelerate,
+    arctic,
+    automodel,
+    axolotl,
+    bridge,
+    deepspeed,
+    llama_factory,
+    megatron,
+    model_zoo,
+    primus,
+    swift,
+    torchtitan,
+    veomni,
+    verl,
+)
+READERS = {each.__name__.rpartition(".")[2]: each.read for each in _MODULES}
 JOBS = {
     "8B": ("torchtitan", ["llama3_8b.toml"]),
     "70B": ("torchtitan", ["llama3_70b.toml"]),
@@ -24,8 +55,22 @@ JOBS = {
     "ZeRO-3": ("deepspeed", ["zero3.json", "accelerate.yaml", "config.json", "long.yaml"]),
     "sizes": ("bridge", ["bridge_8b.yaml"]),
     "config.json": ("bridge", ["bridge_override.yaml", "config.json"]),
+    "axolotl": ("axolotl", ["axolotl.yaml"]),
+    "LLaMA-Factory": ("llama_factory", ["llama_factory.yaml"]),
+    "LLaMA-Factory v1": ("llama_factory", ["llama_factory_v1.yaml"]),
+    "VeOmni": ("veomni", ["veomni.yaml"]),
+    "ArcticTraining": ("arctic", ["arctic.yaml"]),
+    "Automodel": ("automodel", ["automodel.yaml"]),
+    "verl": ("verl", ["verl.sh"]),
+    "Primus": ("primus", ["primus.yaml"]),
+    "ModelZoo": ("model_zoo", ["zoo.yaml", "zoo.sh"]),
+    "ms-swift": ("swift", ["swift.sh"]),
+    "accelerate launch": ("accelerate", ["accelerate.sh"]),
+    "accelerate": ("deepspeed", ["accelerate_fsdp2.yaml", "train.py"]),
 }
 GPUS = {"70B": 64, "sizes": 16}
+#: what files leave to run time, by the kind
+GIVEN = {"verl": {"1": "8", "2": "out"}}
 
 
 def read(
@@ -46,7 +91,7 @@ def read(
 
 def job_of(kind: str, files: Sequence[JobFile], gpus: int | None) -> Job:
     """The job, which refuses what is unknown."""
-    job = READERS[kind](JobFiles(files, gpus, "dgx-h100"))
+    job = READERS[kind](JobFiles(files, gpus, "dgx-h100", GIVEN.get(kind, {})))
     if job is None:
         raise UserError(f"no job of {kind}")
     return replace(job, strict=True)

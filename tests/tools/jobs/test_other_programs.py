@@ -20,18 +20,13 @@ from tests.tools.jobs.job_inputs import INPUTS
 from tests.tools.jobs.test_configurations import IN_PYTHON
 
 FILES = {
-    "axolotl.yaml": "base_model: x\nsequence_len: 8192\nfsdp_config: {}\nlearning_rate: 1e-5\n",
     "verl.yaml": "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n",
-    "llama_factory.yaml": "stage: sft\nfinetuning_type: full\noutput_dir: x\ncutoff_len: 2048\n",
-    "swift.sh": "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen3-8B\n",
-    "automodel.yaml": "step_scheduler: {global_batch_size: 64}\nmodel: {_target_: x}\n",
-    "primus.yaml": "work_group: x\nworkspace: ./out\nmodules: {pre_trainer: {framework: megatron}}\n",
-    "veomni.yaml": "model: {}\ndata: {}\ntrain: {data_parallel_mode: fsdp2}\n",
-    "arctic.yaml": "type: sft\nmodel: {name_or_path: x}\ndeepspeed: {zero_optimization: {stage: 3}}\n",
     "mpt.yaml": "max_seq_len: 2048\ntrain_loader: {}\nmax_duration: 1ep\nfsdp_config: {}\n",
     "neox.yml": "pipe_parallel_size: 1\nzero_optimization: {stage: 1}\ntrain_micro_batch_size_per_gpu: 4\n",
     "deepspeed.sh": "torchrun pretrain_gpt.py --num-layers 4 --ds-sequence-parallel-size 4\n",
-    "launch.sh": "accelerate launch --config_file a.yaml sft.py\n",
+    "axolotl.sh": "axolotl train long.yaml\n",
+    "llama_factory.sh": "FORCE_TORCHRUN=1 llamafactory-cli train long.yaml\n",
+    "launch.sh": "deepspeed --num_gpus 8 sft.py\n",
     "titan.sh": 'CONFIG_FILE="x.toml"\ntorchrun -m torchtitan.train\n',
 }
 

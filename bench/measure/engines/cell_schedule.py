@@ -1,0 +1,90 @@
+"""What a cell says of its micro-batches: how many there are, and the order in which a rank runs them."""
+
+from __future__ import annotations
+
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.impls.composition import Composition, Stage
+from spbench.impls.layout import Unsupported
+from spbench.impls.training.pipeline import passes
+from spbench.impls.training.turns import Turns
+
+
+def turns_of(cell: Cell, stage: Stage) -> Turns | None:
+    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
+
+    Args:
+        stage: which rank it is.
+    """
+    training = cell.training
+    if training.schedule != "interleaved":
+        return None
+    return Turns(
+        stage.index,
+        stage.count,
+        training.virtual_stages,
+        training.micro_batches,
+        training.microbatch_group_size,
+        training.overlap_p2p_communication,
+    )
+
+
+def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
+    """See :class:`PlannedStep`."""
+    turns, training = turns_of(cell, around.stage), cell.training
+    if turns is not None:
+        return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
+    return [[*passes(training.schedule, around.stage, training.micro_batches)]]
+
+
+def batch_parts(cell: Cell) -> int:
+    """The number of micro-batches that the batch is divided into, over all replicas.
+
+    Raises:
+        Unsupported: they do not divide the batch.
+    """
+    batch, _ = cell.shape
+    parts = cell.sizes.dp * cell.training.micro_batches
+    if batch % parts:
+        below = batch - batch % parts
+        raise Unsupported(
+            f"batch {batch} cannot be divided into {parts} micro-batches of all replicas",
+            f"use {' or '.join(str(n) for n in (below, below + parts) if n)}",
+        )
+    return parts
+
+
+def check_inference(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
+    training = cell.training
+    for given, what in (
+        (cell.learning is not None, "learning"),
+        (cell.sizes.pp > 1, "pipeline stages"),
+        (training.micro_batches > 1, "micro-batches"),
+        (training.steps > 1, "steps before it"),
+        (training.backend != TrainingOptions().backend, f"backend {training.backend}"),
+    ):
+        if given:
+            raise Unsupported(f"an inference step has no {what}", "leave it out")
+
+
+def check_schedule(cell: Cell) -> None:
+    """Raise :class:`Unsupported` for a pipeline that its schedule cannot run."""
+    training, ranks = cell.training, cell.sizes.pp
+    if training.schedule != "interleaved":
+        return
+    if ranks == 1:
+        raise Unsupported("the interleaved schedule is for several pipeline stages", "use pp 2 or more")
+    group, micro_batches = training.microbatch_group_size or ranks, training.micro_batches
+    if not ranks <= group <= max(micro_batches, ranks):
+        raise Unsupported(
+            f"microbatch_group_size {group} is not between pp {ranks} and {micro_batches} micro-batches",
+            "set it within them, or leave it out",
+        )
+    left = micro_batches % group
+    if 0 < left < ranks:
+        below = micro_batches - left
+        raise Unsupported(
+            f"the interleaved schedule cannot run {micro_batches} micro-batches on pp {ranks}"
+            + (f" in groups of {group}" if group > ranks else ""),
+            f"use {' or '.join(str(n) for n in (below, below + ranks) if n)}",
+        )

@@ -1,0 +1,72 @@
+"""What `spbench fit --budget` says: the switches that were chosen, and each alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from spbench.bench.command_line.output import Column, Table, records
+from spbench.bench.tools.fit.change_words import flags_of, settings_of, step_of
+from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, columns
+from spbench.bench.tools.fit.fitting import Fitting
+from spbench.bench.tools.fit.under_budget import BudgetPlan
+from spbench.bench.units import card_gib, shown_price
+
+#: switches that a terminal shows where no details are asked for
+_SHOWN = 4
+
+
+def plan_line(answer: Fitting, plan: BudgetPlan) -> str:
+    """The third line of an answer where a budget is given."""
+    within = f"{card_gib(plan.budget_bytes)} GiB"
+    chosen = plan.chosen
+    if chosen is None:
+        return f"no switches need at most {within}: {plan.traced} cells traced; --suggest tries other layouts"
+    if not plan.alone:
+        return f"no switch is needed for {within}"
+    price = shown_price(chosen.price(plan.before) or 1.0)
+    flags = flags_of(answer, chosen) or f"--set {shlex.quote(settings_of(chosen))}"
+    return (
+        f"for {within} at the least cost: {flags} (needs {card_gib(chosen.memory.total_bytes)}, step {price})"
+    )
+
+
+def _switch_columns(answer: Fitting, plan: BudgetPlan) -> list[Column]:
+    return [
+        Column("--set", "set", of=settings_of),
+        Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
+        Column("step", "step_time_s", of=step_of),
+        Column("step, relative", "price", of=lambda verdict: shown_price(verdict.price(plan.before) or 1.0)),
+        Column("enough", "fits", of=lambda verdict: "yes" if plan.fits(verdict) else "no"),
+    ]
+
+
+def switches_table(answer: Fitting) -> Iterator[Table]:
+    """The switches of a budget, each alone."""
+    if (plan := answer.plan) is not None and plan.alone:
+        title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
+        important = ("needs GiB", "step, relative", "enough", "step")
+        columns = _switch_columns(answer, plan)
+        yield Table.of(title, columns, plan.alone, important=important, below=("--set",), most=_SHOWN)
+
+
+def plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
+    """The switches of a budget for programs."""
+    of_switch = [
+        Column("--set", "set", of=settings_of),
+        *columns(what="change.words", cell="cell.key"),
+        Column("fits", "fits", of=plan.fits),
+        *MEMORY_COLUMNS,
+        *columns(step_time_s="step_s"),
+        Column("price", "relative_step_time", of=lambda verdict: verdict.price(plan.before)),
+        Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict)),
+    ]
+    chosen = records(of_switch, [plan.chosen] if plan.chosen else [])
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "chosen": chosen[0] if chosen else None,
+        "alone": records(of_switch, plan.alone),
+        "traced": plan.traced,
+    }

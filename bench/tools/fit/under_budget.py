@@ -1,0 +1,231 @@
+"""`spbench fit --budget`: the memory switches that together need no more than a number of bytes, at the least
+cost in time.
+
+Each switch is traced alone. What it takes off the peak of each phase, and what it adds to the step, are the
+coefficients of an integer program, in which the savings of switches add up. Its solution is traced; where it
+needs more than the program took it to, it is ruled out and the next one is solved for. Then each switch of
+the solution is left out in turn, and pairs that cost less and may fit are traced too, since savings do not
+add up exactly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import changed
+from spbench.bench.tools.fit.anatomy import Anatomy, examine
+from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard
+from spbench.bench.tools.fit.fit_verdict import Verdict
+from spbench.bench.tools.fit.suggestions import Change
+from spbench.bench.tools.fit.switches import MODULES, RECOMPUTE, switches, together
+
+#: solutions of the integer program that are traced at the most
+_MOST_SOLVED = 12
+#: a pair is traced where it would fit if the two together took off so many times what they do apart
+_MORE_TOGETHER = 1.5
+#: part of a step that each switch costs beside its own time, so that none is taken for nothing
+_LEAST_COST = 1e-6
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """The switches for a budget.
+
+    Attributes:
+        budget_bytes: that the fullest rank may need.
+        before: the cell as it is.
+        chosen: with the switches that cost least; None: no switches that were tried fit.
+        alone: each switch by itself, the cheapest first.
+        traced: how many cells were traced.
+    """
+
+    budget_bytes: int
+    before: Verdict
+    chosen: Verdict | None
+    alone: Sequence[Verdict]
+    traced: int
+
+    def fits(self, verdict: Verdict) -> bool:
+        """Whether it needs no more than the budget, and its hosts have the memory."""
+        return _fits(verdict, self.budget_bytes)
+
+
+def _fits(verdict: Verdict, budget_bytes: int) -> bool:
+    on_host = verdict.devices_fit and not verdict.fits
+    return verdict.memory.total_bytes <= budget_bytes and not on_host
+
+
+def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
+    """Bytes at the largest moment of each phase, by the number of its kind's occurrence and its name; from
+    the curve, whose moments are the largest of their runs of events."""
+    kinds = [values for name, values in anatomy.curve.items() if name != "event"]
+    totals = np.sum(np.array(kinds), axis=0)
+    starts = [start for _, start in anatomy.phases]
+    peaks: dict[tuple[int, str], int] = {}
+    places = np.searchsorted(starts, anatomy.curve["event"], side="right") - 1
+    seen: dict[str, int] = {}
+    numbers = []
+    for name, _ in anatomy.phases:
+        numbers.append((seen.setdefault(name, 0), name))
+        seen[name] += 1
+    for place, total in zip(places, totals, strict=True):
+        key = numbers[max(0, place)]
+        peaks[key] = max(peaks.get(key, 0), int(total))
+    return peaks
+
+
+@dataclass
+class _Search:
+    """What has been traced for a budget, and what may still be cheaper."""
+
+    cell: Cell
+    budget_bytes: int
+    asking: Asking
+    say: Say
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+
+    def trace(self, changes: Iterable[Change]) -> list[Verdict]:
+        """The verdicts of changes that can be run; those that were traced before are not traced again."""
+        by_key: dict[str, tuple[Cell, Change]] = {}
+        for change in changes:
+            try:
+                other = changed(self.cell, change.settings) if change.settings else self.cell
+            except UserError:  # of options that exclude each other
+                continue
+            by_key.setdefault(other.key, (other, change))
+        tasks = [Task(other, examine) for key, (other, _) in by_key.items() if key not in self.verdicts]
+        for task, outcome in self.asking(tasks):
+            if outcome.status in ("ok", "oom"):
+                change = by_key[task.cell.key][1]
+                self.verdicts[task.cell.key] = Verdict(task.cell, outcome.measurement, change)
+                self.say(f"{len(self.verdicts)} traced", min(1.0, len(self.verdicts) / 40))
+        return [self.verdicts[key] for key in by_key if key in self.verdicts]
+
+    def fits(self, verdict: Verdict) -> bool:
+        return _fits(verdict, self.budget_bytes)
+
+    def cheapest(self) -> Verdict | None:
+        """Of all that were traced and fit, the one with the shortest step; of equals the fewest settings."""
+
+        def cost(verdict: Verdict) -> tuple[float, int]:
+            assert verdict.change is not None
+            return verdict.step_s or math.inf, len(verdict.change.settings)
+
+        return min(filter(self.fits, self.verdicts.values()), key=cost, default=None)
+
+
+def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unheard) -> BudgetPlan:
+    """Choose the switches of a cell for a budget.
+
+    Args:
+        asking: runs :func:`examine`.
+        say: takes what is done, and the share that is behind.
+
+    Raises:
+        UserError: the cell cannot be run or timed.
+    """
+    search = _Search(cell, budget_bytes, asking, say)
+    before = next(iter(search.trace([Change({}, "as it is")])), None)
+    if before is None or not before.step_s:
+        raise UserError(f"{cell.key}: --budget weighs times, and its step cannot be timed")
+    if search.fits(before):
+        return BudgetPlan(budget_bytes, before, before, (), 1)
+    alone = [each for each in search.trace(switches(cell)) if each.step_s]
+    program = _Program(before, alone, budget_bytes)
+    for parts in itertools.islice(program.solutions(), _MOST_SOLVED):
+        tried = search.trace(_as_one([parts]))
+        if any(map(search.fits, tried)):
+            fewer = [part for n in range(2, len(parts)) for part in itertools.combinations(parts, n)]
+            search.trace(_as_one(fewer))
+            break
+    search.trace(_as_one(program.cheaper_pairs(search.cheapest())))
+    alone.sort(key=lambda verdict: verdict.step_s or math.inf)
+    return BudgetPlan(budget_bytes, before, search.cheapest(), alone, len(search.verdicts))
+
+
+def _as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
+    """Each of several sets of switches that go together, as one."""
+    for changes in several:
+        if change := together(changes):
+            yield change
+
+
+class _Program:
+    """The integer program: x is 1 for a switch that is taken.
+
+    Args:
+        before: the cell as it is.
+        alone: each switch by itself.
+        budget_bytes: that may be needed.
+    """
+
+    def __init__(self, before: Verdict, alone: Sequence[Verdict], budget_bytes: int):
+        self.alone = alone
+        peaks = peaks_by_phase(before.anatomy)
+        # what is needed beside the tensors' peak: fragmentation, and what is outside PyTorch
+        self.beside = before.memory.total_bytes - before.anatomy.peak_memory_bytes
+        self.excess = np.array([n + self.beside - budget_bytes for n in peaks.values()], dtype=float)
+        after = [peaks_by_phase(each.anatomy) for each in alone]
+        self.saved = np.array([[n - each.get(key, n) for each in after] for key, n in peaks.items()], float)
+        seconds = before.step_s or 0.0
+        self.costs = np.array([(each.step_s or 0.0) - seconds for each in alone]) + _LEAST_COST * seconds
+        self.changes = [each.change for each in alone if each.change]
+        self.apart = [
+            (a, b)
+            for a, b in itertools.combinations(range(len(alone)), 2)
+            if together([self.changes[a], self.changes[b]]) is None
+        ]
+
+    def solutions(self) -> Iterator[Sequence[Change]]:
+        """The switches that fit if savings add up, the cheapest first."""
+        count = len(self.changes)
+        if not count:
+            return
+        rules = [LinearConstraint(self.saved, self.excess, np.inf)]
+        for a, b in self.apart:
+            row = np.zeros(count)
+            row[[a, b]] = 1
+            rules.append(LinearConstraint(row, -np.inf, 1))
+        while True:
+            answer = milp(self.costs, constraints=rules, integrality=np.ones(count), bounds=Bounds(0, 1))
+            if answer.x is None:
+                return
+            taken = np.flatnonzero(answer.x > 0.5)
+            if len(taken):
+                yield [self.changes[at] for at in taken]
+            row = np.where(answer.x > 0.5, 1.0, -1.0)  # not this one again
+            rules.append(LinearConstraint(row, -np.inf, len(taken) - 1))
+
+    def cheaper_pairs(self, chosen: Verdict | None) -> Iterator[Sequence[Change]]:
+        """Pairs that cost less than what was chosen if costs add up, and fit if the two take off somewhat
+        more together than apart."""
+        seconds = math.inf if chosen is None else chosen.step_s or math.inf
+        before = self._seconds_before()
+        apart = {*self.apart}
+        pairs = [pair for pair in itertools.combinations(range(len(self.changes)), 2) if pair not in apart]
+        for a, b in sorted(pairs, key=lambda pair: self.costs[[*pair]].sum()):
+            saved = self.saved[:, [a, b]].sum(axis=1) * _MORE_TOGETHER
+            if before + self._least_cost(a, b) < seconds and np.all(saved >= self.excess):
+                yield [self.changes[a], self.changes[b]]
+
+    def _least_cost(self, a: int, b: int) -> float:
+        """What two switches cost together; the larger of the two where they share a setting."""
+        costs = self.costs[[a, b]]
+        shared = {*self.changes[a].settings} & {*self.changes[b].settings} - {MODULES, RECOMPUTE}
+        return float(costs.max() if shared else costs.sum())
+
+    def _seconds_before(self) -> float:
+        return (self.alone[0].step_s or 0.0) - float(self.costs[0]) if self.alone else 0.0
+
+
+def settings_of_plan(plan: BudgetPlan) -> Mapping[str, object]:
+    """The settings of what was chosen; empty: the cell is as it was, or nothing fits."""
+    return plan.chosen.change.settings if plan.chosen and plan.chosen.change else {}

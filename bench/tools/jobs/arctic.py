@@ -1,0 +1,72 @@
+"""Jobs of ArcticTraining: its YAML, which has the DeepSpeed configuration in it."""
+
+from __future__ import annotations
+
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.argument_tables import argument_table
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.program_files import (
+    OF_DEEPSPEED,
+    configuration,
+    deepspeed_of,
+    given_of,
+    values_of,
+    with_deepspeed,
+)
+from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+
+_ADAM = ("", "fusedadam", "fused_adam", "cpu_adam", "cpuadam", "adam", "adamw")
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of ArcticTraining; None where no file is its configuration.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    content = configuration(
+        files, ("type", "model", "data"), ("micro_batch_size", "model", "data", "deepspeed")
+    )
+    model = content and content["model"]
+    if content is None or not isinstance(model, dict) or "name_or_path" not in model:
+        return None
+    table = with_deepspeed(argument_table("arctic"))
+    k = key_account(table, values_of(files, content, table), overrides=files.environment)
+    set_step(k, _step(k), files)
+    return k.job("arctic", files, k.arguments())
+
+
+def _step(k: Account) -> TransformersStep:
+    stage, kind = f"{OF_DEEPSPEED}zero_optimization.stage", "model.type"
+    if not k.has(stage):
+        k.problems.append(f"{stage} is not said")
+    tiled = bool(k.value("tiled_mlp_compute"))
+    liger = "norm loss" if tiled else "norm swiglu loss"
+    off = "model.disable_activation_checkpoint"
+    optimizer = "optimizer.type"
+    named = str(k.value(optimizer)).lower()
+    return TransformersStep(
+        model=said(k, "model.name_or_path"),
+        length=said(k, "data.max_length"),
+        **deepspeed_of(k, stage),
+        sequence=said(k, "sequence_parallel_size"),
+        micro_batch=said(k, "micro_batch_size"),
+        accumulation=said(k, "gradient_accumulation_steps"),
+        precision=Said(
+            "fp16" if k.value("model.dtype") in ("fp16", "float16") else "bf16", given_of(k, "model.dtype")
+        ),
+        recompute=Said(not k.value(off), given_of(k, off), "of each layer by default"),
+        reentrant=Said(True),
+        kept=Said(
+            "pageable" if k.value("activation_checkpoint_cpu_offload") else "device",
+            given_of(k, "activation_checkpoint_cpu_offload"),
+        ),
+        attention=said(k, "model.attn_implementation"),
+        liger=Said(liger if k.value(kind) == "liger" else "", given_of(k, kind)),
+        mlp_tiles=said(k, "tiled_mlp_compute"),
+        optimizer=Said("adam" if named in _ADAM else named, given_of(k, optimizer)),
+        lora=Said(8 if k.value("model.peft_config") else 0, given_of(k, "model.peft_config")),
+        packed=Said(False),
+    )

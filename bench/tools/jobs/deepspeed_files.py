@@ -1,0 +1,63 @@
+"""The files of a job of DeepSpeed or accelerate: which is what, and what a script says in plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.python_calls import training_script
+
+#: of a config.json, beside its fields
+MODEL_PATH = "path of the file"
+#: of what a file is, by keys of which it has some: the Trainer's are the last, as they have most names
+_SIGNS: Mapping[str, frozenset[str]] = {
+    "model": frozenset({"model_type"}),
+    "accelerate": frozenset({"compute_environment", "distributed_type", "deepspeed_config", "fsdp_config"}),
+    "deepspeed": frozenset(
+        {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print"}
+    ),
+    "trainer": frozenset(
+        {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "max_length"}
+    ),
+}
+#: keys of programs around the Trainer, which have readers of their own
+_OTHERS = {"base_model", "finetuning_type", "dist_config"}
+_WORDS = {
+    "model": "config.json of a model",
+    "accelerate": "configuration of accelerate",
+    "deepspeed": "configuration of DeepSpeed",
+    "trainer": "file of the Trainer's arguments",
+}
+
+
+def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mapping[str, Any]] | None:
+    """The content of each file by what it is, a key of :data:`_SIGNS`; None where none is a configuration of
+    DeepSpeed or accelerate, unless they stand beside a script that starts the job (``of_script``).
+
+    Raises:
+        UserError: a file is damaged, two are of one kind, or one is of none beside others that are.
+    """
+    contents = []
+    script: Mapping[str, Any] = {}
+    for file in files.files:
+        if file.path.suffix == ".py" and (of_script or len(files.files) > 1):
+            script = training_script(file)
+        else:
+            contents.append((file, mapping_in(file) or {}))
+    kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
+    known = of_script or {"accelerate", "deepspeed"} & {*kinds}
+    scripts = not of_script and any(file.path.suffix in (".sh", ".bash", ".slurm") for file in files.files)
+    if not known or scripts or any(_OTHERS & {*content} for _, content in contents):
+        return None
+    by_kind: dict[str, Mapping[str, Any]] = {}
+    for (file, content), kind in zip(contents, kinds, strict=True):
+        if not kind:
+            kinds_read = ", ".join(_WORDS.values())
+            raise file.wrong(f"not one of the files of a DeepSpeed job ({kinds_read})")
+        if kind in by_kind:
+            raise file.wrong(f"a second {_WORDS[kind]}; one is read")
+        by_kind[kind] = {**content, MODEL_PATH: str(file.path)} if kind == "model" else content
+    for kind, said in script.items():
+        by_kind[kind] = {**said, **by_kind.get(kind, {})}
+    return by_kind

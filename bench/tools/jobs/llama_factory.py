@@ -1,0 +1,116 @@
+"""Jobs of LLaMA-Factory: its YAML, of version 0 (the Trainer's arguments) or 1 (its own trainer)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.argument_tables import argument_table
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.program_files import (
+    configuration,
+    deepspeed_of,
+    given_of,
+    values_of,
+    with_deepspeed,
+    with_trainer,
+)
+from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+
+_OLD, _NEW = ("stage", "finetuning_type"), ("model", "cutoff_len")
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of LLaMA-Factory; None where no file is its configuration.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    if (content := configuration(files, _OLD, ("stage", "template", "cutoff_len"))) is not None:
+        table, step = with_trainer(with_deepspeed(argument_table("llama_factory", "0"))), _step
+    elif (content := configuration(files, _NEW, ("model", "dist_config"))) is not None:
+        table, step = argument_table("llama_factory", "1"), _newer_step
+    else:
+        return None
+    k = key_account(table, values_of(files, content, table), overrides=files.environment)
+    set_step(k, step(k), files)
+    return k.job("llama_factory", files, k.arguments())
+
+
+def _step(k: Account) -> TransformersStep:
+    """Of version 0."""
+    if k.value("stage") not in ("sft", "pt"):
+        k.refuse("reinforcement learning, or preferences", "stage")
+    k.ignore("one loss of the next token", "stage")
+    tuned = k.value("finetuning_type")
+    if tuned not in ("full", "lora"):
+        k.refuse("weights of which some are trained", "finetuning_type")
+    k.took("which weights are trained", "finetuning_type")
+    pure = "pure_bf16"
+    half = [name for name in ("bf16", "fp16", pure) if k.value(name)]
+    again = not k.value("disable_gradient_checkpointing")
+    liger = "norm swiglu loss" if k.value("enable_liger_kernel") else ""
+    return TransformersStep(
+        model=said(k, "model_name_or_path"),
+        length=said(k, "cutoff_len"),
+        **deepspeed_of(k, "deepspeed", "ddp"),
+        micro_batch=said(k, "per_device_train_batch_size"),
+        accumulation=said(k, "gradient_accumulation_steps"),
+        precision=Said(
+            "fp16" if half == ["fp16"] else "bf16" if half else "fp32", given_of(k, "bf16", "fp16", pure)
+        ),
+        half=Said(bool(k.value(pure)), given_of(k, pure)),
+        recompute=Said(
+            again, given_of(k, "disable_gradient_checkpointing", "gradient_checkpointing"), "is on"
+        ),
+        reentrant=said(k, "use_reentrant_gc"),
+        kept=Said("host" if k.value("use_unsloth_gc") else "device", given_of(k, "use_unsloth_gc")),
+        attention=said(k, "flash_attn"),
+        liger=Said(liger, given_of(k, "enable_liger_kernel")),
+        optimizer=_optimizer(k, "optim"),
+        lora=Said(
+            k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "finetuning_type", "lora_rank")
+        ),
+        quantized=Said(k.value("quantization_bit") or 0, given_of(k, "quantization_bit")),
+        packed=Said(k.value("packing") or k.value("neat_packing"), given_of(k, "packing", "neat_packing")),
+        compiled=said(k, "torch_compile"),
+    )
+
+
+def _optimizer(k: Account, name: str) -> Said:
+    value = str(k.value(name)).lower()
+    kind = "adam 8 bits" if "8bit" in value else "adam" if value.startswith("adamw") else value
+    return Said(kind, given_of(k, name))
+
+
+def _newer_step(k: Account) -> TransformersStep:
+    """Of version 1."""
+    name = k.value("dist_config.name")
+    sharding: dict[str, Any] = {"sharding": Said("fsdp", given_of(k, "dist_config.name"))}
+    if name != "fsdp2":
+        k.refuse("another distribution than FSDP2", "dist_config.name")
+    on_host = "dist_config.offload_params"
+    peft = "peft_config.name"
+    quantized = k.value("quant_config.quantization_bit") or 0
+    return TransformersStep(
+        model=said(k, "model"),
+        length=said(k, "cutoff_len"),
+        **sharding,
+        host=Said("all" if k.value(on_host) else "", given_of(k, on_host)),
+        groups=said(k, "mp_replicate_size"),
+        sequence=said(k, "cp_size"),
+        sequence_by=said(k, "cp_mode"),
+        micro_batch=said(k, "micro_batch_size"),
+        batch=said(k, "global_batch_size"),
+        precision=Said("bf16" if k.value("bf16") else "fp32", given_of(k, "bf16")),
+        reduce=Said("fp32", (), "FSDP2 of LLaMA-Factory sums in float32"),
+        recompute=said(k, "enable_activation_checkpointing"),
+        attention=said(k, "flash_attn"),
+        liger=Said("norm swiglu" if k.value("kernel_config.name") else "", given_of(k, "kernel_config.name")),
+        lora=Said(8 if k.value(peft) == "lora" else 0, given_of(k, peft)),
+        quantized=Said(quantized, given_of(k, "quant_config.quantization_bit")),
+        packed=Said(k.value("batching_strategy") != "normal", given_of(k, "batching_strategy")),
+        optimizer=Said(k.value("optim_config.name") or "adam", given_of(k, "optim_config.name")),
+    )

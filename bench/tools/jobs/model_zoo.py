@@ -1,0 +1,126 @@
+"""Jobs of Megatron-MoE-ModelZoo: a model's YAML of Megatron-LM's arguments, and the run script that gives its
+variables, as sbatch_benchmarking.sh puts them together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import yaml
+
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
+from spbench.bench.tools.jobs.megatron import read as read_megatron
+from spbench.bench.tools.jobs.shell import Command, Shell
+from spbench.bench.tools.jobs.shell_syntax import ShellError, unknown_in
+from spbench.impls.models.huggingface.published import published_model
+
+_ARGUMENTS, _BENCHMARK = "MODEL_ARGS", "sbatch_benchmarking.sh"
+_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
+#: GPUs of a node, which the script has where nothing else is said
+_PER_NODE = 8
+#: by the variable DISPATCHER
+_DISPATCHERS = {
+    "alltoall": {"--moe-token-dispatcher-type": "alltoall"},
+    "deepep": {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "deepep"},
+    "hybridep": {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "hybridep"},
+}
+#: by variables that are 1
+_SWITCHES = {
+    "OPTIMIZER_OFFLOAD": {"--optimizer-cpu-offload": True, "--overlap-cpu-optimizer-d2h-h2d": True},
+    "A2A_OVERLAP": {"--delay-wgrad-compute": True, "--overlap-moe-expert-parallel-comm": True},
+}
+#: by the variable PR, the precision
+_PRECISIONS = {
+    "bf16": {"--tp-comm-overlap": True},
+    "fp8": {"--fp8-recipe": "blockwise", "--fp8-format": "e4m3"},
+    "mxfp8": {"--fp8-recipe": "mxfp8", "--fp8-format": "e4m3"},
+}
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of the ModelZoo; None where the files are not a model's YAML and a script that runs it.
+
+    Raises:
+        UserError: a file is damaged, or the script runs several.
+    """
+    if len(files.files) != 2:
+        return None
+    model = next((file for file in files.files if _ARGUMENTS in (mapping_in(file) or {})), None)
+    script = next((file for file in files.files if mapping_in(file) is None), None)
+    if model is None or script is None or _BENCHMARK not in script.text:
+        return None
+    command = _command(script, files.environment)
+    environment = {**command.environment, **files.environment}
+    content = dict(mapping_in(model) or {})
+    arguments = content[_ARGUMENTS]
+    if not isinstance(arguments, dict):
+        raise model.wrong(f"{_ARGUMENTS}: a mapping of names to values is needed")
+    switches = {name: _switch(value, environment) for name, value in arguments.items()}
+    switches |= _words(arguments)
+    further = dict(_further(command, environment, arguments))
+    content[_ARGUMENTS] = {**switches, **further}
+    whole = JobFile(model.path, yaml.safe_dump(content, sort_keys=False).encode())
+    nodes = environment.get("NNODES", "")
+    gpus = int(nodes) * _PER_NODE if nodes.isdecimal() and len(nodes) < 6 else None
+    job = read_megatron(replace(files, files=[whole], gpus=files.gpus or gpus, environment=environment))
+    return job and replace(job, kind="model_zoo", title=files.title)
+
+
+def _switch(value: object, environment: Mapping[str, str]) -> object:
+    """A value that a variable turns on or off, as the benchmark takes it; else the value itself."""
+    found = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    return {"true": True, "false": False}.get(environment.get(found[1], ""), value) if found else value
+
+
+def _words(arguments: Mapping[str, object]) -> dict[str, object]:
+    """How many words the tokenizer of a known model has."""
+    named = published_model(str(arguments.get("--tokenizer-model", "")))
+    return {"--vocab-size": named.config["vocab_size"]} if named and "--vocab-size" not in arguments else {}
+
+
+def _command(script: JobFile, environment: Mapping[str, str]) -> Command:
+    """The command that runs the benchmark."""
+    shell = Shell(dict(environment), set(environment))
+    try:
+        shell.read(script.text)
+    except ShellError as error:
+        raise script.wrong(f"line {error.line}: {error}") from error
+    except RecursionError as error:
+        raise script.wrong("brackets are nested too deeply") from error
+    commands = [each for each in shell.commands if any(word.endswith(_BENCHMARK) for word in each.words)]
+    if len(commands) != 1:
+        raise script.wrong(f"{len(commands)} commands run {_BENCHMARK}; one is read")
+    exported = {name: shell.variables.get(name, "") for name in shell.exported}
+    plain = {name: value for name, value in exported.items() if isinstance(value, str)}
+    return replace(commands[0], environment={**plain, **commands[0].environment})
+
+
+def _further(
+    command: Command, environment: Mapping[str, str], arguments: Mapping[str, object]
+) -> Iterator[tuple[str, object]]:
+    """The arguments that the benchmark adds by its variables, and those of the command line."""
+    yield from _DISPATCHERS.get(environment.get("DISPATCHER", "deepep"), {}).items()
+    for name, added in _SWITCHES.items():
+        if environment.get(name) == "1":
+            yield from added.items()
+    yield from _PRECISIONS.get(environment.get("PR", "bf16"), {}).items()
+    at = next(n for n, word in enumerate(command.words) if word.endswith(_BENCHMARK))
+    name, values = "", list[str]()
+    own: dict[str, object] = {}
+    for word in [*command.words[at + 1 :], "--"]:
+        if word.startswith("--"):
+            if name:
+                own[name] = values if len(values) > 1 else values[0] if values else True
+            name, values = word, []
+        elif not unknown_in(word):
+            values.append(word)
+    yield from own.items()
+    stages = environment.get("VPP", "")
+    virtual = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+    if stages.isdecimal() and int(stages) > 1:
+        if virtual[0] in arguments and "LAYERS_PER_VP" not in environment:
+            yield virtual[0], None
+        if "--pipeline-model-parallel-layout" not in own:
+            yield virtual[1], stages

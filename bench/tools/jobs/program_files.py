@@ -1,0 +1,140 @@
+"""The files of programs around transformers: the program's own configuration, a model's config.json, and a
+DeepSpeed configuration, in a file of its own, within the program's, or as one that the program brings along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
+from spbench.bench.tools.jobs.transformers_step import Said
+
+#: what the keys of a DeepSpeed configuration begin with
+OF_DEEPSPEED = "deepspeed."
+#: configurations of DeepSpeed that programs bring along, by their file's name: stage, and what the host holds
+_BROUGHT = {
+    **{f"zero{n}": (n, "") for n in (1, 2, 3)},
+    **{f"zero{n}_torch_compile": (n, "") for n in (1, 2)},
+    "zero3_bf16": (3, ""),
+    "zero3_bf16_cpuoffload_all": (3, "all"),
+    "zero3_bf16_cpuoffload_params": (3, "params"),
+    "zero2_offload": (2, "optimizer"),
+    "zero3_offload": (3, "all"),
+    "ds_z2_config": (2, ""),
+    "ds_z3_config": (3, ""),
+    "ds_z2_offload_config": (2, "optimizer"),
+    "ds_z3_offload_config": (3, "all"),
+}
+
+
+def configuration(files: JobFiles, *signs: Collection[str]) -> Mapping[str, Any] | None:
+    """The content of the file that has all keys of one of the signs; None where no file has, or another file
+    is neither a config.json nor a configuration of DeepSpeed.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    found: Mapping[str, Any] | None = None
+    for file in files.files:
+        content = mapping_in(file) or {}
+        if found is None and any({*sign} <= {*content} for sign in signs):
+            found = content
+        elif "model_type" not in content and "zero_optimization" not in content:
+            return None
+    return found
+
+
+def script_of(files: JobFiles) -> JobFile | None:
+    """The only script among the files, beside configurations; None where there is none or several."""
+    scripts = [f for f in files.files if f.path.suffix != ".py" and mapping_in(f) is None]
+    return scripts[0] if len(scripts) == 1 else None
+
+
+def with_deepspeed(table: ArgumentTable) -> ArgumentTable:
+    """The table with the keys of DeepSpeed beside the program's."""
+    of_deepspeed = {
+        f"{OF_DEEPSPEED}{name}": replace(each, spellings=(f"{OF_DEEPSPEED}{name}",))
+        for name, each in argument_table("deepspeed").arguments.items()
+        if not name.startswith(("TrainingArguments.", "accelerate."))
+    }
+    return replace(table, arguments={**of_deepspeed, **table.arguments})
+
+
+def with_trainer(table: ArgumentTable) -> ArgumentTable:
+    """The table with the arguments of Hugging Face's Trainer beside the program's."""
+    prefix = "TrainingArguments."
+    of_trainer = {
+        (name := long.removeprefix(prefix)): replace(each, spellings=(name,))
+        for long, each in argument_table("deepspeed").arguments.items()
+        if long.startswith(prefix) and each.outcome != "mapped"
+    }
+    return replace(table, arguments={**of_trainer, **table.arguments})
+
+
+def given_of(k: Account, *names: str) -> tuple[str, ...]:
+    """Those of the names that the job gives."""
+    return tuple(filter(k.has, names))
+
+
+def values_of(files: JobFiles, content: Mapping[str, Any], table: ArgumentTable) -> Iterator[tuple[str, Any]]:
+    """The values of the program's configuration, and of DeepSpeed's."""
+    yield from flat(content, table.arguments)
+    for file in files.files:
+        beside = mapping_in(file) or {}
+        if "zero_optimization" in beside and beside is not content:
+            yield from flat(beside, table.arguments, OF_DEEPSPEED)
+
+
+def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Said]:
+    """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
+
+    Args:
+        key: that names a file of DeepSpeed.
+        otherwise: the sharding where the job has no DeepSpeed.
+    """
+    zero = f"{OF_DEEPSPEED}zero_optimization"
+    stage, optimizer, params = (
+        f"{zero}.stage",
+        f"{zero}.offload_optimizer.device",
+        f"{zero}.offload_param.device",
+    )
+    own = [name for name in k.given if name.startswith(OF_DEEPSPEED)]
+    if not own:
+        return _brought(k, key, otherwise)
+    k.took("its file is given", key)
+    for name in own:
+        argument = k.program_arguments.get(name)
+        if name not in (stage, optimizer, params) and argument and argument.outcome == "mapped":
+            k.ignore("as the program around DeepSpeed says", name)
+    if k.value(stage) not in (1, 2, 3):
+        k.refuse("DeepSpeed's own data parallelism, without ZeRO", stage)
+        return {"sharding": Said("zero3", (stage,))}
+    for place in (optimizer, params):
+        if k.value(place) not in ("cpu", "none", None):
+            k.refuse("keeping weights or optimizer on a disk", place)
+    on_host = [place == "cpu" for place in (k.value(optimizer), k.value(params))]
+    host = "all" if all(on_host) else "optimizer" if on_host[0] else "params" if on_host[1] else ""
+    bucket = f"{zero}.reduce_bucket_size"
+    return {
+        "sharding": Said(f"zero{k.value(stage)}", (stage,)),
+        "host": Said(host, given_of(k, optimizer, params)),
+        "buffer": Said(k.value(bucket), given_of(k, bucket)),
+    }
+
+
+def _brought(k: Account, key: str, otherwise: str) -> dict[str, Said]:
+    """The same of a configuration that the program brings along, by the name of its file."""
+    name = k.value(key)
+    if not name:
+        return {"sharding": Said(otherwise)}
+    known = _BROUGHT.get(PurePosixPath(name).stem) if isinstance(name, str) else None
+    if known is None:
+        k.problems.append(f"{k.spelled(key)}: give this configuration of DeepSpeed beside")
+        return {"sharding": Said("zero3", (key,))}
+    stage, host = known
+    return {"sharding": Said(f"zero{stage}", (key,)), "host": Said(host, (key,))}

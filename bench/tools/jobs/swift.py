@@ -1,0 +1,94 @@
+"""Jobs of ms-swift: a script that starts `swift sft` or `swift pt`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.argument_tables import argument_table
+from spbench.bench.tools.jobs.command_values import options_of
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.launch import launched
+from spbench.bench.tools.jobs.program_files import (
+    deepspeed_of,
+    given_of,
+    script_of,
+    with_deepspeed,
+    with_trainer,
+)
+from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.variables import variables
+
+_PROGRAM = re.compile(r"swift")
+#: by torch_dtype
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of ms-swift; None where the script starts no tuning of its.
+
+    Raises:
+        UserError: the script cannot be read, or has several such commands.
+    """
+    script = script_of(files)
+    launch = launched(script, _PROGRAM, files.environment) if script else None
+    if launch is None or not launch.arguments or launch.arguments[0] not in ("sft", "pt"):
+        return None
+    problems: list[str] = []
+    table = with_trainer(with_deepspeed(argument_table("swift")))
+    k = key_account(table, options_of(launch.arguments[1:], table, problems), overrides=files.environment)
+    k.environment = launch.environment
+    k.problems += problems
+    set_step(k, _step(k, launch.environment), files)
+    k.took("how many processes there are", *filter(k.environment.__contains__, ("NPROC_PER_NODE", "NNODES")))
+    return k.job("swift", files, [*k.arguments(), *variables(k)])
+
+
+def _gpus(environment: Mapping[str, str]) -> int | None:
+    """GPUs that swift starts processes for, by the variables that it reads."""
+    processes, nodes = environment.get("NPROC_PER_NODE", "1"), environment.get("NNODES", "1")
+    known = processes.isdecimal() and nodes.isdecimal() and len(processes + nodes) < 12
+    return int(processes) * int(nodes) if known else None
+
+
+def _step(k: Account, environment: Mapping[str, str]) -> TransformersStep:
+    tuned = k.value("tuner_type")
+    if tuned not in ("full", "lora"):
+        k.refuse("weights of which some are trained", "tuner_type")
+    dtype = _DTYPES.get(str(k.value("torch_dtype")), "bf16")
+    optimizer = str(k.value("optim")).lower()
+    tiles = environment.get("CELOSS_PARALLEL_SIZE", "0")
+    liger = "norm swiglu loss" if k.value("use_liger_kernel") else ""
+    k.ignore("Liger's loss has tiles of its own" if liger else "of the loss alone", "CELOSS_PARALLEL_SIZE")
+    if tiles.isdecimal() and int(tiles) and not liger:
+        k.set("model_options.loss_tile", int(tiles), "CELOSS_PARALLEL_SIZE")
+    k.ignore("its length follows from the model's, or is max_length", "max_model_len")
+    return TransformersStep(
+        model=said(k, "model"),
+        length=said(k, "packing_length", "max_length"),
+        gpus=Said(_gpus(environment)),
+        **deepspeed_of(k, "deepspeed", "ddp"),
+        sequence=said(k, "sequence_parallel_size"),
+        micro_batch=said(k, "per_device_train_batch_size"),
+        accumulation=said(k, "gradient_accumulation_steps"),
+        precision=Said(dtype, given_of(k, "torch_dtype", "bf16", "fp16")),
+        recompute=said(k, "gradient_checkpointing"),
+        attention=said(k, "attn_impl"),
+        liger=Said(liger, given_of(k, "use_liger_kernel")),
+        optimizer=Said(
+            "adam"
+            if optimizer.startswith("adamw") and "8bit" not in optimizer
+            else "adam 8 bits"
+            if "8bit" in optimizer
+            else optimizer,
+            given_of(k, "optim"),
+        ),
+        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "tuner_type", "lora_rank")),
+        quantized=Said(k.value("quant_bits") or 0, given_of(k, "quant_bits")),
+        packed=Said(
+            bool(k.value("packing") or k.value("padding_free")), given_of(k, "packing", "padding_free")
+        ),
+    )

@@ -1,0 +1,80 @@
+"""The kernels of a transformers model, and what of its activations is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.transformers_step import TransformersStep
+
+#: by the name that transformers, or a program around it, has for it
+ATTENTION = {
+    "sdpa": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attn": "flash_attention_2",
+    "flash_attention": "flash_attention_2",
+    "fa2": "flash_attention_2",
+    "flex_attention": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "fa3": "flash_attention_3",
+    "eager": "unfused",
+    "auto": "flash_attention_2",
+}
+#: families of config.json whose models have a layer for each projection
+SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
+COMPILED = "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
+
+
+def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+    """Set kernels, activation checkpointing, and tiles; ``fields`` are those of the config.json."""
+    liger, family = str(step.liger.value).split(), str(fields.get("model_type", ""))
+    if family in SEPARATE:
+        note = f"projections of {family} are layers of their own in transformers"
+        k.set("model_options.separate_projections", True, note=note)
+        if "norm" not in liger:
+            k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
+    attention = ATTENTION.get(str(step.attention.value))
+    if attention is None:
+        because = "FlashAttention-2 stands for it"
+        k.stand_in(f"attention by {step.attention.value}", "time and memory", because, *step.attention.names)
+    k.set("model_options.attention", attention or "flash_attention_2", *step.attention.names)
+    if "norm" in liger:
+        k.took("model_options.rms_norm: fused", *step.liger.names)
+    if "swiglu" in liger and not step.mlp_tiles.value:
+        k.set("model_options.swiglu", "in_place", *step.liger.names)
+    if "loss" in liger:
+        k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
+        k.set("model_options.cross_entropy", "in_place", *step.liger.names)
+    k.ignore("kernels are transformers' own", *step.liger.names)
+    if step.mlp_tiles.value:
+        wide = fields.get("hidden_size") if step.mlp_tiles.value is True else step.mlp_tiles.value
+        if wide:
+            k.set(
+                "model_options.mlp_tile",
+                wide,
+                *step.mlp_tiles.names,
+                note="tokens, as many as the model is wide",
+            )
+    k.ignore("the MLP is computed at once", *step.mlp_tiles.names)
+    _checkpoints(k, step)
+    if step.compiled.value:
+        k.approximate(COMPILED, *step.compiled.names)
+    k.ignore("nothing is compiled", *step.compiled.names)
+
+
+def _checkpoints(k: Account, step: TransformersStep) -> None:
+    if step.recompute.value:
+        k.set("model_options.recompute", "full", *step.recompute.names, note=step.recompute.note)
+        how = "recompute_reentrant" if step.reentrant.value else "recompute_early_stop"
+        note = "reentrant" if step.reentrant.value else "without reentrance"
+        k.set(f"model_options.{how}", True, *step.reentrant.names, note=note)
+        if step.kept.value != "device":
+            k.set("model_options.checkpoints", step.kept.value, *step.kept.names, note=step.kept.note)
+    elif step.kept.value != "device":
+        because = "activations of layers stay on the device"
+        k.stand_in(
+            "activations on the host without checkpoints", "time and memory", because, *step.kept.names
+        )
+    k.ignore("nothing runs again", *step.recompute.names, *step.reentrant.names)
+    k.ignore("checkpoints stay on the device", *step.kept.names)

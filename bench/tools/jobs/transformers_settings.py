@@ -1,0 +1,131 @@
+"""The settings that follow from what a job says of a training step of a transformers model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.setting_values import read_model_file
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.transformers_kernels import set_kernels
+from spbench.bench.tools.jobs.transformers_sharding import set_sharding_of
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep
+
+#: by how a sequence is split: the strategy, and its own options
+SEQUENCES = {
+    "ulysses": ("ulysses", {}),
+    "ring": ("ring_attention", {"placement": "zigzag"}),
+    "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
+    "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
+}
+
+
+def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
+    """Make the settings of a step."""
+    fields = _model(k, step.model, files)
+    replicas = _layout(k, step, files)
+    if replicas is not None:
+        _batch(k, step, replicas)
+    if _count(k, step.length, "tokens of a sequence"):
+        k.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
+    k.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
+    set_sharding_of(k, step)
+    set_kernels(k, step, fields)
+    k.first_steps()
+
+
+def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
+    """Set the model: a config.json among the files, or else a name; returns the fields of its file."""
+    configs = [str(file.path) for file in files.files if "model_type" in (mapping_in(file) or {})]
+    name = configs[0] if configs else model.value
+    if not isinstance(name, str) or not name:
+        k.problems.append("which model it is is not said; give its config.json beside")
+        return {}
+    try:
+        fields = read_model_file(name)
+    except UserError as error:
+        k.problems.append(
+            f"{k.spelled(model.names[0])}: {error}" if model.names and not configs else str(error)
+        )
+        return {}
+    k.set("model", name, *model.names, note="the config.json" if configs else "")
+    return fields
+
+
+def _count(k: Account, number: Said, what: str) -> bool:
+    if type(number.value) is int and number.value > 0:
+        return True
+    where = " and ".join(map(k.spelled, number.names)) or f"how many {what} there are is not said"
+    k.problems.append(f"{where}: {shown(number.value)} is no number of {what}" if number.names else where)
+    return False
+
+
+def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
+    """Set strategy and sizes; returns how many replicas there are in a group that shards all weights."""
+    k.problems += files.machine_problems(step.gpus.value)
+    parts = (step.sequence, "ranks of a sequence"), (step.tensor, "ranks of a layer"), (step.groups, "groups")
+    wrong = [what for number, what in parts if not _count(k, number, what)]
+    if wrong:
+        return None
+    sp, tp, groups = (number.value for number, _ in parts)
+    names = list[str]()
+    strategies = list[str]()
+    if tp > 1:
+        strategies.append(step.tensor_by.value)
+        names += (*step.tensor.names, *step.tensor_by.names)
+        k.set("sizes.tp", tp, *step.tensor.names)
+    if sp > 1:
+        strategy, options = SEQUENCES[step.sequence_by.value]
+        strategies.append(strategy)
+        names += (*step.sequence.names, *step.sequence_by.names)
+        k.set("sizes.sp", sp, *step.sequence.names)
+        for option, value in options.items():
+            k.set(f"strategy_options.{option}", value, *step.sequence_by.names, note=step.sequence_by.note)
+    k.ignore("one part: not split", *step.sequence.names, *step.tensor.names, *step.groups.names)
+    k.ignore("it has one part", *step.sequence_by.names, *step.tensor_by.names)
+    note = "" if names else "data parallel alone"
+    k.set("strategy", "+".join(strategies) or "single", *names, note=note)
+    gpus = files.gpus if files.gpus is not None else step.gpus.value
+    k.took(f"{gpus} GPUs", *step.gpus.names)
+    if gpus is None:
+        return None
+    if type(gpus) is not int or gpus < 1 or gpus % (sp * tp * groups):
+        k.problems.append(f"{shown(gpus)} GPUs are no multiple of {sp * tp * groups}, which share a batch")
+        return None
+    replicas = int(gpus // (sp * tp * groups))
+    if groups > 1:
+        because = f"one of {groups} groups stands for all; sums of gradients between groups are left out"
+        k.stand_in(
+            "weights that are sharded over a part of the replicas", "time", because, *step.groups.names
+        )
+    k.set("sizes.dp", replicas, note=f"{gpus} GPUs / {sp * tp * groups}")
+    return replicas
+
+
+def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
+    micro, parts, total = step.micro_batch, step.accumulation, step.batch
+    groups = step.groups.value
+    if not _count(k, micro, "sequences of a micro-batch"):
+        return
+    if total.value is not None and parts.value is None and _count(k, total, "sequences of a step"):
+        if total.value % (micro.value * replicas * groups):
+            product = f"micro-batch {micro.value} x {replicas * groups} replicas"
+            k.problems.append(f"a batch of {total.value} is no multiple of {product}")
+            return
+        parts = Said(total.value // (micro.value * replicas * groups), total.names)
+    elif parts.value is None:
+        parts = Said(1, parts.names)
+    if not _count(k, parts, "micro-batches"):
+        return
+    k.ignore("it follows from micro-batches", *total.names)
+    product = f"micro-batch {micro.value} x accumulation {parts.value} x {replicas} replicas"
+    names = [*dict.fromkeys((*micro.names, *parts.names))]
+    k.set("batch", micro.value * parts.value * replicas, *names, note=product)
+    if parts.value > 1:
+        k.set("training.micro_batches", parts.value, *parts.names)
+    if step.packed.value:
+        because = "attention over a whole row is counted, at least what its samples need"
+        k.stand_in("attention within the samples of a row", "time", because, *step.packed.names)
+    k.ignore("a row is one sample", *step.packed.names)

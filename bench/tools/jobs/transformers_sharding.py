@@ -1,0 +1,97 @@
+"""Weights, gradients and optimizer of a transformers job: how they are sharded, their dtypes, where they are,
+and which of them are trained."""
+
+from __future__ import annotations
+
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.transformers_step import TransformersStep
+
+#: by TransformersStep.sharding
+_BACKENDS = {
+    "zero1": "megatron",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp": "zero3",
+    "fsdp, kept": "zero2",
+    "ddp": "ddp",
+}
+#: bytes beside a weight of half precision that is trained: a gradient, a float32 master and two moments
+_TRAINED = 2 + 12
+
+
+def set_sharding_of(k: Account, step: TransformersStep) -> None:
+    """Set the backend, dtypes, what the host holds, and what stands for adapters and other optimizers."""
+    kind, names = step.sharding.value, step.sharding.names
+    of_torch = kind.startswith("fsdp")
+    whole = kind in ("ddp", "zero1")
+    note = "weights and gradients whole" if whole else "torch's fully_shard, a layer a unit"
+    k.set("training.backend", _BACKENDS[kind], *names, note=note)
+    if kind == "zero1":
+        k.set("training.distributed_optimizer", True, *names, note="masters and moments in parts")
+        k.set("training.accumulate_allreduce_grads_in_fp32", False, *names, note="gradients as the weights")
+        k.set("training.gradient_accumulation_fusion", False, note="no matmul adds to a gradient")
+        k.approximate("gradients are summed after backward in buffers of Megatron-Core's sizes")
+    elif kind == "ddp" and step.precision.value != "fp32":
+        k.approximate(
+            "weights of half precision with float32 masters stand for float32 weights under autocast"
+        )
+    elif step.reduce.value == "fp32" and not whole and step.precision.value != "fp32":
+        k.set("training.reduce_dtype", "fp32", *step.reduce.names, note=step.reduce.note)
+    k.took("gradients are summed in the dtype of the weights", *step.reduce.names)
+    if kind == "zero3":
+        k.approximate("a layer's weights are gathered at once, without the next prefetch bucket")
+    if kind == "zero3" and isinstance(step.buffer.value, int) and step.buffer.value > 0:
+        kib = -(-2 * step.buffer.value // 1024)
+        k.set(
+            "training.gradient_buffer_kib", kib, *step.buffer.names, note="reduce_bucket_size, 2 bytes each,"
+        )
+    if step.half.value and not whole and step.precision.value != "fp32":
+        k.set("training.state_dtype", "weights", *step.half.names, note=step.half.note)
+    elif step.half.value and whole:
+        because = "masters and moments are counted in float32, up to 8 bytes a weight too much"
+        k.stand_in("an optimizer without float32", "memory", because, *step.half.names)
+    k.took("float32 masters and moments", *step.half.names)
+    _host(k, step, of_torch)
+    _trained(k, step)
+
+
+def _host(k: Account, step: TransformersStep, of_torch: bool) -> None:
+    held, names = step.host.value, step.host.names
+    if held == "params" and not of_torch:
+        because = "weights stay on the device, of 2 bytes each, over the replicas"
+        k.stand_in("weights on the host without the optimizer", "time and memory", because, *names)
+    elif held:
+        k.set("training.optimizer", "host", *names)
+        if held == "all" and step.sharding.value in ("zero3", "fsdp"):
+            k.set("training.parameters", "host", *names)
+            if not of_torch:
+                k.approximate("weights wait on the host in float32, as torch's CPUOffloadPolicy has them")
+    k.ignore("the device holds all", *names)
+
+
+def _trained(k: Account, step: TransformersStep) -> None:
+    """Say what stands for another optimizer, and for weights that are not trained."""
+    optimizer, names = step.optimizer.value, step.optimizer.names
+    if optimizer == "adam 8 bits":
+        because = "moments are counted in float32, 6 bytes a weight, over the replicas, more than in 8 bits"
+        k.stand_in("an optimizer in 8 bits", "memory", because, *names)
+    elif optimizer != "adam":
+        k.refuse("another optimizer than Adam", *names)
+    k.took("Adam, the optimizer that there is", *names)
+    if step.lora.value:
+        states = "on the host" if step.host.value else "on the device"
+        because = (
+            f"all weights are trained here: {_TRAINED} bytes a weight of gradients and optimizer, over the "
+            f"ranks and {states}, and a third of the matmuls, of weights' gradients, are too much"
+        )
+        k.stand_in(
+            "adapters beside weights that are not trained (LoRA)",
+            "time and memory",
+            because,
+            *step.lora.names,
+        )
+    k.ignore("all weights are trained", *step.lora.names)
+    if step.quantized.value:
+        because = f"frozen weights are counted in half precision, not in {step.quantized.value} bits"
+        k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *step.quantized.names)
+    k.ignore("weights are not quantized", *step.quantized.names)

@@ -1,0 +1,93 @@
+"""A training step of a transformers model under FSDP2 or DeepSpeed, as many programs run it: what a job says
+of it. A reader fills a :class:`TransformersStep` from its own keys, which are the sources of the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a job says of one thing: the value, the keys that it came from, a note beside the setting."""
+
+    value: Any
+    names: Sequence[str] = ()
+    note: str = ""
+
+
+@dataclass(kw_only=True)
+class TransformersStep:
+    """What a job says of its step.
+
+    Attributes:
+        model: a name on Hugging Face, or a path.
+        gpus: that the files start processes for; None: not said.
+        sharding: "zero1", "zero2" or "zero3" of DeepSpeed, "fsdp" or "fsdp, kept" of torch's fully_shard, or
+            "ddp".
+        host: what the host holds: "", "optimizer", or "all": weights too.
+        buffer: elements of DeepSpeed's reduce_bucket_size; None: few.
+        sequence, sequence_by: ranks that share a sequence, and how; a key of SEQUENCES.
+        tensor, tensor_by: ranks of tensor parallelism, and its strategy.
+        groups: of replicas, each of which shards all weights.
+        micro_batch: sequences of a rank's micro-batch.
+        accumulation, batch: micro-batches of a step, or sequences of a step of all ranks; None: not said.
+        length: tokens of a sequence.
+        precision: "bf16", "fp16" or "fp32"; half: weights, gradients and moments are in it alone.
+        reduce: the dtype in which gradients are summed over ranks: "weights" or "fp32".
+        recompute, reentrant: activation checkpointing of each layer, and by which of torch's functions.
+        kept: where checkpoints wait: "device", "host" or "pageable".
+        attention: as transformers has it.
+        liger: which of Liger's kernels run: words of "norm", "swiglu", "loss".
+        mlp_tiles: the MLP is computed in tiles, each of as many tokens as the model is wide, or that number.
+        optimizer: "adam", "adam 8 bits", or another.
+        lora: the rank of adapters; 0: all weights are trained; quantized: bits of frozen weights, 0: not.
+        packed: rows are packed of several samples.
+        compiled: torch.compile is on.
+    """
+
+    model: Said
+    length: Said
+    gpus: Said = Said(None)
+    sharding: Said = Said("fsdp")
+    host: Said = Said("")
+    buffer: Said = Said(None)
+    sequence: Said = Said(1)
+    sequence_by: Said = Said("ulysses")
+    tensor: Said = Said(1)
+    tensor_by: Said = Said("tensor_parallel")
+    groups: Said = Said(1)
+    micro_batch: Said = Said(1)
+    accumulation: Said = Said(None)
+    batch: Said = Said(None)
+    precision: Said = Said("bf16")
+    half: Said = Said(False)
+    reduce: Said = Said("weights")
+    recompute: Said = Said(False)
+    reentrant: Said = Said(False)
+    kept: Said = Said("device")
+    attention: Said = Said("sdpa")
+    liger: Said = Said("")
+    mlp_tiles: Said = Said(False)
+    optimizer: Said = Said("adam")
+    lora: Said = Said(0)
+    quantized: Said = Said(0)
+    packed: Said = Said(False)
+    compiled: Said = Said(False)
+
+
+def said(k: Account, *names: str, note: str = "") -> Said:
+    """The first value that is given and not null, with its key; else the default of the last."""
+    value, first = k.chosen(*names)
+    return Said(value, (first,) if k.has(first) else (), note)
+
+
+def either(k: Account, words: dict[str, Any], otherwise: Any = None) -> Said:
+    """The value of the first key that is given and true; all keys are its source."""
+    given = tuple(name for name in words if k.has(name))
+    value = next((words[name] for name in given if k.value(name)), otherwise)
+    return Said(value, given)

@@ -1,0 +1,72 @@
+"""Jobs of VeOmni: its YAML of a text model."""
+
+from __future__ import annotations
+
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.argument_tables import argument_table
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.program_files import configuration, given_of, values_of
+from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+
+_TRAIN, _PARALLEL = "train.", "train.accelerator."
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of VeOmni; None where no file is its configuration.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    content = configuration(files, ("model", "data", "train"))
+    own = content and content["train"]
+    if not isinstance(own, dict) or not {"accelerator", "data_parallel_mode", "ulysses_parallel_size"} & {
+        *own
+    }:
+        return None
+    assert content is not None
+    table = argument_table("veomni")
+    k = key_account(table, values_of(files, content, table), overrides=files.environment)
+    set_step(k, _step(k), files)
+    return k.job("veomni", files, k.arguments())
+
+
+def _step(k: Account) -> TransformersStep:
+    fsdp = f"{_PARALLEL}fsdp_config."
+    mode, kept = f"{fsdp}fsdp_mode", f"{fsdp}reshard_after_forward"
+    _, mode = k.chosen(mode, f"{_TRAIN}data_parallel_mode")
+    sharding = "ddp" if k.value(mode) == "ddp" else "fsdp, kept" if k.value(kept) is False else "fsdp"
+    mixed = k.chosen(f"{fsdp}mixed_precision.enable", f"{_TRAIN}enable_mixed_precision")
+    on_host = k.chosen(f"{fsdp}offload", f"{_TRAIN}enable_fsdp_offload")
+    kept_on = k.chosen(
+        f"{_PARALLEL}offload_config.enable_activation",
+        f"{_PARALLEL}offload.enable_activation",
+        f"{_TRAIN}enable_activation_offload",
+    )
+    again = f"{_TRAIN}gradient_checkpointing.enable", f"{_TRAIN}enable_gradient_checkpointing"
+    optimizer = k.chosen(f"{_TRAIN}optimizer.type", f"{_TRAIN}optimizer")
+    for name in (f"{_PARALLEL}{each}_size" for each in ("tp", "pp", "ep", "cp")):
+        if k.count(name) > 1:
+            k.refuse("this axis beside Ulysses and FSDP2", name)
+    reduce = f"{fsdp}mixed_precision.reduce_dtype"
+    return TransformersStep(
+        model=said(k, "model.config_path", "model.model_path"),
+        length=said(k, "data.max_seq_len"),
+        sharding=Said(sharding, given_of(k, mode, kept)),
+        host=Said("all" if on_host[0] else "", given_of(k, on_host[1])),
+        groups=said(k, f"{_PARALLEL}dp_replicate_size", f"{_TRAIN}data_parallel_replicate_size"),
+        sequence=said(k, f"{_PARALLEL}ulysses_size", f"{_TRAIN}ulysses_parallel_size"),
+        micro_batch=said(k, f"{_TRAIN}micro_batch_size"),
+        batch=said(k, f"{_TRAIN}global_batch_size"),
+        half=Said(not mixed[0], given_of(k, mixed[1])),
+        reduce=Said("fp32" if mixed[0] and k.value(reduce) == "float32" else "weights", given_of(k, reduce)),
+        recompute=said(k, *again),
+        reentrant=said(k, f"{_TRAIN}gradient_checkpointing.enable_reentrant"),
+        kept=Said("host" if kept_on[0] else "device", given_of(k, kept_on[1])),
+        attention=said(k, "model.ops_implementation.attn_implementation", "model.attn_implementation"),
+        liger=Said("norm swiglu loss", (), "VeOmni's default kernels are Liger's"),
+        packed=said(k, f"{_TRAIN}dyn_bsz"),
+        optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], given_of(k, optimizer[1])),
+        lora=Said(8 if k.value("model.lora_config") else 0, given_of(k, "model.lora_config")),
+    )

@@ -1,0 +1,179 @@
+"""`spbench fit --budget`: the switches that cost least, against all single ones and all pairs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.scenarios.scenario import changed
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.fit import under_budget
+from spbench.bench.tools.fit.anatomy import ANATOMY, examine
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.asking import Asking, Task
+from spbench.bench.tools.fit.fit_verdict import Verdict
+from spbench.bench.tools.fit.subject import subject
+from spbench.bench.tools.fit.suggestions import Change
+from spbench.bench.tools.fit.switches import MODULES, switches, together
+from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
+from spbench.bench.units import GIB
+from tests.tools.advise.questions import small_cards
+from tests.tools.commands.conftest import Run
+from tests.tools.fit.test_fit import longer
+
+MODEL = Cell(model="causal-transformer-tiny", strategy="single", batch=2, seq_len=64, cluster="dgx-h100")
+PHASES = ("forward", "backward", "optimizer")
+
+
+class Landscape:
+    """Memory and time by the settings of a cell, in place of traces: what each setting takes off each phase
+    and adds to the step, the savings of two together up to 20% more or less than their sum."""
+
+    def __init__(self, seed: int):
+        self.seed, self.traced = seed, 0
+
+    def drawn(self, *names: object) -> random.Random:
+        return random.Random(repr((self.seed, *names)))
+
+    def __call__(self, tasks: Sequence[Task], enough: Any = None) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
+            assert task.run is examine
+            self.traced += 1
+            yield task, Outcome("ok", "", measurement=self.measured(task.cell))
+
+    def measured(self, cell: Cell) -> dict[str, Any]:
+        on = sorted(f"{n}={v}" for n, v in {**cell.model_options, **cell.training.backend_options}.items())
+        bend = 1 + self.drawn(*on).uniform(-0.2, 0.2) * (len(on) > 1)
+        peaks = []
+        for phase in PHASES:
+            saved = sum(self.drawn(phase, each).uniform(0, 0.2) for each in on)
+            start = self.drawn(phase).uniform(0.8, 1)
+            peaks.append(int(GIB * max(0.05, start - bend * saved)))
+        seconds = 1 + sum(self.drawn("time", each).uniform(-0.01, 0.2) for each in on)
+        anatomy = {
+            "ranks": [0],
+            "stage": None,
+            "moment": {"step": 1, "phase": "forward", "micro_batch": 1, "micro_batches": 1, "module": ""},
+            "peak_memory_bytes": max(peaks),
+            "reserved_memory_bytes": max(peaks),
+            "least_usable_bytes": max(peaks),
+            "held": {},
+            "parts": [],
+            "curve": {"event": [0, 10, 20], "activations": peaks},
+            "phases": [(phase, 10 * n) for n, phase in enumerate(PHASES)],
+            "events": 30,
+        }
+        return {
+            "status": "ok",
+            "by_class": [],
+            "meters": {ANATOMY: anatomy},
+            "peak_memory_bytes": max(peaks),
+            "usable_memory_bytes": 80 * GIB,
+            "step_time_s": seconds,
+        }
+
+    def verdict(self, change: Change) -> Verdict:
+        cell = changed(MODEL, change.settings)
+        return Verdict(cell, self.measured(cell), change)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_single_switch_and_no_pair_that_fits_costs_less(seed: int) -> None:
+    land = Landscape(seed)
+    plan = plan_budget(MODEL, int(0.62 * GIB), cast(Asking, land))
+    each = switches(MODEL)
+    pairs = filter(None, map(together, itertools.combinations(each, 2)))
+    fitting = [v for v in map(land.verdict, [*each, *pairs]) if plan.fits(v)]
+    best = min((v.step_s or 0.0 for v in fitting), default=None)
+    assert land.traced <= 60
+    if best is not None:
+        assert plan.chosen is not None
+        assert plan.fits(plan.chosen)
+        assert (plan.chosen.step_s or 0.0) <= best
+
+
+def test_what_fits_needs_no_switch_and_what_cannot_has_none() -> None:
+    land = Landscape(1)
+    enough = plan_budget(MODEL, 2 * GIB, cast(Asking, land))
+    assert (enough.chosen, enough.alone, land.traced) == (enough.before, (), 1)
+    assert plan_budget(MODEL, GIB // 100, cast(Asking, land)).chosen is None
+
+
+def test_modules_are_put_together_and_unlike_values_are_not() -> None:
+    by_module = {str(each.settings.get(MODULES)): each for each in switches(MODEL)}
+    mlp, norm = by_module["['mlp']"], by_module["['layernorm']"]
+    both = together([mlp, norm])
+    assert both is not None
+    assert both.settings == {"model_options.recompute": "selective", MODULES: ["layernorm", "mlp"]}
+    full = Change({"model_options.recompute": "full"}, "")
+    on_host = Change({**full.settings, "model_options.checkpoints": "host"}, "")
+    assert together([mlp, full]) is None
+    assert together([full, on_host]) is None  # the second is both
+
+
+def test_switches_change_no_numbers_and_no_ranks() -> None:
+    about = subject(["moonlight-16b-a3b"], Asked("dgx-h100", 8, None, {"seq_len": 4096, "sizes.ep": 8}))
+    settings = [each.settings for each in switches(about.cells[0])]
+    names = {name for each in settings for name in each}
+    assert not names & {"training.state_dtype", "training.reduce_dtype", "training.backend", "batch"}
+    modules = {each[MODULES][0] for each in settings if MODULES in each}
+    assert modules == {
+        *("core_attn", "moe_act", "moe", "shared_experts", "mlp", "layernorm", "mla_up_proj"),
+    }
+
+
+def test_the_command_says_what_was_chosen_and_its_price(
+    fit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"model_options.cross_entropy", "model_options.recompute"}
+    monkeypatch.setattr(
+        under_budget, "switches", lambda cell: [c for c in switches(cell) if {*c.settings} <= kept]
+    )
+    job = longer(small_cards(tmp_path, 400))
+    code, out, _ = fit(*job, "--budget", "110MiB")
+    assert code == 0
+    third = out.splitlines()[2]
+    assert third.startswith("for 0.107 GiB at the least cost: --set model_options.")
+    _, _, problem = fit(*job, "--budget", "180")
+    assert "'180' is no number of bytes; write it as 78GiB" in problem
+
+
+#: model, strategy, GPUs and settings, and the GiB of the budget
+JOBS: list[tuple[str, str, int, dict[str, Any], int]] = [
+    ("llama3-8b", "ulysses", 8, {"seq_len": 131072, "sizes.sp": 8}, 78),
+    (
+        "llama3-70b",
+        "megatron_sp",
+        64,
+        {
+            "seq_len": 32768,
+            "sizes.tp": 8,
+            "strategy_options.vocabulary": "split",
+            "training.backend": "zero3",
+        },
+        30,
+    ),
+    ("Qwen/Qwen3-30B-A3B", "ulysses", 16, {"seq_len": 65536, "sizes.sp": 8, "sizes.ep": 8}, 78),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy", "gpus", "settings", "gib"), JOBS)
+def test_real_jobs_beside_all_pairs(
+    model: str, strategy: str, gpus: int, settings: dict[str, Any], gib: int
+) -> None:
+    (cell,) = subject([model], Asked("dgx-h100", gpus, strategy, settings)).cells
+    with Asking() as asking:
+        plan: BudgetPlan = plan_budget(cell, gib * GIB, asking)
+        pairs = under_budget._as_one(itertools.combinations(switches(cell), 2))
+        search = under_budget._Search(cell, gib * GIB, asking, lambda *_: None)
+        fitting = [each for each in [*search.trace(pairs), *plan.alone] if plan.fits(each)]
+    assert plan.chosen is not None
+    assert fitting
+    assert (plan.chosen.step_s or 0.0) <= min(each.step_s or 0.0 for each in fitting)

@@ -1,0 +1,182 @@
+"""Jobs of programs around transformers: what their keys are here, and what stands for what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile
+from tests.tools.jobs.job_inputs import JOBS, job_of, read
+
+HERE = (
+    "axolotl",
+    "LLaMA-Factory",
+    "LLaMA-Factory v1",
+    "VeOmni",
+    "ArcticTraining",
+    "Automodel",
+    "verl",
+    "ms-swift",
+)
+_LORA = "adapters beside weights that are not trained (LoRA)"
+
+
+def lenient(name: str, change: tuple[str, str] = ("", ""), gpus: int = 8) -> Job:
+    kind, files = JOBS[name]
+    return replace(read(kind, files, {files[0]: change}, gpus=gpus), strict=False)
+
+
+def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
+    job = lenient(name, change)
+    assert job.cell().sizes.world == 8
+    return {setting.path: setting.value for setting in job.settings}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("axolotl", {"strategy": "all_gather_kv", "sizes.sp": 4, "sizes.dp": 2, "batch": 4, "seq_len": 65536,
+                     "training.backend": "zero3", "model_options.mlp_tile": 4096}),
+        ("LLaMA-Factory", {"batch": 64, "training.micro_batches": 4, "model_options.loss_tile": "liger",
+                           "model_options.swiglu": "in_place", "model_options.recompute": "full"}),
+        ("LLaMA-Factory v1", {"strategy": "ulysses", "sizes.sp": 2,
+                              "training.micro_batches": 4, "training.reduce_dtype": "fp32",
+                              "model_options.recompute_early_stop": True}),
+        ("VeOmni", {"strategy": "ulysses", "batch": 16, "training.micro_batches": 4}),
+        ("ArcticTraining", {"strategy": "ulysses", "model_options.checkpoints": "pageable", "batch": 1,
+                            "model_options.loss_tile": "liger", "training.gradient_buffer_kib": 976563,
+                            "training.optimizer": "host", "model_options.recompute_reentrant": True}),
+        ("Automodel", {"strategy": "all_gather_kv", "sizes.sp": 2, "training.state_dtype": "weights",
+                       "training.cuda_alloc_conf": "expandable_segments:True", "training.micro_batches": 4}),
+        ("verl", {"strategy": "ulysses", "seq_len": 16384, "batch": 4}),
+        ("Primus", {"strategy": "megatron_sp", "sizes.tp": 2, "batch": 32, "model_options.layers": 32,
+                    "training.gradient_accumulation_fusion": False, "training.distributed_optimizer": True}),
+        ("ModelZoo", {"sizes.tp": 2, "sizes.pp": 2, "sizes.ep": 4, "model_options.vocabulary": 151936,
+                      "training.virtual_stages": 2, "model_options.dispatcher": "all_to_all"}),
+        ("ms-swift", {"strategy": "ulysses", "sizes.sp": 8, "batch": 2, "training.parameters": "host"}),
+        ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "seq_len": 16384, "batch": 2}),
+    ],
+)  # fmt: skip
+def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> None:
+    settings = made(name)
+    assert settings | expected == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "missing"),
+    [
+        ("axolotl", "optimizer", "an optimizer in 8 bits"),
+        ("axolotl", "sample_packing", "attention within the samples of a row"),
+        ("LLaMA-Factory", "lora_rank", _LORA),
+        ("verl", "model.lora_rank", _LORA),
+        ("ms-swift", "rope_scaling", "positions that are scaled"),
+    ],
+)
+def test_what_something_close_stands_for(name: str, key: str, missing: str) -> None:
+    job = lenient(name)
+    (argument,) = [each for each in job.arguments if each.name == key]
+    assert (argument.outcome, argument.missing) == ("approximated", missing)
+    assert argument.detail.startswith(("may move ", "does not move "))
+    assert any(key in warning and argument.detail in warning for warning in job.warnings)
+    with pytest.raises(UserError, match=rf"{key}.*not modelled"):
+        replace(job, strict=True).cell()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "problem"),
+    [
+        ("axolotl", "NousResearch/Meta-Llama-3-8B", "nobody/no-model", "base_model = nobody/no-model: "),
+        (
+            "axolotl",
+            "zero3_bf16.json",
+            "ours.json",
+            "deepspeed.*: give this configuration of DeepSpeed beside",
+        ),
+        ("axolotl", "context_parallel_size: 4", "context_parallel_size: 3", "8 GPUs are no multiple of 3"),
+        ("axolotl", "adamw_bnb_8bit", "muon", "optimizer = muon: another optimizer than Adam"),
+        ("LLaMA-Factory", "stage: sft", "stage: dpo", "stage = dpo: reinforcement learning, or preferences"),
+        (
+            "LLaMA-Factory v1",
+            "global_batch_size: 16",
+            "global_batch_size: 10",
+            "a batch of 10 is no multiple",
+        ),
+        (
+            "VeOmni",
+            "ulysses_size: 2",
+            "ep_size: 2",
+            "train.accelerator.ep_size = 2: this axis beside Ulysses",
+        ),
+        ("ArcticTraining", "stage: 3", "stage: 0", "without ZeRO"),
+        (
+            "Automodel",
+            "seq_len: 8192, ",
+            "",
+            "how long sequences are is not said; --given dataset.seq_length=N",
+        ),
+        ("Automodel", "tp_size: 1", "pp_size: 2", "distributed.pp_size = 2: a pipeline whose stages shard"),
+        ("verl", "engine=fsdp", "engine=megatron", "engine = megatron: another engine than FSDP"),
+        ("verl", "=Qwen/Qwen3-8B", "=$MODEL", "MODEL is not set in the script; --given MODEL=VALUE"),
+        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of llama2_7B, .*; give its YAML"),
+        (
+            "Primus",
+            ":2}",
+            "}",
+            r"tensor_model_parallel_size: \$PRIMUS_TP is not set; --given PRIMUS_TP=VALUE",
+        ),
+        ("ms-swift", "--tuner_type full", "--tuner_type vera", "weights of which some are trained"),
+    ],
+)
+def test_what_a_programs_job_cannot_be_here(name: str, old: str, new: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        lenient(name, (old, new)).cell()
+
+
+def test_one_group_of_replicas_stands_for_all() -> None:
+    job = lenient("LLaMA-Factory v1", ("cp_size: 2", "mp_replicate_size: 2"), gpus=16)
+    assert (job.cell().sizes.world, job.cell().batch, job.cell().training.micro_batches) == (8, 8, 1)
+    (argument,) = [each for each in job.arguments if each.name == "mp_replicate_size"]
+    assert argument.detail.startswith("may move time: one of 2 groups stands for all")
+
+
+RECIPES = """
+from megatron.bridge.training.config import ConfigContainer
+
+_MODEL = "Qwen/Qwen3-8B"
+
+
+def small() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained(_MODEL).to_megatron_provider(load_weights=False)
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.optimizer.exp_avg_dtype = torch.float32
+    return cfg
+
+
+def wide() -> ConfigContainer:
+    cfg = small()
+    cfg.model.tensor_model_parallel_size = 1
+    cfg.train.micro_batch_size = 1
+    if LONG:
+        cfg.model.seq_length = 8192
+    return cfg
+"""
+
+
+def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
+    path = Path("recipes.py")
+    for part, tp, micro_batches in (("small", 4, 8), ("wide", 1, 4)):
+        job = job_of("bridge", [JobFile(path, RECIPES.encode(), part)], 8)
+        cell = job.cell()
+        assert (cell.sizes.tp, cell.batch, cell.training.micro_batches) == (tp, 32, micro_batches)
+        assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")
+        assert ("line 19: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
+    with pytest.raises(UserError, match=r"2 functions make a configuration; name one, as recipes\.py:small"):
+        job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
+    with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
+        job_of("bridge", [JobFile(path, RECIPES.encode(), "smal")], 8)
