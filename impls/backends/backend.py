@@ -151,8 +151,6 @@ class Backend(ABC):
     #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the
     #: backend
     shares_out: ClassVar[frozenset[str] | None] = None
-    #: whether there are options with which :meth:`shares_whole_weights`
-    may_share_whole_weights: ClassVar[bool] = False
     options: Options
 
     def __init__(

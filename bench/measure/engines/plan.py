@@ -91,7 +91,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
 def shares_whole_weights(cell: Cell) -> bool:
     """Whether the ranks of a class update unlike weights."""
     backend, training = backend_class(cell.training.backend), cell.training
-    if not backend.may_share_whole_weights or training.step == "inference":
+    if training.step == "inference":
         return False
     options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
     return backend.shares_whole_weights(options) and cell.sizes.world > cell.sizes.pp
