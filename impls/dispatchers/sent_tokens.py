@@ -118,7 +118,7 @@ def _of_rank(call: ExpertCall, strategy: Strategy, number: int, batch: int, leng
 
 
 class _Chain:
-    """What of a strategy places positions. It outlives the strategy, whose process groups it does not hold."""
+    """What of a strategy places positions. It outlives the strategy, and holds no process group."""
 
     def __init__(self, strategy: Strategy):
         self.sizes = dict(strategy.place.sizes)

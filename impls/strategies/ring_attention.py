@@ -223,6 +223,19 @@ def block_decay(decay: Tensor | None, chunks: int, q: Tensor) -> Tensor:
     return decay_powers(decay, distance.flatten()).unflatten(1, distance.shape).to(q.dtype)
 
 
+@dataclass(frozen=True)
+class RingOptions(DocumentPlacementOptions):
+    """Options of :class:`RingAttention`.
+
+    Attributes:
+        repeated_keys: heads of keys and values that several heads of queries share are repeated for each of
+            these before they are sent, as torchtitan's layers do around torch's own ring
+            (torch.distributed.tensor.experimental.context_parallel).
+    """
+
+    repeated_keys: bool = False
+
+
 class RingAttention(PlacedChunks):
     """Sequence chunks whose keys and values travel round the ring, past the queries of each rank."""
 
@@ -233,7 +246,8 @@ class RingAttention(PlacedChunks):
     meets = frozenset({"attention", "causal_attention", "full_attention", "linear_attention"})
     heeds = HEEDS_ALL
     marks_work = True
-    options_type = DocumentPlacementOptions
+    options_type = RingOptions
+    options: RingOptions
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in as_sequences(sites, self.grid_dim):
@@ -244,7 +258,7 @@ class RingAttention(PlacedChunks):
                 continue
             d = site.dims
             # k may have D features a head, v always A; both may have fewer heads than q
-            heads = d.get("G", d["Z"])
+            heads = d["Z"] if self.options.repeated_keys else d.get("G", d["Z"])
             block = d["B"] * heads * (d["L"] // self.size) * key_value_size(d)
             once = site.count * (self.size - 1)
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
@@ -258,6 +272,9 @@ class RingAttention(PlacedChunks):
     ) -> Tensor:
         assert self.group is not None
         passing = RoundTheRing if meetings.halo is None else PassingHalo
+        if self.options.repeated_keys and meetings.halo is None:
+            shared = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         return attention_to_blocks(q, k, v, passing(self.group, meetings), sinks)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:

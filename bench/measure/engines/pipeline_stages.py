@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from torch import nn
@@ -51,7 +52,11 @@ class Turns:
 
     count: int
     ahead: int
-    order = ()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All stages that run ahead are put together from one."""
+        return ()
 
     def __len__(self) -> int:
         return self.count + self.ahead
@@ -103,8 +108,25 @@ class Turns:
         raise NotAlike(f"turn {turn} refers to turn {of}")
 
 
-#: of one stage a rank, or of several
-AnyTurns = Turns | InterleavedTurns
+class AnyTurns(Protocol):
+    """:class:`Turns` of one stage a rank, or :class:`InterleavedTurns` of several."""
+
+    @property
+    def ahead(self) -> int: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def phases(self, turn: int) -> list[str]: ...
+
+    def like(self, turn: int, other: Any) -> int: ...
+
+    def moved(self, turn: int, of: int, other: Any, to: int) -> int: ...
 
 
 class _Parts:

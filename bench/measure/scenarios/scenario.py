@@ -31,16 +31,18 @@ T = TypeVar("T")
 
 #: the flag, for messages
 FLAG = "--set"
+#: settings that are lists of words
+_LISTS = ("mesh", "model_options.recompute_modules")
 #: what a cell has that is not set
 _NOT_SET = ("variant", "model_config_json", "meters", "learning", "search", "timing", "device")
 
 
 def given(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Settings by dotted name, such as ``training.backend``, their values read as YAML; lengths and batches
-    may end in K, M or G, and ``mesh`` is axes with spaces between. UserError for a setting given twice."""
+    may end in K, M or G, and lists have spaces between their words. UserError for a setting given twice."""
     texts = given_once(FLAG, pairs)
     return {
-        name: text.split() if name == "mesh" else with_suffix(_value(f"{FLAG} {name}", text))
+        name: text.split() if name in _LISTS else with_suffix(_value(f"{FLAG} {name}", text))
         for name, text in texts.items()
     }
 

@@ -48,16 +48,14 @@ def matmul_seconds(
         model: seconds by FLOPs and bytes, as the cluster's own figures have them.
     """
     table = matmul_table(name)
-    kinds, places = np.unique(np.column_stack([shapes, nbytes]), axis=0, return_inverse=True)
-    sizes = matmul_sizes(table, kinds[:, :4])
+    sizes = matmul_sizes(table, shapes)
     edge = table.cut(sizes)
     edge_flops = 2.0 * edge.prod(axis=1)
     measured = edge_flops / table.rates(sizes)
     of_edge = model(edge_flops, _operand_bytes(edge))
     # what is read or written beside the operands of the table, as sums in float32, costs what the model says
-    flops, own_bytes = 2.0 * sizes.prod(axis=1), kinds[:, 4]
-    seconds = measured * model(flops, np.maximum(own_bytes, _operand_bytes(sizes))) / of_edge
-    return np.asarray(seconds[places.ravel()])
+    flops, moved = 2.0 * sizes.prod(axis=1), np.maximum(nbytes, _operand_bytes(sizes))
+    return measured * model(flops, moved) / of_edge
 
 
 def _operand_bytes(sizes: np.ndarray) -> np.ndarray:

@@ -293,10 +293,16 @@ def as_row(
     )
 
 
+#: groups of micro-batches after which those of an interleaved pipeline repeat, about
+_GROUPS_TRACED = 5
+
+
 def _relative_cost(cell: Cell) -> int:
-    """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks."""
+    """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks, and
+    with micro-batches up to as many as repeat (:mod:`impls.keyed_steps`)."""
     layers: int = getattr(model_preset(*cell.model_arguments), "layers", 1)
-    return layers * cell.sizes.world
+    repeating = cell.sizes.pp * (_GROUPS_TRACED if cell.training.schedule == "interleaved" else 1)
+    return layers * cell.sizes.world * min(cell.training.micro_batches, repeating)
 
 
 def _runs_alone(cell: Cell) -> bool:

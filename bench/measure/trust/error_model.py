@@ -1,12 +1,13 @@
 """How far simulated step times are from measured ones: an interval for each kind of time.
 
 The error of a row is ``log(simulated / measured)``. Rows of one source (one group of people, machines and
-settings) err together, so sources count alike, whatever number of rows they have. Times are put into classes
-by what they rest on (``rates``), and within a class by what bounds the step. An interval is the quantile of
-absolute errors, each source's rows sharing a weight of 1 (the pooled form of conformal prediction with random
-effects, arXiv 1809.07441). Intervals by bound are shrunk toward the class: the class's other rows weigh as
-:data:`PRIOR_SOURCES` sources, and a bound with fewer than :data:`FEW` sources has at least the width of the
-class. Times that rest on substitutes of rates have classes of their own (:data:`EVER_WORSE`).
+settings) err together, so sources count nearly alike, whatever number of rows they have. Times are put into
+classes by what they rest on (``rates``), and within a class by what bounds the step. An interval is the
+quantile of absolute errors, a source's n rows sharing a weight of n / (n + 1) (the pooled form of conformal
+prediction with random effects, arXiv 1809.07441, where rows differ as much within sources as between them).
+Intervals by bound are shrunk toward the class: the class's other rows weigh as :data:`PRIOR_SOURCES` sources,
+and a bound with fewer than :data:`FEW` sources has at least the width of the class. Times that rest on
+substitutes of rates have classes of their own (:data:`EVER_WORSE`).
 What nobody measured has the widest interval: a class without a row, or a bound without one in its class; and
 a class of a single source is no narrower than the next worse one. :mod:`measure.trust.coverage` counts how
 many times lie within the intervals of the rest.
@@ -276,15 +277,16 @@ def _centre(means: Sequence[float]) -> float:
 
 
 def _half_width(own: _Errors, others: _Errors | None = None) -> float:
-    """The quantile of absolute errors at the level for as many sources, each of which has a weight of 1.
+    """The quantile of absolute errors at the level for as many sources.
 
     Args:
         others: further errors, all of which together have the weight of :data:`PRIOR_SOURCES`.
     """
-    weighted = [(abs(e), 1 / len(es)) for es in own.values() for e in es]
+    weighted = _weighted(own)
     if others:
-        share = PRIOR_SOURCES / len(others)
-        weighted += [(abs(e), share / len(es)) for es in others.values() for e in es]
+        further = _weighted(others)
+        share = PRIOR_SOURCES / sum(weight for _, weight in further)
+        weighted += [(error, weight * share) for error, weight in further]
     if not weighted:
         return 0.0
     level = LEVEL * sum(weight for _, weight in weighted)
@@ -294,6 +296,12 @@ def _half_width(own: _Errors, others: _Errors | None = None) -> float:
         if below >= level * (1 - 1e-12):
             return error
     return max(weighted)[0]
+
+
+def _weighted(errors: _Errors) -> list[tuple[float, float]]:
+    """Absolute errors with their weights: a source of n rows has n / (n + 1), the sooner 1 the more rows say
+    what is its own, as where errors differ as much within sources as between them."""
+    return [(abs(e), 1 / (len(es) + 1)) for es in errors.values() for e in es]
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -26,7 +27,7 @@ def plan_line(answer: Fitting, plan: BudgetPlan) -> str:
     if not plan.alone:
         return f"no switch is needed for {within}"
     price = shown_price(chosen.price(plan.before) or 1.0)
-    flags = flags_of(answer, chosen) or "--set " + settings_of(chosen)
+    flags = flags_of(answer, chosen) or f"--set {shlex.quote(settings_of(chosen))}"
     return (
         f"for {within} at the least cost: {flags} (needs {card_gib(chosen.memory.total_bytes)}, step {price})"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from operator import attrgetter
@@ -177,7 +178,7 @@ def _first_change(answer: Fitting) -> str:
     price = _price(answer, first)
     room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
     what = "takes less memory" if answer.fullest.fits else "makes it fit"
-    return f"{what}: {flags_of(answer, first) or '--set ' + settings_of(first)} ({room})"
+    return f"{what}: {flags_of(answer, first) or f'--set {shlex.quote(settings_of(first))}'} ({room})"
 
 
 def _price(answer: Fitting, verdict: Verdict) -> str | None:

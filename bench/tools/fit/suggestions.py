@@ -18,6 +18,10 @@ from spbench.impls.registries import backend_class, backends, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 
+#: shares of the optimizer that wait on the host, where a backend has the option
+_FRACTIONS = (0.25, 0.5, 0.75)
+_FRACTION = "optimizer_offload_fraction"
+
 
 @dataclass(frozen=True)
 class Change:
@@ -46,6 +50,7 @@ def single_changes(cell: Cell) -> list[Change]:
         *_of_step(cell),
         *_of_strategies(cell),
         *_of_experts(cell),
+        *part_on_host(cell),
         *_of_sizes(cell),
         *_of_job(cell),
     ]
@@ -127,6 +132,17 @@ def _of_experts(cell: Cell) -> Iterator[Change]:
         yield Change({"sizes.ep": ep}, f"{experts // ep} of {experts} routed experts on a rank")
 
 
+def part_on_host(cell: Cell) -> Iterator[Change]:
+    """A part of the optimizer on the host, where the backend can."""
+    options = cell.training.model_dump()
+    if cell.training.backend != "megatron" or options.get("optimizer", "device") != "device":
+        return
+    for fraction in _FRACTIONS:
+        on_host = {"distributed_optimizer": True, "optimizer": "host", _FRACTION: fraction}
+        words = f"the host holds {fraction:.0%} of main weights and moments, and updates them"
+        yield Change(dotted("training", on_host), words)
+
+
 def usual_strategies() -> dict[str, type[Strategy]]:
     """The usual strategies of one axis, by name."""
     return {name: cls for name, cls in sorted(strategies().items()) if cls.usual and len(cls.axes) == 1}
@@ -180,5 +196,10 @@ def _of_job(cell: Cell) -> Iterator[Change]:
     parts = cell.sizes.dp * cell.training.micro_batches
     if batch % (2 * parts) == 0:
         yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
+    model: Any = model_preset(*cell.model_arguments)
+    experts = getattr(model, "experts", 0) and model.dispatcher != "node_deduplicated"
+    if experts and model.capacity is None:
+        words = "an expert takes its even share of tokens, the rest are dropped: another job"
+        yield Change({"model_options.capacity": 1.0}, words, other_job=True)
     if seq_len % 2 == 0:
         yield Change({"seq_len": seq_len // 2}, "half the length: another job", other_job=True)

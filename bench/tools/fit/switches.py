@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.fit.suggestions import Change, savings_of
+from spbench.bench.tools.fit.suggestions import Change, part_on_host, savings_of
 from spbench.impls.models.model import Model, model_preset
 
 #: the option whose values of several switches are put together
 MODULES = "model_options.recompute_modules"
 RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
-#: shares of the optimizer that wait on the host, where a backend has the option
-_FRACTIONS = (0.25, 0.5, 0.75)
-_FRACTION = "optimizer_offload_fraction"
 #: what changes the numbers that are computed: the dtypes of sums and states
 _OF_NUMBERS = ("training.reduce_dtype", "training.state_dtype")
 
@@ -28,7 +25,7 @@ def switches(cell: Cell) -> list[Change]:
         if not {_BACKEND, *_OF_NUMBERS} & {*each.settings} and not _whole(each)
     ]
     model = model_preset(*cell.model_arguments)
-    return [*declared, *_by_module(model), *_by_fraction(cell)]
+    return [*declared, *_by_module(model), *part_on_host(cell)]
 
 
 def _whole(change: Change) -> bool:
@@ -54,16 +51,6 @@ def _by_module(model: Model) -> Iterator[Change]:
     for module in (name for name, there in has.items() if there and name not in already):
         settings = {RECOMPUTE: "selective", MODULES: sorted({module, *already})}
         yield Change(settings, f"backward runs {module} again")
-
-
-def _by_fraction(cell: Cell) -> Iterator[Change]:
-    options = cell.training.model_dump()
-    if cell.training.backend != "megatron" or options.get("optimizer", "device") != "device":
-        return
-    for fraction in _FRACTIONS:
-        on_host = {"distributed_optimizer": True, "optimizer": "host", _FRACTION: fraction}
-        words = f"the host holds {fraction:.0%} of main weights and moments, and updates them"
-        yield Change({f"training.{name}": value for name, value in on_host.items()}, words)
 
 
 def together(changes: Sequence[Change]) -> Change | None:

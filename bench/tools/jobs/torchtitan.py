@@ -98,13 +98,12 @@ class TorchtitanJob(TorchtitanModel):
         if shards * cp == 1:
             what = "weights in float32, which autocast makes bfloat16 where they are used"
             k.problems.append(f"{shard_name} is 1: {what}: not modelled")
-        elif copies > 1:
-            k.refuse("weights that are sharded over a part of the replicas", names[0])
         self._strategy(tp, cp, names[1], names[3])
         self.set_experts(tp, names[1])
-        k.set(
-            "sizes.dp", shards, shard_name, note="" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others}"
-        )
+        note = "" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others // copies}"
+        k.set("sizes.dp", copies * shards, *names[:1] * (copies > 1), shard_name, note=note)
+        if copies > 1:
+            k.set("training.data_parallel_replicate_degree", copies, names[0])
         for axis, size, name in (("sp", cp, names[3]), ("tp", tp, names[1])):
             if size > 1:
                 k.set(f"sizes.{axis}", size, name)

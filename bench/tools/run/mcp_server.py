@@ -134,7 +134,8 @@ class ToolAnswer:
 
     Attributes:
         text: its JSON, or where it failed what it said.
-        content: the JSON; None: it failed.
+        content: the JSON, a list as the field ``result`` of an object, which all clients take; None: it
+            failed.
     """
 
     text: str
@@ -154,7 +155,8 @@ async def answer(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
     if done.returncode not in (0, 1):
         return ToolAnswer(done.stderr.decode(errors="replace").strip(), None)
     text = done.stdout.decode()
-    return ToolAnswer(text, json.loads(text))
+    content = json.loads(text)
+    return ToolAnswer(text, content if isinstance(content, dict) else {"result": content})
 
 
 def server() -> Any:

@@ -102,6 +102,7 @@ def on_ranks() -> Iterator[Any]:
         for n in (2, 3):
             case = "ring_attention", n, {"placement": placement}
             yield case if (n, placement) == (3, "zigzag") else slow(*case)
+    yield "ring_attention", 2, {"placement": "zigzag", "repeated_keys": True}
     yield "single", 1, {}
 
 

@@ -14,6 +14,7 @@ from spbench.bench.measure.simulator.substitutes import kernel_substitutes
 from spbench.bench.measure.simulator.table_prices import groups_of
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.impls.kernels.flash_attention import flash_attention
+from tests.measure.simulator.test_substitutes import of_links
 
 H200 = load_cluster("h200-sxm")
 
@@ -22,7 +23,7 @@ def program_of(*calls: tuple[object, tuple[object, ...], object]) -> Program:
     b = ProgramBuilder((1, 1, 1, 1))
     for func, args, result in calls:
         price = price_of(func)
-        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, result)))  # type: ignore[arg-type]
+        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, result)))
     return b.program()
 
 
@@ -87,3 +88,35 @@ def test_collectives_of_a_node_take_what_they_took_and_grow_beyond() -> None:
     # without one of its own a broadcast keeps its figures; over nodes the network is the slower part
     assert costs.collectives("broadcast", 2.0**29, [range(8)])[0] > 0
     assert costs.collectives("all_gather", 2.0**29, [range(16)])[0] > own
+
+
+def test_groups_larger_than_those_of_the_table_and_tables_of_other_machines_are_named() -> None:
+    of_four = ("all_to_all intra-node", "its rate of 4 ranks", "extrapolated")
+    assert of_four in of_links(load_cluster("gb300-nvl72"), 8)
+    assert of_four not in of_links(load_cluster("gb300-nvl72"), 4)
+    assert [work for work, _, _ in of_links(H200, 8)] == []
+    # an L20 has the table of an L40S
+    by = [by for work, by, _ in of_links(load_cluster("l20"), 8) if work == "all_to_all intra-node"]
+    assert by == ["an L40S's, of the same generation and PCIe Gen4"]
+
+
+def test_a_node_of_pcie_cards_is_slower_the_more_of_it_a_group_has() -> None:
+    """Eight L40S hang on two sockets: two, four and eight of them exchange at about 22, 5 and 2 GB/s."""
+    costs, size = Costs(load_cluster("l40s"), Calibration()), 2.0**29
+    rates = [
+        (n - 1) / n * size / costs.collectives("all_to_all", size, [range(n)])[0] / 1e9 for n in (2, 4, 8)
+    ]
+    assert rates == pytest.approx([22.3, 4.5, 2.0], rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["b300-sxm", "gb300-nvl72", "rtx-pro-6000", "mi300x"])
+def test_new_cards_are_timed_and_say_what_they_lack(name: str) -> None:
+    on = load_cluster(name)
+    program = program_of(matmul(4096, 4096, 4096), attention(1, 32, 8, 4096))  # type: ignore[arg-type]
+    costs = Costs(on, Calibration(), attention="flash")
+    peak = on.device.peak_flops_per_s["bf16"].value or 0.0
+    of_matmul, of_attention = costs.kernels(program)
+    assert 0.4 < 2 * 4096**3 / of_matmul / peak < 1.0
+    assert 0.2 < program.flops[1] / of_attention / peak < 1.0
+    lacks = [each.work for each, events in kernel_substitutes(costs, program) if len(events)]
+    assert lacks, "each of these rests on another card's attention, or on none"

@@ -12,7 +12,7 @@ import pytest
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.errors import UserError
 from spbench.bench.measure.sweep.results import ResultsFile, read_rows
-from spbench.bench.measure.sweep.sweep import as_row, sweep, unfinished
+from spbench.bench.measure.sweep.sweep import _relative_cost, as_row, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measurement import Outcome
 from tests.bench import fakes
@@ -44,6 +44,18 @@ def test_failures_and_deaths_are_rows(tmp_path: Path, capfd: pytest.CaptureFixtu
         # only what failed is run again
         assert unfinished(cells, results) == [cells[1], cells[4]]
     assert capfd.readouterr().out == ""  # what engines print is not among the results
+
+
+def test_pipelines_of_many_micro_batches_begin_first() -> None:
+    """As many as are traced count: further ones take no longer."""
+    sizes = cell(1).sizes.model_copy(update={"pp": 4})
+    training = cell(1).training.model_copy(update={"schedule": "interleaved", "virtual_stages": 2})
+
+    def cost(micro_batches: int) -> int:
+        changed = training.model_copy(update={"micro_batches": micro_batches})
+        return _relative_cost(cell(1).model_copy(update={"sizes": sizes, "training": changed}))
+
+    assert cost(1) < cost(8) < cost(64) == cost(512)
 
 
 def test_nothing_to_do_starts_no_process(tmp_path: Path) -> None:

@@ -55,10 +55,19 @@ def test_a_biased_source_widens_the_interval() -> None:
     assert far.within == 0
 
 
-def test_sources_count_alike_whatever_number_of_rows_they_have() -> None:
-    few = drawn(1, rows=5)
+def test_sources_count_nearly_alike_whatever_number_of_rows_they_have() -> None:
+    few = drawn(1, rows=40)
     many = few + 50 * [o for o in few if o.source == "s0"]
-    assert width(ErrorModel.fit(many)) == pytest.approx(width(ErrorModel.fit(few)))
+    assert width(ErrorModel.fit(many)) == pytest.approx(width(ErrorModel.fit(few)), rel=0.03)
+
+
+def test_a_source_of_one_row_weighs_half() -> None:
+    """Beside three sources that err little, one row that errs far is left out; many rows are not."""
+    near = drawn(1, ["a", "b", "c"], within=0.001, between=0.001)
+    far = drawn(2, ["far"], mean=1.0, within=0.001, between=0.001)
+    one, all_rows = ErrorModel.fit([*near, far[0]]), ErrorModel.fit([*near, *far])
+    assert width(one) < 0.1
+    assert width(all_rows) > 1.0
 
 
 def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
+import jsonschema
 import pytest
 from mcp import StdioServerParameters
 from mcp.client.client import Client
 from mcp.client.stdio import stdio_client
 
+from scripts.schemas import SCHEMAS
 from spbench.bench.tools.run.mcp_server import TOOLS, server
 from tests.tools.commands.conftest import Run, command_line
 
@@ -91,15 +93,16 @@ def test_a_session_gets_the_same_json_as_the_command(
 
     found = anyio.run(session)
     assert not found.is_error
-    code, out, _ = command_line(*_line(tool, arguments))
+    code, out, _ = command_line(*TOOLS[tool].command_line(arguments))
     assert code == 0
-    assert _without_seconds(found.structured_content) == _without_seconds(json.loads(out))
+    text = found.content[0].text
+    assert _without_seconds(json.loads(text)) == _without_seconds(json.loads(out))
+    assert found.structured_content in (json.loads(text), {"result": json.loads(text)})
+    jsonschema.validate(json.loads(text), SCHEMAS[f"{tool}.json"]())
 
 
-def _line(tool: str, arguments: dict[str, Any]) -> Sequence[str]:
-    return TOOLS[tool].command_line(arguments)
-
-
-def _without_seconds(content: dict[str, Any]) -> dict[str, Any]:
+def _without_seconds(content: Any) -> Any:
     """What the search itself took is not the answer's."""
-    return {name: value for name, value in content.items() if name not in ("search", "cost")}
+    if isinstance(content, list):
+        return [_without_seconds(each) for each in content]
+    return {name: value for name, value in content.items() if name not in ("seconds", "cpu_s")}

@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch.cuda._memory_viz as viewer
 
+from scripts.schemas import fit as fit_schema
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -87,7 +89,8 @@ def test_the_answer_for_programs_a_figure_and_a_snapshot(fit: Run, card: Card) -
     code, out, _ = fit(*shorter(card(100)), *files, "--format", "json")
     content = json.loads(out)
     assert code == 0
-    assert {"fits", "cells", "detail", "suggestions", "largest", "errors", "not_modelled"} <= content.keys()
+    jsonschema.validate(content, fit_schema())
+    assert {"largest", "errors"} <= content.keys()
     (line,), detail = content["cells"], content["detail"]
     assert content["fits"] is line["fits"] is True
     assert line["card_bytes"] == line["spare_bytes"] + line["total_bytes"]

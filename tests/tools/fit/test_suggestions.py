@@ -62,8 +62,20 @@ def test_another_length_or_batch_is_another_job() -> None:
     assert others == ["batch=4", "seq_len=32"]
 
 
+def test_experts_have_changes_of_their_own() -> None:
+    asked = cell(model="moe-tiny", sizes={"dp": 2, "sp": 2}, training={"backend": "megatron"})
+    found = sets(asked)
+    assert "model_options.recompute=selective,model_options.recompute_modules=moe_act" in found
+    assert {"sizes.ep=2", "model_options.capacity=1.0"} <= {*found}
+    part = "training.distributed_optimizer=true,training.optimizer=host,"
+    assert f"{part}training.optimizer_offload_fraction=0.5" in found
+    (capacity,) = (c for c in single_changes(asked) if "model_options.capacity" in c.settings)
+    assert capacity.other_job
+
+
 def test_changes_are_read_as_they_are_written() -> None:
-    settings = {"training.backend": "zero1", "sizes.sp": 2, "model_options.tied": True, "mesh": ["sp", "dp"]}
+    settings: dict[str, Any] = {"training.backend": "zero1", "sizes.sp": 2, "mesh": ["sp", "dp"]}
+    settings |= {"model_options.tied": True, "model_options.recompute_modules": ["layernorm", "mlp"]}
     pairs = [tuple(pair.split("=")) for pair in written(settings).split(",")]
     assert given(pairs) == settings  # type: ignore[arg-type]
     assert given([("seq_len", "4K"), ("batch", "3")]) == {"seq_len": 4096, "batch": 3}

@@ -154,6 +154,11 @@ def test_a_configuration_in_python_is_read_and_not_run() -> None:
         ),
         ('mode = "selective"', 'mode = "none"', {"model": "llama3-8b"}),
         (
+            "replicate_degree = 1",
+            "replicate_degree = 2",
+            {"sizes.dp": 8, "training.data_parallel_replicate_degree": 2},
+        ),
+        (
             "local_batch_size = 1",
             "local_batch_size = 1\nglobal_batch_size = 32",
             {"training.micro_batches": 4},
@@ -174,7 +179,6 @@ def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dic
             "pipeline_parallel_degree = 2",
             "pipeline_parallel_degree = 2: a pipeline",
         ),
-        ("replicate_degree = 1", "replicate_degree = 2", "sharded over a part of the replicas"),
         ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees multiplied"),
         ("seq_len = 8192", 'seq_len = "8K"', "training.seq_len: 8K is not a whole number"),
         (
