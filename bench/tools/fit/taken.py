@@ -97,7 +97,7 @@ def experts_line(cell: Cell) -> str:
     here = model.experts // cell.sizes.by_axis.get("ep", 1)
     share = counts["experts"] / counts["elements"]
     return (
-        f"routed experts: {share:.0%} of the model's {counts['elements'] / 1e9:.1f} billion parameters; "
+        f"routed experts: {share:.0%} of the model's {counts['elements'] / 1e9:.3g} billion parameters; "
         f"{here} of {model.experts} in each layer are on a rank"
     )
 
