@@ -31,7 +31,6 @@ Differences from Megatron-Core:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,26 +40,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.axes import Place
-from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
-from spbench.impls.backends.flat import covered
-from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
+from spbench.impls.backends.backend import Backend, HeldPart
+from spbench.impls.backends.gradient_norm import ClippedGradients, held_share
 from spbench.impls.backends.host_optimizer import HostOptimizer
-from spbench.impls.backends.layer_wise import Dealt, dealt
+from spbench.impls.backends.layer_wise import Dealt
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.backends.megatron_plan import buffers_of, cuts, traffic
 from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.part_on_host import PartOnHost, first_of
 from spbench.impls.backends.planned_buffers import (
     PlannedBuffer,
-    muon_traffic,
     planned_buffers,
     updated_elements,
 )
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
-from spbench.impls.layout import Unsupported, is_expert, shard_of
+from spbench.impls.layout import is_expert, shard_of
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -311,26 +310,7 @@ class Megatron(Backend):
 
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
-        options, found = step.options, set[Hashable]()
-        assert isinstance(options, MegatronOptions)
-        for buffer in _planned(step):
-            place, full_at = step.around.place, options.full_at(step.around, buffer.chunk)
-            summed, all_sizes = summed_axes(buffer.axes), buffer.elements
-            each = options.sharing(place.size(*summed)) if options.distributed_optimizer else 1
-            # a part of all layers may be on the host, and whole weights are shared out among all layers
-            whole = sum(all_sizes) if options.optimizer_offload_fraction < 1 or options.packs else None
-            if options.deals:
-                owners = dealt(all_sizes, place.size(*summed))
-                found.add((buffer.axes, tuple(owners), place.rank(*summed)))
-            for layout in buffer.layouts:
-                sizes = [all_sizes[i] for i in layout.members]
-                ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
-                part = covered(layout.starts, ends, *layout.shard(place.rank(*summed) % each, each))
-                padding = layout.end - layout.start - sum(sizes)
-                # the only bucket is of all layers, and others of some
-                within = None if full_at is None else tuple(sizes)
-                found.add((buffer.chunk, buffer.axes, padding, within, whole, part if each > 1 else None))
-        return frozenset(found)
+        return cuts(step)
 
     @classmethod
     def shares_whole_weights(cls, options: Any) -> bool:
@@ -338,53 +318,11 @@ class Megatron(Backend):
 
     @classmethod
     def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
-        return updated_elements([*_planned(step)], step.options, places)
+        return updated_elements([*buffers_of(step)], step.options, places)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
-        options = step.options
-        assert isinstance(options, MegatronOptions)
-        if options.update == "muon" and step.precision.loss_scale:
-            raise Unsupported("Muon has no loss scaling", "use bf16")
-        if options.optimizer_offload_fraction < 1 and step.precision.loss_scale:
-            raise Unsupported("a part of the optimizer on the host has no loss scaling", "use bf16")
-        if options.clip_grad:
-            yield from norm_traffic(step.around.place, step.element_bytes)
-        width = cls.gradient_dtype(step.precision, options).itemsize
-        phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
-        shards = options.distributed_optimizer and not options.deals
-        lengths = _sharded_lengths(step) if shards else Counter()
-        if options.update == "muon":
-            yield from muon_traffic(step, options)
-        for summed in step.summed:
-            axes = summed.group_axes
-            if not shards:
-                yield Traffic(phase, "main gradients", "all_reduce", 1, summed.elements * width, axes)
-                continue
-            elements, each = lengths[summed.axes], options.sharing(summed.size)
-            summed_bytes, gathered_bytes = elements * width, elements * step.element_bytes
-            yield Traffic(phase, "main gradients", "reduce_scatter", 1, summed_bytes, axes, each)
-            if each < summed.size:
-                part, instances = summed_bytes // each, summed.size // each
-                yield Traffic("gradient_sync", "over instances", "all_reduce", 1, part, axes, instances)
-            gathered = "forward" if options.overlap_param_gather else "optimizer"
-            yield Traffic(gathered, "updated weights", "all_gather", 1, gathered_bytes, axes, each)
-            if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
-
-
-def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:
-    """The buffers of a step that is planned."""
-    assert isinstance(step.options, MegatronOptions)
-    return planned_buffers(step.build(), step.strategy, step.around, step.options)
-
-
-def _sharded_lengths(step: PlannedStep) -> Counter[tuple[str, ...]]:
-    """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
-    padded: Counter[tuple[str, ...]] = Counter()
-    for buffer in _planned(step):
-        padded[buffer.axes] += buffer.layouts[-1].end
-    return padded
+        return traffic(step, cls.gradient_dtype(step.precision, step.options).itemsize)
 
 
 def _dealt(
