@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.axes import Place
-from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
@@ -59,6 +59,7 @@ from spbench.impls.backends.planned_buffers import (
     sharded_lengths,
     updated_elements,
 )
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import Unsupported, is_expert, shard_of

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.backends.backend import PlannedStep
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.flat import covered
 from spbench.impls.backends.layer_wise import Dealt, dealt, packed
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import is_matrix
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import shard_of
 from spbench.impls.strategies.base import Strategy

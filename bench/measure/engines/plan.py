@@ -31,7 +31,7 @@ from spbench.bench.measure.engines.unlike_ranks import (
 )
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
-from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.backends.planned_step import PlannedStep, planned_sums
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import set_options
