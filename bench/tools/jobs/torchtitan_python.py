@@ -130,7 +130,8 @@ class _Registry:
 
     def _set(self, configurations: Mapping[str, _Fields], target: ast.expr, value: ast.expr) -> None:
         """Set a keyword, or one of a section's."""
-        path, root = [], target
+        path: list[str] = []
+        root = target
         while isinstance(root, ast.Attribute):
             path.insert(0, root.attr)
             root = root.value
