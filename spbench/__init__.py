@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from spbench.bench.tools.papers.sources import PublishedPlace
     from spbench.bench.yaml_files import PublishedNumber
     from spbench.impls import collectives
-    from spbench.impls.backends.backend import Backend, PlannedStep
+    from spbench.impls.backends.backend import Backend
+    from spbench.impls.backends.planned_step import PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
     from spbench.impls.models.blocks.decoder import DecoderModel
     from spbench.impls.models.blocks.feed_forward import FeedForward

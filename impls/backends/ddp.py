@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, PlannedStep
+from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.traffic import Traffic
 
 

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.flat import FlatShard
 from spbench.impls.backends.fsdp_flat import FlatFullySharded, take_parameters
 from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.options import Options, check_choices
 from spbench.impls.traffic import Traffic
 

@@ -19,11 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.flat import FlatShard, padded
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import all_gather_flat, reduce_scatter_flat
 from spbench.impls.kernels.host_copies import host_zeros, to_device_, to_host_
 from spbench.impls.options import Options

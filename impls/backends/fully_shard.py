@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
+from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
@@ -33,6 +33,7 @@ from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_kept
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, PlannedStep
+from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.folding import folds
 from spbench.impls.strategies.base import Strategy

@@ -32,7 +32,7 @@ Differences from Megatron-Core:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +41,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.axes import Place
-from spbench.impls.backends.backend import Backend, HeldPart, PlannedStep
-from spbench.impls.backends.flat import covered
+from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
 from spbench.impls.backends.host_optimizer import HostOptimizer
-from spbench.impls.backends.layer_wise import Dealt, dealt
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
@@ -54,10 +52,14 @@ from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.part_on_host import PartOnHost, first_of
 from spbench.impls.backends.planned_buffers import (
     PlannedBuffer,
+    cuts_of_buffers,
+    dealt_weights,
     muon_traffic,
     planned_buffers,
+    sharded_lengths,
     updated_elements,
 )
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import Unsupported, is_expert, shard_of
@@ -99,7 +101,6 @@ class Megatron(Backend):
     options_type = MegatronOptions
     options: MegatronOptions
     muon_coefficients = QUINTIC
-    may_share_whole_weights = True
 
     def prepare(self) -> Optimizer:
         # all groups first, in an order that all ranks have
@@ -107,7 +108,7 @@ class Megatron(Backend):
         planned = [*planned_buffers(self.module, self.strategy, self.around, self.options)]
         self.buffers = [self._buffer(groups[each.axes], each) for each in planned]
         #: with Muon that deals weights out: those of a group, who updates each, and the group
-        self.dealt = _dealt(planned, groups) if self.options.deals else []
+        self.dealt = dealt_weights(planned, groups) if self.options.deals else []
         tied = self.around.tied(self.module)
         # where one stage has both uses of a tied embedding, autograd adds up their gradients
         twice = getattr(self.module, "tied", None) if tied is None else None
@@ -161,11 +162,8 @@ class Megatron(Backend):
         return optimizer
 
     def _muon(self, shard_groups: Sequence[dist.ProcessGroup | None]) -> Muon:
-        matrices, others = list[Matrix](), list[Tensor]()
-        for main in self.mains:
-            if not self._by_muon(main):
-                others.append(main.values)
-                continue
+        matrices, others = [], [main.values for main in self.mains if not self._by_muon(main)]
+        for main in filter(self._by_muon, self.mains):
             assert main.values.numel() == main.parameter.numel(), "a matrix is cut over ranks"
             shard = shard_of(main.parameter) if self.options.muon_tp_mode == "duplicated" else None
             group = self.strategy.place.group(shard.axis) if shard else None
@@ -185,9 +183,7 @@ class Megatron(Backend):
     def _share(self, main: _MainWeight) -> float:
         p, place = main.parameter, self.around.place
         ranks = place.size(*summed_axes(self.strategy.partial_axes(p)))
-        sharing = (
-            self.options.sharing(ranks) if self.options.distributed_optimizer or self.options.deals else 1
-        )
+        sharing = self.options.sharing(ranks) if self.options.distributed_optimizer else 1
         return held_share(p, place, sharing)
 
     def _counted_before(self, main: _MainWeight) -> bool:
@@ -311,26 +307,7 @@ class Megatron(Backend):
 
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
-        options, found = step.options, set[Hashable]()
-        assert isinstance(options, MegatronOptions)
-        for buffer in _planned(step):
-            place, full_at = step.around.place, options.full_at(step.around, buffer.chunk)
-            summed, all_sizes = summed_axes(buffer.axes), buffer.elements
-            each = options.sharing(place.size(*summed)) if options.distributed_optimizer else 1
-            # a part of all layers may be on the host, and whole weights are shared out among all layers
-            whole = sum(all_sizes) if options.optimizer_offload_fraction < 1 or options.packs else None
-            if options.deals:
-                owners = dealt(all_sizes, place.size(*summed))
-                found.add((buffer.axes, tuple(owners), place.rank(*summed)))
-            for layout in buffer.layouts:
-                sizes = [all_sizes[i] for i in layout.members]
-                ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
-                part = covered(layout.starts, ends, *layout.shard(place.rank(*summed) % each, each))
-                padding = layout.end - layout.start - sum(sizes)
-                # the only bucket is of all layers, and others of some
-                within = None if full_at is None else tuple(sizes)
-                found.add((buffer.chunk, buffer.axes, padding, within, whole, part if each > 1 else None))
-        return frozenset(found)
+        return cuts_of_buffers(step)
 
     @classmethod
     def shares_whole_weights(cls, options: Any) -> bool:
@@ -338,7 +315,7 @@ class Megatron(Backend):
 
     @classmethod
     def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
-        return updated_elements([*_planned(step)], step.options, places)
+        return updated_elements(step, places)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
@@ -353,7 +330,7 @@ class Megatron(Backend):
         width = cls.gradient_dtype(step.precision, options).itemsize
         phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
         shards = options.distributed_optimizer and not options.deals
-        lengths = _sharded_lengths(step) if shards else Counter()
+        lengths = sharded_lengths(step) if shards else Counter()
         if options.update == "muon":
             yield from muon_traffic(step, options)
         for summed in step.summed:
@@ -371,28 +348,3 @@ class Megatron(Backend):
             yield Traffic(gathered, "updated weights", "all_gather", 1, gathered_bytes, axes, each)
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
-
-
-def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:
-    """The buffers of a step that is planned."""
-    assert isinstance(step.options, MegatronOptions)
-    return planned_buffers(step.build(), step.strategy, step.around, step.options)
-
-
-def _sharded_lengths(step: PlannedStep) -> Counter[tuple[str, ...]]:
-    """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
-    padded: Counter[tuple[str, ...]] = Counter()
-    for buffer in _planned(step):
-        padded[buffer.axes] += buffer.layouts[-1].end
-    return padded
-
-
-def _dealt(
-    planned: Sequence[PlannedBuffer],
-    groups: Mapping[tuple[str, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
-) -> list[Dealt]:
-    """The weights of each group of several ranks, with their owners."""
-    of_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
-    for buffer in planned:
-        of_axes.setdefault(buffer.axes, []).extend(buffer.parameters.values())
-    return [Dealt(weights, group) for axes, weights in of_axes.items() if (group := groups[axes][0])]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from spbench.impls.axes import Place
-from spbench.impls.backends.backend import PlannedStep
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
-from spbench.impls.backends.layer_wise import dealt, packed
+from spbench.impls.backends.flat import covered
+from spbench.impls.backends.layer_wise import Dealt, dealt, packed
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import is_matrix
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import shard_of
-from spbench.impls.options import Options
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.traffic import Traffic
 
@@ -90,12 +91,10 @@ def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffi
         )
 
 
-def updated_elements(
-    buffers: Sequence[PlannedBuffer], options: Options, places: Sequence[Place]
-) -> list[int]:
+def updated_elements(step: PlannedStep, places: Sequence[Place]) -> list[int]:
     """Elements that the rank at each of these places updates, of buffers that all have."""
+    options, held, buffers = step.options, [], [*_planned(step)]
     assert isinstance(options, MegatronOptions)
-    held = []
     for place in places:
         total = 0
         for buffer in buffers:
@@ -116,3 +115,52 @@ def _own(buffer: PlannedBuffer, options: MegatronOptions, ranks: int, rank: int)
         for number, first in zip(layout.members, layout.starts, strict=True):
             own[number] = first < end and first + buffer.elements[number] > start
     return own
+
+
+def cuts_of_buffers(step: PlannedStep) -> Hashable:
+    """See :meth:`Backend.cuts`."""
+    options, found = step.options, set[Hashable]()
+    assert isinstance(options, MegatronOptions)
+    for buffer in _planned(step):
+        place, full_at = step.around.place, options.full_at(step.around, buffer.chunk)
+        summed, all_sizes = summed_axes(buffer.axes), buffer.elements
+        each = options.sharing(place.size(*summed)) if options.distributed_optimizer else 1
+        # a part of all layers may be on the host, and whole weights are shared out among all layers
+        whole = sum(all_sizes) if options.optimizer_offload_fraction < 1 or options.packs else None
+        if options.deals:
+            owners = dealt(all_sizes, place.size(*summed))
+            found.add((buffer.axes, tuple(owners), place.rank(*summed)))
+        for layout in buffer.layouts:
+            sizes = [all_sizes[i] for i in layout.members]
+            ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
+            part = covered(layout.starts, ends, *layout.shard(place.rank(*summed) % each, each))
+            padding = layout.end - layout.start - sum(sizes)
+            # the only bucket is of all layers, and others of some
+            within = None if full_at is None else tuple(sizes)
+            found.add((buffer.chunk, buffer.axes, padding, within, whole, part if each > 1 else None))
+    return frozenset(found)
+
+
+def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:
+    """The buffers of a step that is planned."""
+    assert isinstance(step.options, MegatronOptions)
+    return planned_buffers(step.build(), step.strategy, step.around, step.options)
+
+
+def sharded_lengths(step: PlannedStep) -> Counter[tuple[str, ...]]:
+    """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
+    padded: Counter[tuple[str, ...]] = Counter()
+    for buffer in _planned(step):
+        padded[buffer.axes] += buffer.layouts[-1].end
+    return padded
+
+
+def dealt_weights(
+    planned: Sequence[PlannedBuffer],
+    groups: Mapping[tuple[str, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
+) -> list[Dealt]:
+    """The weights of each group of several ranks, with their owners."""
+    of_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for buffer in planned:
+        of_axes.setdefault(buffer.axes, []).extend(buffer.parameters.values())
+    return [Dealt(weights, group) for axes, weights in of_axes.items() if (group := groups[axes][0])]

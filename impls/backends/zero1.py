@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import HeldPart, PlannedStep
+from spbench.impls.backends.backend import HeldPart
 from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.flat import FlatShard, covered, padded
@@ -29,6 +29,7 @@ from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.late_gradients import LateGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_1, OptimizerOptions
+from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
 from spbench.impls.composition import by_partial_axes, summed_axes
 from spbench.impls.kernels.host_copies import to_host_

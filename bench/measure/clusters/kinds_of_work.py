@@ -102,8 +102,9 @@ def without_own_rates(cluster: Cluster) -> list[str]:
     if not rates - {"datasheet"}:
         return ["all, by the datasheet alone"] if rates else []
     lacking = {
+        "matmuls": any(rate.share.substitute for rate in (device.matmul or {}).values()),
         "attention": device.attention is None and device.attention_efficiency.value is None,
-        "memory": device.memory_efficiency.value is None,
+        "memory": device.memory_efficiency.value is None or bool(device.memory_efficiency.substitute),
         "host": host is None or bool(host.scale.substitute),
         "intra-node links": node is not None and _lacks(node),
         "network": _lacks(cluster.network),
@@ -116,6 +117,8 @@ def without_own_rates(cluster: Cluster) -> list[str]:
 
 
 def _lacks(link: Link) -> bool:
+    if link.table.value is not None:
+        return bool(link.table.substitute)
     rates = [
         link.bandwidth_bytes_per_s,
         *(r.bandwidth_bytes_per_s for of in link.collectives.values() for r in of),

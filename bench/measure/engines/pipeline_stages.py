@@ -30,6 +30,7 @@ from spbench.bench.measure.engines.plan import RankClass, stage_module
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.impls.registries import backend_class
 from spbench.impls.training.pipeline import forwards_ahead
 
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
@@ -48,10 +49,11 @@ _SET_UP = (-1, 0)
 @dataclass(frozen=True)
 class Turns:
     """The turns of a step: of ``count`` micro-batches, ``ahead`` of which run forward before the first
-    backward."""
+    backward; ``begins``: whether a phase of its own comes before them."""
 
     count: int
     ahead: int
+    begins: bool = False
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -62,8 +64,10 @@ class Turns:
         return self.count + self.ahead
 
     def phases(self, turn: int) -> list[str]:
-        """The phases of a turn, in order; a step begins with one of its own."""
-        return ["forward"] * (turn == 0) + [*OF_TURNS[turn >= self.count : 1 + (turn >= self.ahead)]]
+        """The phases of a turn, in order."""
+        return ["forward"] * (self.begins and turn == 0) + [
+            *OF_TURNS[turn >= self.count : 1 + (turn >= self.ahead)]
+        ]
 
     @property
     def complete(self) -> bool:
@@ -241,13 +245,14 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
         NotAlike: the traces do not say it, as of the interleaved schedule, or of hardly any micro-batches.
     """
     count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
-    if schedule == "interleaved" or count < cell.sizes.pp + 2:
+    if schedule != "1f1b" or count < cell.sizes.pp + 2:
         raise NotAlike("turns of several runs of layers, or too few of them")
     for each, traced in zip(classes, traces, strict=True):
         assert traced.program is not None
-        held = Turns(count, forwards_ahead(schedule, each.stage, count))
+        held = _turns(cell, each)
+        assert isinstance(held, Turns)
         parts = _Parts(listed_program(traced.program), held, 1)
-        like, references, _ = parts.in_turns(Turns(count - 1, held.ahead))
+        like, references, _ = parts.in_turns(replace(held, count=count - 1))
         program = program_in_order(traced.program, parts.listed.order(like, references))
         fewer.append(replace(traced, program=program))
     return fewer
@@ -289,9 +294,9 @@ def _turns(cell: Cell, each: RankClass) -> AnyTurns:
     turns, training = turns_of(cell, each.stage), cell.training
     if turns is not None:
         return InterleavedTurns(turns)
-    return Turns(
-        training.micro_batches, forwards_ahead(training.schedule, each.stage, training.micro_batches)
-    )
+    count = training.micro_batches
+    begins = backend_class(training.backend).zeroes_in_step
+    return Turns(count, forwards_ahead(training.schedule, each.stage, count), begins)
 
 
 def _by_ahead(

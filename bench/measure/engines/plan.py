@@ -31,7 +31,7 @@ from spbench.bench.measure.engines.unlike_ranks import (
 )
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
 from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
-from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.backends.planned_step import PlannedStep, planned_sums
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import set_options
@@ -91,7 +91,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
 def shares_whole_weights(cell: Cell) -> bool:
     """Whether the ranks of a class update unlike weights."""
     backend, training = backend_class(cell.training.backend), cell.training
-    if not backend.may_share_whole_weights or training.step == "inference":
+    if training.step == "inference":
         return False
     options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
     return backend.shares_whole_weights(options) and cell.sizes.world > cell.sizes.pp

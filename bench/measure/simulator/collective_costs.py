@@ -4,8 +4,9 @@ By hops: the ring algorithms (Thakur, Rabenseifner, Gropp 2005; as NCCL uses for
 exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, with the rates that stand with the
 links of a cluster (:class:`BusRate`), or within a node by a table of measured collectives. There a group on
 several nodes moves its bytes on rings that leave the nodes by their cards, at the slower of the intra-node
-link and the group's share of the cards. Its latency is that within a node and, between nodes, that of a tree
-of them.
+link and the group's share of the cards. Between nodes, where no rate was measured, an all-reduce adds the
+latency of a tree of nodes, and what NCCL sends by rings alone takes that of each hop of its ring
+(:func:`ring_hops`), which grows with the ranks.
 
 Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
 
@@ -145,7 +146,10 @@ def measured_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     if group.nodes > 1:
         between, share = _between(kind, group)
         latency, bandwidth = latency + between, min(bandwidth, share)
-    return latency + float(WIRE_SHARE[kind](group.size)) * nbytes / bandwidth
+    seconds = float(WIRE_SHARE[kind](group.size)) * nbytes / bandwidth
+    if group.nodes > 1 and kind in _BY_RINGS and group.cluster.network.rate_of(kind, group.nodes) is None:
+        return min(hops + seconds / reached for hops, reached in ring_hops(kind, group))
+    return latency + seconds
 
 
 def _node_link(group: GroupLinks) -> Link:
@@ -231,6 +235,10 @@ _TREE_SHARE = {protocol: [int(x) / 100 for x in text.split()] for protocol, text
 #: least so many bytes for each rank and channel
 _PLATEAU, _PLATEAU_VOLTA, _PLATEAU_BYTES = 1.4, 1.9, 64
 
+#: collectives that NCCL sends by rings alone, and the share of a link's bandwidth that protocols reach
+_BY_RINGS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+_REACHED: dict[NcclProtocol, float] = {"ll128": 0.92, "simple": 1.0}
+
 _RINGED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
@@ -246,6 +254,19 @@ def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     if kind not in _RINGED:
         raise NotImplementedError(f"there is no cost for collective {kind!r}")
     return min(way_seconds(kind, nbytes, group, way) for way in _ways(kind, group))
+
+
+def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
+    """Of a ring over several nodes by LL128 and by Simple: seconds of latency, a hop for each step, and the
+    share of the bandwidth that the protocol reaches. NCCL takes the one with which a message takes least."""
+    n, crossings, ways = group.size, group.nodes - 1, []
+    for protocol, reached in _REACHED.items():
+        way: _Way = ("ring", protocol)
+        inside, outside = n - 1 - crossings, crossings
+        if kind in ("broadcast", "reduce"):  # as in _ring_latency
+            inside, outside = 0, n
+        ways.append(((_BASE[way] + inside * _NVLINK[way] + outside * _NETWORK[way]) * _US, reached))
+    return ways
 
 
 def _ways(kind: str, group: GroupLinks) -> list[_Way]:

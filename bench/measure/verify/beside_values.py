@@ -22,7 +22,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
 from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
 from spbench.impls.attended import Attended
-from spbench.impls.backends.backend import PlannedStep, planned_sums
+from spbench.impls.backends.planned_step import PlannedStep, planned_sums
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import ONE_STAGE, composed_traffic
 from spbench.impls.models.model import Model

@@ -22,8 +22,8 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way
 from spbench.bench.tools.advise.look import at_depth
 from spbench.impls.axes import ranks_along
-from spbench.impls.backends.backend import planned_sums
 from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.backends.planned_step import planned_sums
 from spbench.impls.folding import EXPERT_AXES, folded_sizes, folds, given_folds
 from spbench.impls.models.model import model_preset
 

@@ -9,7 +9,7 @@ same bytes: so both follow from traces of two depths and two counts. Peaks of a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -35,9 +35,12 @@ from spbench.bench.tools.fit.asking import COST, Asking, Task
 from spbench.bench.units import GIB
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
 
-#: the depths of shallow traces, in layers a pipeline stage; each phase of a step is then mostly layers
-DEPTHS = (2, 3)
+#: the depths of shallow traces, in layers a pipeline stage
+DEPTHS = (1, 2)
+#: those of a backend that frees weights between layers: two are there at once, as in a deep model
+_DEPTHS_OF_SHARDS = (2, 3)
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
@@ -117,9 +120,9 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     begun = time.process_time()
     if depth == "few_layers":
         cell = _with_one_leading(cell)
-    (layers, unit), leading = stage_layers(cell), leading_runs(cell)
+    (layers, unit), leading, depths = stage_layers(cell), leading_runs(cell), _depths(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
-    if depth != "few_layers" or layers <= sum(DEPTHS) + 2 * leading:
+    if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
         planned = plan(cell)
         by_count = _traced(cell, None)
         most = by_count[max(by_count)]
@@ -130,16 +133,14 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
     else:
         check_sizes(cell)
-        at = {d: (d + leading) * unit for d in DEPTHS}
-        by_depth = {d: _traced(cell, n) for d, n in at.items()}
-        deepest = {d: traces[max(traces)] for d, traces in by_depth.items()}
-        measurement = _memory(deepest, layers - leading, cell)
-        shallow, deeper = (_grown(_steps(by_depth[d]), cell.training.micro_batches) for d in DEPTHS)
-        more = (layers - leading - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+        at = [(d + leading) * unit for d in depths]
+        by_depth = [_traced(cell, n) for n in at]
+        deepest = [traces[max(traces)] for traces in by_depth]
+        more = (layers - leading - depths[0]) / (depths[1] - depths[0])
+        measurement = _memory(deepest, more, cell)
+        shallow, deeper = (_grown(_steps(traces), cell.training.micro_batches) for traces in by_depth)
         step = shallow.on(deeper, more)
-        measurement.formula = _sent(
-            cell, {d: (d + leading) * unit for d in DEPTHS}, deepest[DEPTHS[-1]], more
-        )
+        measurement.formula = _sent(cell, at, deepest[1], more)
     measurement.communication = []
     breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
     add_step_time(measurement, cell, step.seconds["step"], breakdown, step.priced_by)
@@ -148,6 +149,11 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     measurement.mfu = utilization(cell, step.seconds["step"])
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
+
+
+def _depths(cell: Cell) -> tuple[int, int]:
+    shared = backend_class(cell.training.backend).shares_out or ()
+    return _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
 
 
 def _with_one_leading(cell: Cell) -> Cell:
@@ -203,32 +209,34 @@ def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
     return a.on(b, (micro_batches - first) / (second - first))
 
 
-def _memory(by_depth: Mapping[int, ClassTraces], layers: int, cell: Cell) -> Measurement:
-    """The peak of the rank class with the largest, and whether that fits the card."""
-    usable = usable_memory_bytes(cell, by_depth[DEPTHS[-1]].planned)
-    shallow, deeper = (by_depth[depth].traces for depth in DEPTHS)
-    peaks = [deep_peak(a.memory, b.memory, layers) for a, b in zip(shallow, deeper, strict=True)]
+def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
+    """The peak of the rank class with the largest, and whether that fits the card; ``more`` as for
+    :func:`deep_peak`."""
+    usable = usable_memory_bytes(cell, by_depth[1].planned)
+    shallow, deeper = (each.traces for each in by_depth)
+    peaks = [deep_peak(a.memory, b.memory, more) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
     fits = usable is None or peak <= usable
     reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"
     measurement = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )
-    deepest = by_depth[DEPTHS[-1]].traces[peaks.index(peak)].memory
+    deepest = deeper[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
     measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
     return measurement
 
 
-def deep_peak(shallow: MemoryLog, deeper: MemoryLog, layers: int) -> int:
-    """Peak allocated bytes of the step of a stage with that many layers.
+def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
+    """Peak allocated bytes of the step of a stage with more layers.
 
     The overall peak alone must not be extrapolated: which phase it falls in changes with the depth. So each
     phase is taken apart. A deeper model has the same first layers as seen from the start of a phase, and the
     same last ones as seen from its end; what lies between are equal layers, and linear in depth.
 
     Args:
-        shallow, deeper: logs of stages with :data:`DEPTHS` layers.
+        shallow, deeper: logs of stages with few layers.
+        more: layers that it has more than the shallower, counted in what the deeper has more.
     """
     changes = [log.signed_bytes() for log in (shallow, deeper)]
     lives = [np.cumsum(each) for each in changes]
@@ -243,7 +251,7 @@ def deep_peak(shallow: MemoryLog, deeper: MemoryLog, layers: int) -> int:
             # a peak is where something is born; what dies, dies at other events in a deeper model
             if (rises := (change[a] > 0) & (more_change[b] > 0)).any():
                 low, high = live[a][rises], more_live[b][rises]
-                peaks.append((low + (layers - DEPTHS[0]) * (high - low)).max())
+                peaks.append((low + more * (high - low)).max())
     return int(max(peaks))
 
 
@@ -272,18 +280,18 @@ def _most_sent(by_class: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]
     return max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
 
 
-def _sent(cell: Cell, layers: Mapping[int, int], traces: ClassTraces, more: float) -> list[dict[str, Any]]:
+def _sent(cell: Cell, layers: Sequence[int], traces: ClassTraces, more: float) -> list[dict[str, Any]]:
     """What the ranks send that send most, by closed forms of few layers, for to build all layers takes long.
 
     Args:
-        layers: of the model at each of :data:`DEPTHS`.
+        layers: of the model at both depths.
         traces: of the deeper one; they were held to their own closed forms.
-        more: layers that the cell has more than the shallower, counted in what the deeper has more.
+        more: as for :func:`deep_peak`.
     """
     formulas = {each.first: traces.planned.formula(each.first) for each in traces.classes}
     most = _most_sent(formulas.values())
     rank = next(first for first, rows in formulas.items() if rows is most)
-    of_depths = (closed_form(_with(cell, n, cell.training.micro_batches), rank) for n in layers.values())
+    of_depths = (closed_form(_with(cell, n, cell.training.micro_batches), rank) for n in layers)
     shallow, deeper = (sent_rows(entries, cell.mesh_sizes) for entries in of_depths)
     same = [[row[name] for name in row if name not in _GROWING] for row in shallow]
     if same != [[row[name] for name in row if name not in _GROWING] for row in deeper]:

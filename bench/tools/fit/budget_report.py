@@ -28,9 +28,8 @@ def plan_line(answer: Fitting, plan: BudgetPlan) -> str:
         return f"no switch is needed for {within}"
     price = shown_price(chosen.price(plan.before) or 1.0)
     flags = flags_of(answer, chosen) or f"--set {shlex.quote(settings_of(chosen))}"
-    return (
-        f"for {within} at the least cost: {flags} (needs {card_gib(chosen.memory.total_bytes)}, step {price})"
-    )
+    needs = f"{card_gib(chosen.memory.total_bytes)} GiB"
+    return f"for {within} at the least cost: {flags} (needs {needs}, step {price})"
 
 
 def _switch_columns(answer: Fitting, plan: BudgetPlan) -> list[Column]:

@@ -26,7 +26,7 @@ from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS,
 from spbench.bench.tools.fit.fitting import Fitting, fitting
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
-from spbench.bench.tools.fit.taken import taken, taken_line, tokens_of_rank
+from spbench.bench.tools.fit.taken import experts_line, taken, taken_line, tokens_of_rank
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls.models.model import model_preset
 
@@ -134,6 +134,8 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
     shown = ((name, n) for name, n in anatomy.held.items() if n > _SMALL * anatomy.peak_memory_bytes)
     held = ", ".join(f"{name.replace('_', ' ')} {card_gib(n)}" for name, n in shown)
     yield f"allocated at the peak: {held}"
+    if of_experts := experts_line(verdict.cell):
+        yield of_experts
     if on_host := verdict.on_host():
         yield on_host
 

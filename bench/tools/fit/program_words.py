@@ -45,7 +45,7 @@ _PLAIN = {"": "the head and the loss"}
 _PROGRAMS: Mapping[str, Mapping[str, str]] = {
     "": _PLAIN,
     "megatron": _MEGATRON,
-    "bridge": _MEGATRON,
+    **dict.fromkeys(("bridge", "model_zoo", "primus"), _MEGATRON),
     "torchtitan": _TORCHTITAN,
 }
 

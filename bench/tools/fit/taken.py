@@ -87,6 +87,21 @@ def _settings(cell: Cell) -> Iterator[tuple[str, Taken]]:
     yield "training.backend", Taken("backend", cell.training.backend, "--set training.backend")
 
 
+def experts_line(cell: Cell) -> str:
+    """The line of an answer on routed experts: how many a rank has, and their part of the model; "" where
+    there are none."""
+    model: Any = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return ""
+    counts = model.parameters(model.padded_vocabulary(1))
+    here = model.experts // cell.sizes.by_axis.get("ep", 1)
+    share = counts["experts"] / counts["elements"]
+    return (
+        f"routed experts: {share:.0%} of the model's {counts['elements'] / 1e9:.3g} billion parameters; "
+        f"{here} of {model.experts} in each layer are on a rank"
+    )
+
+
 def taken_line(cell: Cell, said: Collection[str]) -> str:
     """The line of an answer on what was taken."""
     parts = ", ".join(map(str, taken(cell, said)))

@@ -167,19 +167,17 @@ class DeepSpeedJob:
         else:
             k.set("strategy", "single", note="data parallel alone")
         tp, groups = (k.count(f"{_PARALLEL}{each}_size") for each in ("tp", "dp_replicate"))
-        sp *= self._tensor_parallel(tp, sp) * groups
+        sp *= self._tensor_parallel(tp, sp)
         if gpus is None:
             return None
-        if gpus % sp:
-            k.problems.append(f"{gpus} GPUs are no multiple of {sp} ranks, which share a batch")
+        if gpus % (sp * groups):
+            k.problems.append(f"{gpus} GPUs are no multiple of {sp * groups} ranks, which share a batch")
             return None
         if groups > 1:
-            because = f"one of {groups} groups stands for all; sums of gradients between groups are left out"
-            missing = "weights that are sharded over a part of the replicas"
-            k.stand_in(missing, "time", because, f"{_PARALLEL}dp_replicate_size")
-        shards = f"{_PARALLEL}dp_shard_size"
-        if k.value(shards) not in (None, gpus // sp):
-            k.problems.append(f"{shards} is {k.value(shards)}, but {gpus} GPUs / {sp} are {gpus // sp}")
+            k.set("training.data_parallel_replicate_degree", groups, f"{_PARALLEL}dp_replicate_size")
+        shards, share = f"{_PARALLEL}dp_shard_size", gpus // (sp * groups)
+        if k.value(shards) not in (None, share):
+            k.problems.append(f"{shards} is {k.value(shards)}, but {gpus} GPUs / {sp * groups} are {share}")
         given = [name for name in (processes, shards) if name in k.given]
         k.set("sizes.dp", gpus // sp, *given, note=f"{gpus} GPUs / {sp}" if sp > 1 else f"{gpus} GPUs")
         return gpus // sp

@@ -21,18 +21,18 @@ _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 #: GPUs of a node, which the script has where nothing else is said
 _PER_NODE = 8
 #: by the variable DISPATCHER
-_DISPATCHERS = {
+_DISPATCHERS: Mapping[str, Mapping[str, object]] = {
     "alltoall": {"--moe-token-dispatcher-type": "alltoall"},
     "deepep": {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "deepep"},
     "hybridep": {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "hybridep"},
 }
 #: by variables that are 1
-_SWITCHES = {
+_SWITCHES: Mapping[str, Mapping[str, object]] = {
     "OPTIMIZER_OFFLOAD": {"--optimizer-cpu-offload": True, "--overlap-cpu-optimizer-d2h-h2d": True},
     "A2A_OVERLAP": {"--delay-wgrad-compute": True, "--overlap-moe-expert-parallel-comm": True},
 }
 #: by the variable PR, the precision
-_PRECISIONS = {
+_PRECISIONS: Mapping[str, Mapping[str, object]] = {
     "bf16": {"--tp-comm-overlap": True},
     "fp8": {"--fp8-recipe": "blockwise", "--fp8-format": "e4m3"},
     "mxfp8": {"--fp8-recipe": "mxfp8", "--fp8-format": "e4m3"},

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, Given, key_account, scalar_of
+from spbench.bench.tools.jobs.account import Account, key_account, scalar_of
 from spbench.bench.tools.jobs.argument_tables import argument_table, shown
-from spbench.bench.tools.jobs.job import Argument, Job
+from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
-from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
+from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
 #: sizes of a model, by which its file is known
 _SIGNS = ("num_layers", "hidden_size")
-#: prefixes of Megatron-LM's switches that turn off, and of keys that these leave out
-_OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
 
 
 def read(files: JobFiles) -> Job | None:
@@ -63,13 +62,15 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles) 
         **values,
     }
     own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
-    given = dict(_as_arguments(known, values, problems))
+    if known.get("use_turbo_deepep"):
+        known |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+    given = dict(as_arguments(known, values, problems, "Primus"))
     a = megatron_account(given, dict(files.environment))
     if not problems:
         make_settings(a, files.gpus, files.cluster)
     a.problems[:0] = [*problems, *own.problems]
     _beside(own)
-    arguments = [*_arguments(values, a, own), *variables(a)]
+    arguments = [*outcomes(values, a, own), *variables(a)]
     return replace(a, table=table).job("primus", files, arguments, files.machine_problems(None))
 
 
@@ -102,68 +103,8 @@ def _model_of(
     return models.get(name, {})
 
 
-def _as_arguments(
-    known: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
-) -> Iterator[tuple[str, Given]]:
-    """The keys as arguments of Megatron-LM, by the argument's name; those of Primus alone are left out."""
-    of_megatron = argument_table("megatron").arguments
-    if known.get("use_turbo_deepep"):
-        known = {**known, "moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
-    for key, value in known.items():
-        name, words = _argument(key, value)
-        if name and name in of_megatron:
-            given, wrong = given_argument(key, of_megatron[name], words)
-            problems += wrong
-            source = f"{key}: {shown(value)}" if key in values else f"Primus's {key}"
-            yield of_megatron[name].name, replace(given, source=source)
-
-
-def _argument(key: str, value: Any) -> tuple[str, list[str]]:
-    """The argument of Megatron-LM that a key is with that value, and its words; "": it is so without one."""
-    of_megatron = argument_table("megatron").arguments
-    word = key.replace("_", "-")
-    if value is None:
-        return "", []
-    if isinstance(value, bool):
-        argument = of_megatron.get(f"--{word}")
-        if value:
-            return (f"--{word}", []) if argument is not None and not argument.takes else ("", [])
-        stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
-        off = [f"--{switch}{stem}" for stem in stems for switch in _OFF]
-        return next((each for each in off if each in of_megatron), ""), []
-    values = value if isinstance(value, list) else [value]
-    return f"--{word}", [
-        str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in values
-    ]
-
-
 def _beside(own: Account) -> None:
     """Say what becomes of Primus's own switches."""
     if own.value("use_turbo_deepep"):
         own.took("--moe-token-dispatcher-type flex: DeepEP", "use_turbo_deepep")
     own.ignore("it is off", "use_turbo_deepep")
-
-
-def _arguments(values: Mapping[str, Any], a: Account, own: Account) -> Iterator[Argument]:
-    """What became of every key, by what became of its argument."""
-    accounted = {argument.name: argument for argument in a.arguments()}
-    of_primus = {argument.name: argument for argument in own.arguments()}
-    for key, value in values.items():
-        name, _ = _argument(key, value)
-        argument = accounted.get(key) or of_primus.get(key)
-        if argument is not None and key in of_primus and name not in a.given:
-            argument = of_primus[key]
-        if argument is not None:
-            yield replace(argument, name=key, value=f"= {shown(value)}")
-        elif _is_known(key):
-            yield Argument(key, f"= {shown(value)}", "no effect", "is so without it")
-        else:
-            yield Argument(key, f"= {shown(value)}", "unknown", "")
-
-
-def _is_known(key: str) -> bool:
-    """Whether Megatron-LM has an argument of a key, on or off."""
-    of_megatron = argument_table("megatron").arguments
-    word = key.replace("_", "-")
-    stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
-    return any(f"--{switch}{stem}" in of_megatron for stem in stems for switch in ("", *_OFF))

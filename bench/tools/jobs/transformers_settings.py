@@ -63,7 +63,7 @@ def _count(k: Account, number: Said, what: str) -> bool:
 
 
 def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
-    """Set strategy and sizes; returns how many replicas there are in a group that shards all weights."""
+    """Set strategy and sizes; returns how many replicas there are."""
     k.problems += files.machine_problems(step.gpus.value)
     parts = (step.sequence, "ranks of a sequence"), (step.tensor, "ranks of a layer"), (step.groups, "groups")
     wrong = [what for number, what in parts if not _count(k, number, what)]
@@ -94,27 +94,23 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
     if type(gpus) is not int or gpus < 1 or gpus % (sp * tp * groups):
         k.problems.append(f"{shown(gpus)} GPUs are no multiple of {sp * tp * groups}, which share a batch")
         return None
-    replicas = int(gpus // (sp * tp * groups))
+    replicas = int(gpus // (sp * tp))
     if groups > 1:
-        because = f"one of {groups} groups stands for all; sums of gradients between groups are left out"
-        k.stand_in(
-            "weights that are sharded over a part of the replicas", "time", because, *step.groups.names
-        )
-    k.set("sizes.dp", replicas, note=f"{gpus} GPUs / {sp * tp * groups}")
+        k.set("training.data_parallel_replicate_degree", groups, *step.groups.names)
+    k.set("sizes.dp", replicas, note=f"{gpus} GPUs / {sp * tp}")
     return replicas
 
 
 def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
     micro, parts, total = step.micro_batch, step.accumulation, step.batch
-    groups = step.groups.value
     if not _count(k, micro, "sequences of a micro-batch"):
         return
     if total.value is not None and parts.value is None and _count(k, total, "sequences of a step"):
-        if total.value % (micro.value * replicas * groups):
-            product = f"micro-batch {micro.value} x {replicas * groups} replicas"
+        if total.value % (micro.value * replicas):
+            product = f"micro-batch {micro.value} x {replicas} replicas"
             k.problems.append(f"a batch of {total.value} is no multiple of {product}")
             return
-        parts = Said(total.value // (micro.value * replicas * groups), total.names)
+        parts = Said(total.value // (micro.value * replicas), total.names)
     elif parts.value is None:
         parts = Said(1, parts.names)
     if not _count(k, parts, "micro-batches"):

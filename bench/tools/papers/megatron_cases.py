@@ -9,7 +9,7 @@ Nothing here is chosen by looking at golden values but what :data:`_ROLES` says.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -32,9 +32,9 @@ from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 
-#: the argument of `spbench reproduce`, and the file of what is predicted
-CASES = "megatron_cases"
-_CASES_FILES = ("megatron_cases.csv", "megatron_moe_cases.csv")
+#: arguments of `spbench reproduce`, and the files of what is predicted: of GPT and BERT, and of models with
+#: experts and hybrids
+CASES, EXPERT_CASES = "megatron_cases", "megatron_moe_cases"
 #: when each golden value was recorded, and in which container; those of cases with experts are taken to be as
 #: old as the latest of dev or lts
 _RECORDED_FILE = "megatron_cases_recorded.csv"
@@ -45,8 +45,9 @@ MEMORY = ("peak_first", "peak_last", "allocated_last")
 #: columns of megatron_cases.csv; golden, gpu: with _2nd for the run that goes on from a checkpoint;
 #: container: of PyTorch; bytes of the last rank at the first and at a later step, seconds
 PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "refusal")
-#: columns of megatron_cases_errors.csv; error: predicted / measured - 1
-ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role")
+#: columns of megatron_cases_errors.csv; error: predicted / measured - 1; departs: why a golden value may not
+#: be that of the case's arguments, or "" (:func:`departures`)
+ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role", "departs")
 _RESUMED = "_2nd"
 _ROLES = {
     "bert": "inferred",
@@ -139,12 +140,13 @@ def _words_of(case: str) -> dict[str, int]:
     return {} if words is None else {"vocab-size": words}
 
 
-def cases() -> list[GoldenCase]:
-    """All cases, each for every golden value that it has."""
+def cases(*names: str) -> list[GoldenCase]:
+    """The cases of :data:`CASES`, :data:`EXPERT_CASES` or, by default, both, each for every golden value that
+    it has."""
     recorded = published_file(_RECORDED_FILE).rows
     of_golden = {(row["case"], row["golden"]): row for row in recorded}
     latest = {row["golden"][:3]: row for row in sorted(recorded, key=lambda row: row["date"])}
-    rows = [row for file in _CASES_FILES for row in published_file(file).rows]
+    rows = [row for name in names or (CASES, EXPERT_CASES) for row in published_file(f"{name}.csv").rows]
     listed = []
     for row in rows:
         for golden in row["goldens"].split():
@@ -160,24 +162,27 @@ def cases() -> list[GoldenCase]:
     return listed
 
 
-def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path) -> Output:
-    """Run the cells of all cases, each once, and write megatron_cases.csv and megatron_cases_errors.csv.
+def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: str = CASES) -> Output:
+    """Run the cells of the cases of a name, each once, and write NAME.csv and NAME_errors.csv.
 
     Args:
         run: runs the cells of a scenario.
         output: the folder of the files.
     """
-    all_cases = cases()
+    all_cases = cases(name)
     ran = run(scenario_of(all_cases))
     lines = list(predictions(all_cases, {row["key"]: row for row in ran.known}))
-    compared = list(errors(lines))
+    varying = {c.case for c in all_cases if isinstance(c.cell, Cell) and varies_by_routing(c.cell)}
+    compared = list(errors(lines, varying))
     files = [
-        write_csv(DataFrame(rows, columns=list(columns), dtype=object), output / f"{name}.csv")
-        for name, rows, columns in ((CASES, lines, PREDICTIONS), (f"{CASES}_errors", compared, ERRORS))
+        write_csv(DataFrame(rows, columns=list(columns), dtype=object), output / f"{file}.csv")
+        for file, rows, columns in ((name, lines, PREDICTIONS), (f"{name}_errors", compared, ERRORS))
     ]
     imported = {line["case"] for line in lines if not line.get("refusal")}
     text = f"{len(imported)} of {len({case.case for case in all_cases})} cases are imported and predicted"
-    sizes = list(summary(compared))
+    sizes = list(summary([each for each in compared if not each["departs"]]))
+    left_out = len(compared) - sum(not each["departs"] for each in compared)
+    text += f"; {left_out} golden values may not be those of their arguments" if left_out else ""
     table = Table("Errors of predicted memory, from golden values", sizes)
     content = {"predictions": lines, "errors": compared, "summary": sizes}
     return Output([text, table], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
@@ -231,9 +236,54 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of."""
+def varies_by_routing(cell: Cell) -> bool:
+    """Whether the rows that a rank's experts get depend on what the router has learned: experts are spread
+    over ranks, and neither is a capacity filled up nor are tokens forced to be even."""
+    options = dict(cell.model_options)
+    spread = cell.sizes.by_axis.get("ep", 1) > 1
+    filled = options.get("capacity") is not None and bool(options.get("capacity_padded"))
+    return bool(options.get("experts")) and spread and not filled and "routing" not in options
+
+
+def departures(varying: Collection[str]) -> dict[tuple[str, str], str]:
+    """Why golden values may not be those of a case's arguments in this release, by case and golden value, as
+    the values themselves show: "as CASE GOLDEN" where those of lts are all those of another case or of dev,
+    "release" where the first peak of lts is further than 5% from each of dev, "checkpoint" where a run that
+    went on from one has its largest peak before its first step ends, and "routing" for the cases that are
+    ``varying``."""
+    found: dict[tuple[str, str], str] = {}
+    before: dict[tuple[str, ...], tuple[str, str]] = {}
+    rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]
+    of_dev: dict[str, list[float]] = {}
+    for row in rows:
+        if row["golden"].startswith("dev") and row["peak_first"] and not machine_of(row["golden"])[1]:
+            of_dev.setdefault(row["case"], []).append(float(row["peak_first"]))
+    for row in rows:
+        place, first = (row["case"], row["golden"]), row["peak_first"]
+        values = tuple(row[quantity] for quantity in MEMORY)
+        other = before.setdefault(values, place) if all(values) else place
+        another = other[0] != place[0] or other[1][:3] != place[1][:3]
+        if place[1].startswith("lts") and another:
+            found[place] = f"as {' '.join(other)}"
+        elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
+            found[place] = "release"
+        elif place[1].endswith(_RESUMED) and first == row["peak_last"]:
+            found[place] = "checkpoint"
+        elif place[0] in varying:
+            found[place] = "routing"
+    return found
+
+
+def _far(value: float, others: Sequence[float]) -> bool:
+    """Whether a value is further than 5% from each of some others."""
+    return bool(others) and all(abs(value / each - 1) > 0.05 for each in others)
+
+
+def errors(lines: Sequence[Mapping[str, Any]], varying: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of; ``varying``:
+    the cases that :func:`varies_by_routing`."""
     by_golden = {(line["case"], line["golden"]): line for line in lines}
+    departs = departures(varying)
     for file in GOLDEN_FILES:
         for row in published_file(file).rows:
             line = by_golden.get((row["case"], row["golden"]))
@@ -249,6 +299,7 @@ def errors(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                         "predicted": ours,
                         "error": ours / measured - 1,
                         "role": _by_name(_ROLES, row["case"], "predicted"),
+                        "departs": departs.get((row["case"], row["golden"]), ""),
                     }
 
 

@@ -33,8 +33,8 @@ def command() -> None:
     Run every scenario of PAPER (rsa, lasp, dsp, measured, field, experts or all); PAPER/SCENARIO runs that
     one alone, and keeps what the files have of the others. `strategies` makes the rows and traces of the
     strategies' pages, `datasheets` times of datasheets alone, `substitutes` times without a rate of the kind,
-    `bands` fits the intervals of simulated times to these results, and `megatron_cases` predicts what each of
-    Megatron-LM's functional tests needs, as it is imported.
+    `bands` fits the intervals of simulated times to these results, `megatron_cases` and `megatron_moe_cases`
+    predict what each of Megatron-LM's functional tests needs, as it is imported.
 
     Cells are kept in results/runs: what was interrupted goes on where it was.
     """

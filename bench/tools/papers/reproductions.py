@@ -31,7 +31,7 @@ from spbench.bench.tools.papers.document import (
     write_shared,
 )
 from spbench.bench.tools.papers.execution import opened_executor
-from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, predicted_cases
+from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
 from spbench.bench.tools.papers.memory_errors import memory_errors
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
@@ -72,7 +72,7 @@ def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that :func:`check_same_code` refuses.
     """
-    others = (STRATEGIES, *WITHOUT_RATES, CASES, BANDS)
+    others = (STRATEGIES, *WITHOUT_RATES, CASES, EXPERT_CASES, BANDS)
     of_papers = [] if request.paper in others else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
         check_documents(paper.name, [scenario.name for scenario in scenarios])
@@ -88,6 +88,8 @@ def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
                 yield _without_rates(name, request)
         if CASES in wanted:
             yield _cases(request)
+        if EXPERT_CASES in wanted:
+            yield predicted_cases(request.run, request.output, EXPERT_CASES)
     if BANDS in wanted:
         yield fit_bands(request)
 

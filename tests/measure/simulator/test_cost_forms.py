@@ -122,6 +122,28 @@ def test_measured_rates_between_nodes() -> None:
     assert half == pytest.approx(2 + 80 * 1.5 / 10)
 
 
+def test_rings_between_nodes_take_longer_with_each_rank() -> None:
+    """NCCL gathers by rings alone, by the protocol with which a message takes least; a measured rate of the
+    network stands in its place."""
+    on = changed(measured(), "network.latency_s", 0.0)
+    us = 1e-6
+    # of 16 ranks on 4 nodes 3 hops leave a node and 12 do not; 15 / 16 of the bytes at 8 a second
+    by_ll128 = (14 + 12 * 1.9 + 3 * 4) * us + 8e-6 * 15 / 16 / 8 / 0.92
+    assert seconds(on, "all_gather", 8e-6, list(range(16))) == pytest.approx(by_ll128)
+    by_simple = (8.4 + 12 * 3.4 + 3 * 14) * us + 80 * 15 / 16 / 8
+    assert seconds(on, "reduce_scatter", 80, list(range(16))) == pytest.approx(by_simple)
+    # each rank passes a broadcast on
+    assert seconds(on, "broadcast", 0, list(range(16))) == pytest.approx((14 + 16 * 4) * us)
+    hops = [seconds(on, "all_gather", 0, list(range(4 * nodes))) for nodes in (2, 4, 8)]
+    assert hops[2] - hops[1] == pytest.approx(2 * (hops[1] - hops[0]))
+    document = on.model_dump()
+    document["network"]["collectives"] = {"all_gather": [rate(1.0, 8.0, 2)]}
+    on = Cluster.model_validate(document)
+    assert seconds(on, "all_gather", 0, list(range(16))) == pytest.approx(
+        1 + 3 * 3 + 1
+    )  # a node's, and its own
+
+
 def test_rates_are_in_ascending_order_of_ranks() -> None:
     with pytest.raises(ValueError, match="ascending"):
         changed(measured(), "node_link.collectives.any", [rate(1.0, 1.0, 4), rate(1.0, 1.0, 2)])

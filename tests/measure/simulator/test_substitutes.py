@@ -160,5 +160,7 @@ def test_what_packaged_clusters_lack_a_rate_of() -> None:
     assert without_own_rates(load_cluster("dgx-h100")) == ["triton"]
     assert {"intra-node links", "flash_attention_2"} < {*without_own_rates(load_cluster("a100-pcie-80gb"))}
     assert "attention" in without_own_rates(load_cluster("l40s"))
+    assert "intra-node links" not in without_own_rates(load_cluster("l40s"))
+    assert {"matmuls", "memory"} < {*without_own_rates(load_cluster("b300-sxm"))}
     assert without_own_rates(load_cluster("dgx-a100-datasheet")) == ["all, by the datasheet alone"]
     assert without_own_rates(load_cluster("local")) == []

@@ -8,13 +8,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.advise import layouts as module
+from spbench.bench.tools.advise.candidates import Bar, undominated
 from spbench.bench.tools.advise.layouts import (
     Layout,
     Refused,
+    Way,
     backend_settings,
     divisors,
     layouts,
@@ -22,7 +25,9 @@ from spbench.bench.tools.advise.layouts import (
     strategy_settings,
     ways,
 )
+from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.advise.references import savings_of
 from spbench.bench.tools.fit.asked import Asked
 from spbench.impls import registries
@@ -229,3 +234,30 @@ def test_an_option_of_the_model_that_is_fixed_is_not_searched() -> None:
 def test_options_that_cannot_be_fixed(pair: tuple[str, str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         backend_settings(asked(8, fixed=[pair]))
+
+
+def test_what_takes_longer_and_needs_no_fewer_bytes_is_left_out() -> None:
+    times = np.array([[10.0, 10.5, 12.0, 20.0], [10.9, 11.2, 9.0, 30.0]])
+    nbytes = np.array([[50.0, 50.0, 50.0, 20.0], [60.0, 60.0, 70.0, 10.0]])
+    kept = undominated(times, nbytes, np.ones(times.shape, dtype=bool))
+    assert kept.tolist() == [[True, True, False, True], [True, False, True, True]]
+    others = undominated(times, nbytes, times > 10.0)  # the fastest is not among them
+    assert others.tolist() == [[False, True, False, True], [True, True, False, True]]
+
+
+def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> None:
+    bar = Bar()
+    for n, seconds in ((1, 9.0), (2, 5.0), (4, 6.0), (8, 7.0)):
+        bar.add(Layout(Way("single", {}), n, 1, 1), seconds)
+    far = Layout(Way("ulysses", {"sp": 4}), 2, 1, 1)
+    assert bar.passes(far, 1000.0)  # there are four
+    bar.add(Layout(Way("single", {}), 8, 1, 2), 1.0)  # the same kind, faster
+    assert bar.passes(far, 1000.0)
+    bar.add(Layout(Way("single", {}), 16, 1, 1), 8.0)
+    assert bar.most_s == 2.5 * 9.0
+    assert bar.passes(far, 22.5)
+    assert not bar.passes(far, 30.0)
+    assert not bar.passes(far, 25.0)
+    assert [*bar.far.values()] == [25.0]
+    answer = absence(asked(8), SearchResult(), {"sp": 4}, bar=bar)
+    assert answer.sentence == "not traced, of those with sp4: 1, by the estimate not faster than 25 s"

@@ -8,9 +8,14 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.tools.advise.look import DEPTHS, deep_peak, look
+from spbench.bench.measurement import Measurement
+from spbench.bench.tools.advise.look import _counts, _with, deep_peak, look
 from tests.slow import slow
+
+#: layers of made-up logs
+DEPTHS = (2, 3)
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
@@ -75,7 +80,35 @@ def test_times_and_peaks_are_those_of_a_whole_trace(case: str) -> None:
     assert every.peak_memory_bytes == pytest.approx(peak, rel=0.01)
     for found in (few, every):
         assert found.mfu == pytest.approx(every.mfu, rel=0.01)
+        assert sent(found) == pytest.approx(sent(every), rel=1e-6)
         assert sum(row["sent_bytes"] for row in found.formula) > 0
+
+
+def sent(found: Measurement) -> list[float]:
+    return [row[name] for row in found.formula for name in ("count", "payload_bytes", "sent_bytes")]
+
+
+@pytest.mark.parametrize("case", ["micro-batches", *map(slow, ("longer pipeline", "zero3", "ring"))])
+def test_a_micro_batch_less_is_cut_out_of_a_trace(case: str) -> None:
+    cell = cell_of(case)
+    traces = [virtual.trace_classes(of_few(cell, n), events=True) for n in _counts(cell)]
+    seconds = [each.simulator()().step_time_s for each in traces]
+    cut = traces[1].without_one()
+    assert cut.simulator()().step_time_s == pytest.approx(seconds[0], rel=1e-9)
+    assert seconds[0] < seconds[1]
+
+
+def test_runs_of_layers_in_turns_are_not_cut() -> None:
+    traces = virtual.trace_classes(of_few(cell_of("interleaved", model_options=SMALL), 4), events=True)
+    with pytest.raises(NotAlike, match="several runs"):
+        traces.without_one()
+
+
+SMALL = {"layers": 4, "hidden": 96, "inner": 128, "vocabulary": 128}
+
+
+def of_few(cell: Cell, micro_batches: int) -> Cell:
+    return _with(cell, None, micro_batches)
 
 
 #: one bucket holds several layers, so that states die at other events of the optimizer in a deeper model
@@ -122,7 +155,7 @@ def test_a_deeper_model_may_have_fewer_events_in_a_phase(layers: int) -> None:
     events = [dict(log.spans())["optimizer"] for log in logs]
     assert events[0].stop - events[0].start > events[1].stop - events[1].start
     peak = step_with_buckets(layers).peak().nbytes
-    assert deep_peak(shallow, deeper, layers) == peak == 8192 + layers * (1024 + 4096)
+    assert deep_peak(shallow, deeper, layers - DEPTHS[0]) == peak == 8192 + layers * (1024 + 4096)
 
 
 def test_a_peak_is_where_something_is_born() -> None:
@@ -140,4 +173,4 @@ def test_a_peak_is_where_something_is_born() -> None:
         return made
 
     # of five layers: five storages, and the last one with the deeper model's five still alive
-    assert deep_peak(*map(log, DEPTHS), 5) <= 6 * 1024
+    assert deep_peak(*map(log, DEPTHS), 5 - DEPTHS[0]) <= 6 * 1024

@@ -7,7 +7,7 @@ import pytest
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.subject import subject
-from spbench.bench.tools.fit.taken import taken_line, tokens_of_rank
+from spbench.bench.tools.fit.taken import experts_line, taken_line, tokens_of_rank
 
 OPTION = "strategy_options.placement"
 
@@ -55,6 +55,16 @@ def test_tokens_of_a_rank_show_what_an_axis_divides(
 ) -> None:
     (cell,) = subject(["causal-transformer-tiny"], asked(strategy, axis, batch=batch)).cells
     assert tokens_of_rank(cell) == tokens
+
+
+def test_experts_have_a_line() -> None:
+    settings = {"seq_len": 1024, "sizes.ep": 8}
+    (cell,) = subject(["Qwen/Qwen3-30B-A3B"], Asked("dgx-h100", 16, None, settings)).cells
+    assert experts_line(cell) == (
+        "routed experts: 95% of the model's 30.5 billion parameters; 16 of 128 in each layer are on a rank"
+    )
+    (dense,) = subject(["llama3-8b"], Asked("dgx-h100", 16, None, {"seq_len": 1024})).cells
+    assert experts_line(dense) == ""
 
 
 @pytest.mark.parametrize("program", ["", "megatron", "torchtitan", "deepspeed"])

@@ -58,6 +58,9 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
                     "training.gradient_accumulation_fusion": False, "training.distributed_optimizer": True}),
         ("ModelZoo", {"sizes.tp": 2, "sizes.pp": 2, "sizes.ep": 4, "model_options.vocabulary": 151936,
                       "training.virtual_stages": 2, "model_options.dispatcher": "all_to_all"}),
+        ("ms-swift, Megatron", {"strategy": "megatron_sp", "sizes.tp": 4, "batch": 16, "seq_len": 8192,
+                                "model_options.recompute": "selective", "model_options.qk_norm": True,
+                                "training.cuda_alloc_conf": "expandable_segments:True"}),
         ("ms-swift", {"strategy": "ulysses", "sizes.sp": 8, "batch": 2, "training.parameters": "host"}),
         ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "seq_len": 16384, "batch": 2}),
     ],
@@ -137,11 +140,10 @@ def test_what_a_programs_job_cannot_be_here(name: str, old: str, new: str, probl
         lenient(name, (old, new)).cell()
 
 
-def test_one_group_of_replicas_stands_for_all() -> None:
-    job = lenient("LLaMA-Factory v1", ("cp_size: 2", "mp_replicate_size: 2"), gpus=16)
-    assert (job.cell().sizes.world, job.cell().batch, job.cell().training.micro_batches) == (8, 8, 1)
-    (argument,) = [each for each in job.arguments if each.name == "mp_replicate_size"]
-    assert argument.detail.startswith("may move time: one of 2 groups stands for all")
+def test_groups_of_replicas_shard_all_weights_each() -> None:
+    cell = lenient("LLaMA-Factory v1", ("cp_size: 2", "mp_replicate_size: 2"), gpus=16).cell()
+    assert (cell.sizes.dp, cell.batch, cell.training.micro_batches) == (16, 16, 1)
+    assert cell.training.backend_options["data_parallel_replicate_degree"] == 2
 
 
 RECIPES = """

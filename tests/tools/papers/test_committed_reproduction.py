@@ -151,7 +151,7 @@ def test_the_page_links_to_what_is_there(paper: str) -> None:
 
 def test_the_page_is_a_page() -> None:
     text = (ROOT / SUMMARY_PAGE).read_text()
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 160
     assert len(text.split()) <= 1850
 
 

@@ -1,0 +1,104 @@
+"""Jobs of ms-swift by Megatron-Core: a script that starts `megatron sft` or `megatron pt`, whose options are
+Megatron-LM's arguments with underscores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.setting_values import read_model_file
+from spbench.bench.tools.jobs.account import key_account
+from spbench.bench.tools.jobs.argument_tables import argument_table
+from spbench.bench.tools.jobs.command_values import options_of
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.launch import launched
+from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.program_files import given_of, script_of
+from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
+from spbench.bench.tools.jobs.variables import variables
+
+_PROGRAM = re.compile(r"megatron")
+#: by a field of config.json: Megatron-LM's argument
+_SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_epsilon",
+    "rope_theta": "rotary_base",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+    "qwen3_moe": {"qk_layernorm": True},
+}
+
+
+def read(files: JobFiles) -> Job | None:
+    """A job of ms-swift by Megatron-Core; None where the script starts no tuning of its.
+
+    Raises:
+        UserError: the script cannot be read, or has several such commands.
+    """
+    script = script_of(files)
+    launch = launched(script, _PROGRAM, files.environment) if script else None
+    if launch is None or not launch.arguments or launch.arguments[0] not in ("sft", "pt"):
+        return None
+    table, problems = argument_table("swift_megatron"), list[str]()
+    values = dict(options_of(launch.arguments[1:], table, problems))
+    own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
+    known = {**table.content["defaults"], **_sizes(own.value("model"), problems), **values}
+    known |= {"seq_length": own.value("max_length"), "max_position_embeddings": own.value("max_length")}
+    if known.get("recompute_granularity") == "none":
+        known["recompute_granularity"] = None
+    a = megatron_account(dict(as_arguments(known, values, problems, "ms-swift")), launch.environment)
+    environment = launch.environment
+    processes, nodes = environment.get("NPROC_PER_NODE", "1"), environment.get("NNODES", "1")
+    counted = processes.isdecimal() and nodes.isdecimal() and len(processes + nodes) < 12
+    gpus = files.gpus or (int(processes) * int(nodes) if counted else None)
+    if not problems and not own.problems:
+        make_settings(a, gpus, files.cluster)
+    a.problems[:0] = [*problems, *own.problems]
+    a.ignore("how many processes there are", "NPROC_PER_NODE", "NNODES")
+    own.took("the model's sizes", "model")
+    own.took("seq_len", "max_length")
+    tuned = given_of(own, "tuner_type")
+    if own.value("tuner_type") == "lora":
+        because = "all weights are trained here: 14 bytes a weight and a third of the matmuls are too much"
+        own.stand_in(
+            "adapters beside weights that are not trained (LoRA)", "time and memory", because, *tuned
+        )
+    own.ignore("all weights are trained", *tuned)
+    arguments = [*outcomes(values, a, own), *variables(a)]
+    return replace(a, table=table).job("swift_megatron", files, arguments, files.machine_problems(gpus))
+
+
+def _sizes(name: Any, problems: list[str]) -> dict[str, Any]:
+    """The arguments that a model's config.json stands for."""
+    try:
+        fields = read_model_file(str(name))
+    except UserError as error:
+        problems.append(f"model: {error}")
+        return {}
+    family = fields["model_type"]
+    if family not in _FAMILIES:
+        problems.append(f"model: model_type {family} is none of {', '.join(_FAMILIES)}")
+        return {}
+    sizes = {key: fields[field] for field, key in _SIZES.items() if fields.get(field) is not None}
+    experts = (
+        {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"} if "num_experts" in sizes else {}
+    )
+    groups = {"group_query_attention": True} if "num_query_groups" in sizes else {}
+    tied = {"untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", False)}
+    return {**_FAMILIES[family], **sizes, **experts, **groups, **tied}

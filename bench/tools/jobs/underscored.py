@@ -1,0 +1,83 @@
+"""Megatron-LM's arguments as keys with underscores, as programs around it have them:
+``sequence_parallel: true`` for ``--sequence-parallel``, ``add_bias_linear: false`` for
+``--disable-bias-linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account, Given
+from spbench.bench.tools.jobs.argument_tables import argument_table, shown
+from spbench.bench.tools.jobs.job import Argument
+from spbench.bench.tools.jobs.megatron import given_argument
+
+#: prefixes of Megatron-LM's switches that turn off, and of keys that these leave out
+_OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
+
+
+def as_arguments(
+    known: Mapping[str, Any], values: Mapping[str, Any], problems: list[str], program: str
+) -> Iterator[tuple[str, Given]]:
+    """The keys as arguments of Megatron-LM, by the argument's name; others are left out.
+
+    Args:
+        known: what the program has by default and for its model, and what the job gives.
+        values: what the job gives.
+        problems: those of values are added.
+        program: whose the defaults are.
+    """
+    of_megatron = argument_table("megatron").arguments
+    for key, value in known.items():
+        name, words = _argument(key, value)
+        if name and name in of_megatron:
+            given, wrong = given_argument(key, of_megatron[name], words)
+            problems += wrong
+            source = f"{key}: {shown(value)}" if key in values else f"{program}'s {key}"
+            yield of_megatron[name].name, replace(given, source=source)
+
+
+def _argument(key: str, value: Any) -> tuple[str, list[str]]:
+    """The argument of Megatron-LM that a key is with that value, and its words; "": it is so without one."""
+    of_megatron = argument_table("megatron").arguments
+    word = key.replace("_", "-")
+    if value is None:
+        return "", []
+    if isinstance(value, bool):
+        argument = of_megatron.get(f"--{word}")
+        if value:
+            return (f"--{word}", []) if argument is not None and not argument.takes else ("", [])
+        stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
+        off = [f"--{switch}{stem}" for stem in stems for switch in _OFF]
+        return next((each for each in off if each in of_megatron), ""), []
+    values = value if isinstance(value, list) else [value]
+    return f"--{word}", [
+        str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in values
+    ]
+
+
+def outcomes(values: Mapping[str, Any], a: Account, own: Account) -> Iterator[Argument]:
+    """What became of every key, by what became of its argument; ``own``: of the program's own keys."""
+    accounted = {argument.name: argument for argument in a.arguments()}
+    of_program = {argument.name: argument for argument in own.arguments()}
+    for key, value in values.items():
+        name, _ = _argument(key, value)
+        argument = accounted.get(key) or of_program.get(key)
+        if argument is not None and key in of_program and name not in a.given:
+            argument = of_program[key]
+        if argument is not None:
+            yield replace(argument, name=key, value=f"= {shown(value)}")
+        elif _is_known(key):
+            yield Argument(key, f"= {shown(value)}", "no effect", "is so without it")
+        else:
+            yield Argument(key, f"= {shown(value)}", "unknown", "")
+
+
+def _is_known(key: str) -> bool:
+    """Whether Megatron-LM has an argument of a key, on or off."""
+    of_megatron = argument_table("megatron").arguments
+    word = key.replace("_", "-")
+    stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
+    return any(f"--{switch}{stem}" in of_megatron for stem in stems for switch in ("", *_OFF))

@@ -1,0 +1,65 @@
+"""The turns of a rank of an interleaved pipeline: which of them repeat, and which another rank has too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, product
+
+import pytest
+
+from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
+from spbench.impls.training.turns import Turns
+
+CASES = [
+    Turns(rank, ranks, chunks, micro_batches, group)
+    for (ranks, group), chunks, micro_batches in product([(2, None), (4, None), (3, 5)], [2, 3, 4], [20, 30])
+    for rank in range(ranks)
+]
+
+
+@pytest.mark.parametrize("turns", CASES, ids=repr)
+def test_periods_repeat_but_for_the_micro_batches(turns: Turns) -> None:
+    """Each does the same with the next group of micro-batches; what is left over is less than two more."""
+    edges = [turns.ahead + i * turns.period for i in range(turns.periods + 1)]
+    first = [*turns.alternating(range(turns.ahead, turns.ahead + turns.period))]
+    for start in edges[:-1]:
+        later = [*turns.alternating(range(start, start + turns.period))]
+        by = start - turns.ahead
+        assert later == [(name, number + by) for name, number in first]
+        for action, number in later:
+            order = turns.forwards if action in ("forward", "pass_on") else turns.backwards
+            if number >= turns.period:
+                before = order[number - turns.period]
+                assert order[number] == before._replace(micro_batch=before.micro_batch + turns.group)
+            assert action == "free" or (turns.received(action, number) is None) == (
+                turns.received(action, number % turns.period + turns.period) is None
+            )
+    assert len(turns) - edges[-1] <= 2 * turns.period
+
+
+@pytest.mark.parametrize("turns", CASES, ids=repr)
+def test_every_turn_is_taken_once(turns: Turns) -> None:
+    parts = turns.warm_up(), turns.alternating(range(turns.ahead, len(turns))), turns.cool_down()
+    taken = Counter(chain(*parts))
+    assert {*taken.values()} == {1}
+    for action in ("forward", "backward"):
+        assert sum(name == action for name, _ in taken) == len(turns)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_a_rank_further_ahead_finds_each_of_its_actions_in_another(chunks: int) -> None:
+    """Of the same name, through the same chunk; a rank that runs less far ahead does not."""
+    ahead, behind = (InterleavedTurns(Turns(rank, 6, chunks, 24)) for rank in (1, 4))
+    assert ahead.complete
+    assert behind.complete
+    assert len(ahead) == len(behind)
+    for place, (name, number) in enumerate(ahead.actions):
+        other = behind.actions[ahead.like(place, behind)]
+        assert other[0] == name
+        assert ahead.phases(place) == behind.phases(ahead.like(place, behind))
+        if number >= 0:
+            turns = "backwards" if "back" in name else "forwards"
+            mine, theirs = (getattr(each.of, turns)[n] for each, n in ((ahead, number), (behind, other[1])))
+            assert mine.chunk == theirs.chunk
+    with pytest.raises(ValueError, match="as far ahead"):
+        behind.like(0, ahead)
