@@ -126,15 +126,15 @@ class Dealt:
             of_ranks[owner].append(weight.detach())
         some = self.weights[0].detach()
         messages = [some.new_empty(sum(w.numel() for w in mine)) for mine in of_ranks]
-        for updated, part in zip(of_ranks[own], _parts(messages[own], of_ranks[own]), strict=True):
-            part.copy_(updated)
+        for held, part in zip(of_ranks[own], _parts(messages[own], of_ranks[own]), strict=True):
+            part.copy_(held)
         for rank, message in enumerate(messages):
             if message.numel():
                 dist.broadcast(message, group=self.group, group_src=rank)
         for rank, (message, mine) in enumerate(zip(messages, of_ranks, strict=True)):
             if rank != own:
-                for stale, part in zip(mine, _parts(message, mine), strict=True):
-                    stale.copy_(part)
+                for held, part in zip(mine, _parts(message, mine), strict=True):
+                    held.copy_(part)
 
 
 def _parts(message: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -49,7 +49,7 @@ def orthogonalised(
     """x [M, N] with its singular values brought near 1, by Newton-Schulz steps on the shorter side; those of
     a float32 x are in bfloat16."""
     shorter = x.mT if x.shape[0] > x.shape[1] else x
-    y = F.normalize(shorter, dim=(-2, -1), eps=1e-15)  # type: ignore[arg-type]  # torch's stub takes one dim
+    y = F.normalize(shorter, dim=(-2, -1), eps=1e-15)  # type: ignore[arg-type]
     y = y.to(torch.bfloat16) if x.dtype == torch.float32 else y
     for a, b, c in islice(cycle(coefficients), steps):
         gram = y @ y.mT
