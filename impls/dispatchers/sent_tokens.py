@@ -122,6 +122,7 @@ class _Chain:
 
     def __init__(self, strategy: Strategy):
         self.sizes = dict(strategy.place.sizes)
+        self.parts = strategy.sequence_parts
         self.key = (
             tuple((type(each), each.options, each.axes, each.packed) for each in strategy.nested()),
             tuple(sorted(strategy.place.sizes.items())),
@@ -148,7 +149,8 @@ def _of_place(
     call: ExpertCall, chain: _Chain, along: Sequence[tuple[str, int]], batch: int, length: int
 ) -> np.ndarray:
     place = Place(dict(chain.sizes), dict(along))
-    positions = positions_of(chain.planned(place), place, length)
+    whole = chain.parts == 1
+    positions = np.arange(length) if whole else positions_of(chain.planned(place), place, length)
     tokens = call.plan.tokens(positions, length, batch)
     limit = capacity_of(len(positions) * batch, call.plan.per_token, call.plan.experts, call.capacity)
     return taken(tokens, limit, padded=call.padded)
