@@ -170,7 +170,7 @@ def composed_traffic(
     stage: Stage,
     micro_batches: int,
     element_bytes: int,
-    gradient_bytes: int,
+    tied_bytes: Callable[[int], int],
 ) -> Iterator[Traffic]:
     """Closed form of what a rank of a stage sends in a step, without what a backend sends to sum gradients
     (:meth:`Backend.traffic`).
@@ -178,7 +178,7 @@ def composed_traffic(
     Args:
         sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.
         element_bytes: of an element of what layers make.
-        gradient_bytes: of an element of the gradients that the backend holds.
+        tied_bytes: of what a rank holds of the gradient of a tied embedding of so many elements.
     """
     for t in strategy.traffic(sites, element_bytes):
         once = t.phase in ("gradient_sync", "optimizer")
@@ -192,7 +192,7 @@ def composed_traffic(
                 yield Traffic("backward", "to the stage before", "send", micro_batches, payload, ("pp",))
             yield from _gathers(site, strategy, stage, micro_batches, element_bytes)
         elif site.kind == "tied_embedding" and stage.tied:
-            payload = strategy.held_elements(site) * gradient_bytes
+            payload = tied_bytes(strategy.held_elements(site))
             yield Traffic("gradient_sync", "tied embedding", "send", 1, payload, ("pp",))
         elif site.kind == "experts":
             yield from (t.times(micro_batches) for t in experts_traffic(site, strategy, element_bytes))

@@ -267,6 +267,11 @@ class Backend(ABC):
         return precision.parameters
 
     @classmethod
+    def tied_bytes(cls, step: PlannedStep, elements: int) -> int:
+        """Bytes that a rank holds of the gradient of a tied embedding, of which it has so many elements."""
+        return elements * cls.gradient_dtype(step.precision, step.options).itemsize
+
+    @classmethod
     def kept_bytes(cls, precision: Precision) -> int:
         """Bytes that a rank keeps from forward to backward beside :meth:`held`, for each element of its
         weights: gathered weights that stay."""

@@ -63,6 +63,14 @@ def padded_elements(shape: torch.Size, size: int) -> int:
     return shape.numel() // n * math.ceil(n / size) * size
 
 
+def held_rows(shape: torch.Size, size: int, rank: int) -> tuple[int, int]:
+    """The first of a rank's rows along the dim that a parameter is cut along, and how many it has."""
+    whole = shape[cut_dim(shape, size)]
+    each = math.ceil(whole / size)
+    first = min(whole, rank * each)
+    return first, min(each, whole - first)
+
+
 class FullySharded(Backend):
     """ZeRO-3: weights are gathered for forward, freed, and gathered again for backward."""
 
@@ -158,8 +166,7 @@ class FullySharded(Backend):
         """Shard each unit, then what is left of the module."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        on_host = (self.options.optimizer, self.options.parameters) == ("host", "device")
-        if self._wide_states and not on_host:
+        if self._wide_states and not self.options.masters_on_host:
             for p in self.module.parameters():
                 p.data = p.data.float()
         reduced = self.gradient_dtype(self.precision, self.options)
@@ -268,9 +275,21 @@ class FullySharded(Backend):
     def _part(self, name: str, local: Tensor) -> HeldPart:
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
         size = mesh.size(SHARDS)
-        dim = cut_dim(shape, size)
-        first = min(shape[dim], mesh.get_local_rank(SHARDS) * math.ceil(shape[dim] / size))
-        return HeldPart(local, first, dim)
+        first, _ = held_rows(shape, size, mesh.get_local_rank(SHARDS))
+        return HeldPart(local, first, cut_dim(shape, size))
+
+    @classmethod
+    def tied_bytes(cls, step: PlannedStep, elements: int) -> int:
+        options, place = step.options, step.around.place
+        assert isinstance(options, ShardingOptions)
+        weight = step.around.tied(step.build())
+        assert weight is not None
+        axes = summed_axes(step.strategy.partial_axes(weight))
+        size = options.sharing(place.size(*axes))
+        _, rows = held_rows(weight.shape, size, place.rank(*axes) % size)
+        wide = step.precision.master and options.state_dtype == "fp32" and not options.masters_on_host
+        width = 4 if wide else step.precision.parameters.itemsize
+        return elements // weight.shape[cut_dim(weight.shape, size)] * rows * width
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

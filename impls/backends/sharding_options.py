@@ -87,6 +87,11 @@ class ShardingOptions(OptimizerOptions):
                 f"not {self.data_parallel_replicate_degree}"
             )
 
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether the host has wider copies of the shards, which are on the device."""
+        return self.optimizer == "host" and self.parameters == "device"
+
     def sharing(self, ranks: int) -> int:
         """Number of ranks, out of ``ranks`` that sum a gradient, that shard a parameter between them.
 

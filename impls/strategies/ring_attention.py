@@ -258,7 +258,8 @@ class RingAttention(PlacedChunks):
                 continue
             d = site.dims
             # k may have D features a head, v always A; both may have fewer heads than q
-            heads = d["Z"] if self.options.repeated_keys else d.get("G", d["Z"])
+            repeated = getattr(self.options, "repeated_keys", False)  # peers have options of their own
+            heads = d["Z"] if repeated else d.get("G", d["Z"])
             block = d["B"] * heads * (d["L"] // self.size) * key_value_size(d)
             once = site.count * (self.size - 1)
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:

@@ -273,9 +273,9 @@ def closed_form(cell: Cell, rank: int) -> list[Traffic]:
     # asked for once a step, whatever the stages
     asked[0] += training_sites(precision, [*itertools.chain(*asked)])
     step = planned_step(cell, rank, [*itertools.chain(*asked)])
-    widths = precision.parameters.itemsize, backend.gradient_dtype(precision, step.options).itemsize
+    width, of_tied = precision.parameters.itemsize, partial(backend.tied_bytes, step)
     of_stages = (
-        composed_traffic(of_stage, step.strategy, stage, training.micro_batches, *widths)
+        composed_traffic(of_stage, step.strategy, stage, training.micro_batches, width, of_tied)
         for of_stage, stage in zip(asked, around.stages, strict=True)
     )
     entries = [*itertools.chain(*of_stages), *backend.traffic(step)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,6 @@ def check_bytes(
     sites = list(model.sites(batch, seq_len, strategy.vocabulary_parts))
     sums = planned_sums(sites, strategy, 1)
     width = precision.parameters.itemsize
-    gradient_bytes = backend.gradient_dtype(precision, backend.options).itemsize
 
     def build() -> torch.nn.Module:
         with torch.device("meta"):
@@ -118,7 +118,7 @@ def check_bytes(
 
     step = PlannedStep(sums, 1, precision, strategy, around, build, lambda: [[True, False]], backend.options)
     entries = [
-        *composed_traffic(sites, strategy, ONE_STAGE, 1, width, gradient_bytes),
+        *composed_traffic(sites, strategy, ONE_STAGE, 1, width, partial(backend.tied_bytes, step)),
         *backend.traffic(step),
     ]
     plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], sizes)

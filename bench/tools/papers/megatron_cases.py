@@ -182,7 +182,7 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     text = f"{len(imported)} of {len({case.case for case in all_cases})} cases are imported and predicted"
     sizes = list(summary([each for each in compared if not each["departs"]]))
     left_out = len(compared) - sum(not each["departs"] for each in compared)
-    text += f"; {left_out} golden values may not be those of their arguments" if left_out else ""
+    text += f"; {left_out} golden values may belong to other arguments" if left_out else ""
     table = Table("Errors of predicted memory, from golden values", sizes)
     content = {"predictions": lines, "errors": compared, "summary": sizes}
     return Output([text, table], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))

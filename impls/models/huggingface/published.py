@@ -30,7 +30,7 @@ class Published(NamedTuple):
 @cache
 def _by_name() -> Mapping[str, Published]:
     """By the name in lower case; further names are of the same sizes, as of an instruction-tuned model."""
-    table = json.loads((files(__package__) / "published.json").read_text("utf-8"))
+    table = json.loads((files(__package__) / "published.json").read_text(encoding="utf-8"))
     models: dict[str, Published] = {}
     for name, entry in table.items():
         for each in (name, *entry.get("also", ())):

@@ -109,7 +109,9 @@ def differences(
     """Where forward and backward sent other bytes than the closed forms say."""
     batch = BATCH // around.replicas // setting.micro_batches
     sites = model.sites(batch, LENGTH, strategy.vocabulary_parts)
-    entries = [*composed_traffic(sites, strategy, ONE_STAGE, setting.micro_batches, 8, 8)]
+    entries = [
+        *composed_traffic(sites, strategy, ONE_STAGE, setting.micro_batches, 8, lambda elements: 8 * elements)
+    ]
     entries = [t for t in entries if t.phase in ("forward", "backward")]
     plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], strategy.place.sizes)
     found = plan.difference(recorder.communication, 0, has_values=True)

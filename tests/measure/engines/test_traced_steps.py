@@ -123,7 +123,7 @@ STATES = ", most of it for model states,"
             "optimizer_state",
             {"dp": 2, "pp": 2},
             "ddp",
-            f"{STATES} which the backend zero1 shards over replicas",
+            f"{STATES} which the backend zero3 shards over replicas",
         ),
         (
             "optimizer_state",

@@ -51,7 +51,9 @@ def test_every_argument_and_variable_of_the_functional_tests_is_accounted_for() 
         unknown += bool(case.job.of("unknown"))
         assert all(argument.detail or argument.outcome == "unknown" for argument in case.job.arguments)
         # what keeps a case from being imported is an argument, not a fault of ours
-        assert not case.job.refusal() or case.job.of("refused"), case.job.refusal()
+        assert not case.job.refusal() or case.job.of("refused") or case.job.of("approximated"), (
+            case.job.refusal()
+        )
         kinds.update(argument.outcome for argument in case.job.arguments)
     assert kinds.keys() == {"mapped", "no effect", "approximated", "refused", "unknown"}
     # of another program (Flextron), and variables of TransformerEngine that are in no table
