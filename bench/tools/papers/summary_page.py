@@ -12,7 +12,7 @@ import pandas as pd
 
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
-from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
+from spbench.bench.tools.papers.reproduction_verdict import PaperVerdict, counts, verdict_on
 from spbench.bench.tools.papers.sources import papers, published_file
 from spbench.bench.units import difference, error_percent, six_digits
 from spbench.plots.series import grouped
@@ -61,25 +61,25 @@ def _section(findings: PaperFindings, source: str, scenarios: Sequence[str], det
 
 
 def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Line]:
-    """A line for each kind of number of a scenario that has any to judge."""
+    """The line of a scenario that has numbers to judge: by kind of number its verdict, counts and errors."""
     document = findings.documents.get(scenario)
-    remark = " ".join(document.not_reproduced.split()) if document else ""
-    title = _link(scenario, findings, details)
     records = [record for record in findings.records if record.scenario == scenario]
-    for kind, some in grouped(records, kind_of).items():
-        verdict = verdict_on(some)
-        errors = verdict.formula_errors if kind == "bytes" else verdict.errors
-        if verdict.judged:
-            yield {
-                "table or figure": title,
-                "reproduces": f"{kind}: **{verdict.word}**",
-                "met": f"{verdict.met}/{verdict.judged}",
-                "median, worst": ", ".join(map(error_percent, (median(errors), max(errors))))
-                if errors
-                else "",
-                "why": remark,
-            }
-            title = remark = ""
+    verdicts = {kind: verdict_on(some) for kind, some in grouped(records, kind_of).items()}
+    judged = {kind: verdict for kind, verdict in verdicts.items() if verdict.judged}
+    if judged:
+        yield {
+            "table or figure": _link(scenario, findings, details),
+            "reproduces": "; ".join(f"{kind}: **{verdict.word}**" for kind, verdict in judged.items()),
+            "met": "; ".join(f"{verdict.met}/{verdict.judged}" for verdict in judged.values()),
+            "median, worst": "; ".join(filter(None, (_errors(*one) for one in judged.items()))),
+            "why": " ".join(document.not_reproduced.split()) if document else "",
+        }
+
+
+def _errors(kind: str, verdict: PaperVerdict) -> str:
+    """The median and the worst error of a kind of number; "" where there is none."""
+    errors = verdict.formula_errors if kind == "bytes" else verdict.errors
+    return ", ".join(map(error_percent, (median(errors), max(errors)))) if errors else ""
 
 
 def _link(scenario: str, findings: PaperFindings, details: str, *, short: bool = False) -> str:
