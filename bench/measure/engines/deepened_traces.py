@@ -124,7 +124,9 @@ def _cuts(cell: Cell, rank: int) -> Hashable:
 
 
 #: how operators begin that take lists of tensors, of which a deeper model has longer ones
-_OF_LISTS = ("_foreach_", "_fused_")
+_OF_LISTS = ("_foreach_", "_fused_", "sum_of_squares")
+#: and those that take a buffer of all layers in forward or backward, where there is one
+_OF_BUFFERS = ("zero_", "linalg_vector_norm")
 #: the phases whose buffers do not grow with the number of layers
 _OF_LAYERS = ("forward", "backward")
 #: what stands for a number that grows
@@ -202,7 +204,8 @@ class _DeepProgram:
         alike = {name: _without_what_grows(pairs[name], may) for name in ("nbytes", "flops")}
         lists = []
         for number, program in enumerate(programs):
-            of_lists = np.array([name.startswith(_OF_LISTS) for name in program.names], dtype=bool)
+            names = (*_OF_LISTS, *(_OF_BUFFERS if grows else ()))
+            of_lists = np.array([name.startswith(names) for name in program.names], dtype=bool)
             takes_lists = of_lists[program.name]
             amounts = {name: np.where(takes_lists, _GROWS, both[number]) for name, both in alike.items()}
             lists.append(listed_program(program, **amounts))
