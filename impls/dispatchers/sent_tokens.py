@@ -29,21 +29,7 @@ def positions_of(strategy: Strategy, place: Place, length: int) -> np.ndarray:
         strategy: of any rank of the mesh.
         place: of the rank; no process groups are needed.
     """
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    if strategy.sequence_parts == 1:
-        return np.arange(length)
-    with _disable_current_modes(), torch.no_grad():
-        whole = torch.arange(length, device="cpu")
-        return _planned_at(strategy.outermost, place).shard(whole, 0).numpy().copy()
-
-
-def _planned_at(strategy: Strategy, place: Place) -> Strategy:
-    """The same strategies, planned for another rank."""
-    within = None if strategy.within is None else _planned_at(strategy.within, place)
-    planned = type(strategy)(place, strategy.options, within=within, axes=strategy.axes)
-    planned.packed = strategy.packed
-    return planned
+    return _Chain(strategy.outermost).positions(place, length)
 
 
 def sent_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
@@ -128,7 +114,17 @@ class _Chain:
             tuple(sorted(strategy.place.sizes.items())),
         )
 
-    def planned(self, place: Place) -> Strategy:
+    def positions(self, place: Place, length: int) -> np.ndarray:
+        """See :func:`positions_of`."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        if self.parts == 1:
+            return np.arange(length)
+        with _disable_current_modes(), torch.no_grad():
+            whole = torch.arange(length, device="cpu")
+            return self._planned(place).shard(whole, 0).numpy().copy()
+
+    def _planned(self, place: Place) -> Strategy:
         """The outermost of these strategies, for a rank at that place."""
         strategy: Strategy | None = None
         for cls, options, axes, packed in reversed(self.key[0]):
@@ -149,8 +145,7 @@ def _of_place(
     call: ExpertCall, chain: _Chain, along: Sequence[tuple[str, int]], batch: int, length: int
 ) -> np.ndarray:
     place = Place(dict(chain.sizes), dict(along))
-    whole = chain.parts == 1
-    positions = np.arange(length) if whole else positions_of(chain.planned(place), place, length)
+    positions = chain.positions(place, length)
     tokens = call.plan.tokens(positions, length, batch)
     limit = capacity_of(len(positions) * batch, call.plan.per_token, call.plan.experts, call.capacity)
     return taken(tokens, limit, padded=call.padded)
