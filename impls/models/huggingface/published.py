@@ -15,9 +15,9 @@ class Published(NamedTuple):
 
     Attributes:
         name: as its authors write it.
-        parameters: how many, as published: all digits, or rounded as 8.2B; without modules of multi-token
-            prediction, and of text alone.
-        source: the repository that the file was read from.
+        parameters: how many, in all digits or rounded as 8.2B, without modules of multi-token prediction, and
+            of text alone. It has no cited source: a check of the sizes, not a reference.
+        source: where the sizes were read; not always the model's own config.json.
         config: ``model_type`` and the fields that count.
     """
 
