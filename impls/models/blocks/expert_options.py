@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.impls.kernels.permutation import PERMUTATIONS
+from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.options import check_choices
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
@@ -60,6 +61,8 @@ class ExpertOptions:
         dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
         node_ranks: of "node_deduplicated", the ranks of a node.
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
+        stacked_experts: a rank's experts are one parameter, as in torchtitan's GroupedExperts, and not each a
+            parameter, as in Megatron-LM's TEGroupedMLP.
         permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
     """
 
@@ -90,6 +93,7 @@ class ExpertOptions:
     dispatcher: str = "all_to_all"
     node_ranks: int = 8
     experts_matmul: str = "grouped"
+    stacked_experts: bool = False
     permutation: str = "plain"
 
     def check_experts(self) -> None:
@@ -119,6 +123,8 @@ class ExpertOptions:
             raise ValueError("node_deduplicated sends every token; leave capacity out, or use all_to_all")
         if self.capacity_padded and self.capacity is None:
             raise ValueError("capacity_padded pads to capacity; set that, or leave it out")
+        if self.stacked_experts and self.library != LIBRARIES[0]:  # type: ignore[attr-defined]
+            raise ValueError(f"stacked_experts needs library {LIBRARIES[0]}, not {self.library}")  # type: ignore[attr-defined]
         if self.capacity is not None and self.capacity <= 0:
             raise ValueError(f"capacity is above 0, not {self.capacity}")
         _ = self.routing_plan
@@ -147,7 +153,7 @@ class ExpertOptions:
         return [
             # DeepSeek-V3's router, shared experts with Qwen's gate, the first layer dense
             {"router": "sigmoid", "router_normalized": True, "router_scale": 2.5, **groups, **balanced}
-            | {"shared_inner": 48, "shared_gate": True, "dense_layers": 1},
+            | {"shared_inner": 48, "shared_gate": True, "dense_layers": 1, "stacked_experts": True},
             # Mixtral's, uneven, one expert after another
             {"routing": "zipf:1.5", "router_scores": "chosen", "experts_matmul": "sequential"}
             | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},

@@ -47,6 +47,11 @@ SETTINGS = {
             "routing": "even",
         },
     ),
+    "stacked": Setting({"sp": 2, "ep": 2}, options={"stacked_experts": True, "routing": "zipf:40"}),
+    "stacked biases under etp": Setting(
+        {"sp": 4, "ep": 2, "etp": 2},
+        options={"stacked_experts": True, "expert_biases": True, "mlp": "clamped_swiglu"},
+    ),
     "zigzag": Setting({"sp": 4, "ep": 2}, "ring_attention", options={"routing": "zipf:1.5"}, zigzag=True),
     "tp": Setting(
         {"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={"permutation": "fused"}
