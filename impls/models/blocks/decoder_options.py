@@ -25,6 +25,7 @@ _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain", "rounded"),
+    "rope": ("shared", "each_layer"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
@@ -54,6 +55,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
         norm_epsilon: added to the mean square in every norm.
         rms_norm: "fused", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
+        rope: of library torch: "shared": all layers have one cos and sin; "each_layer": each makes its own,
+            which backward keeps, as Hugging Face's models did before transformers 4.41.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
@@ -112,6 +115,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     norm_epsilon: float = 1e-6
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
+    rope: str = "shared"
     cross_entropy: str = "plain"
     swiglu: str = "plain"
     autotune_flush_kib: int = 0
@@ -177,6 +181,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError("autotune_flush_kib needs cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
             raise ValueError("autotune_copies stand beside autotune_flush_kib; set that too")
+        if self.rope == "each_layer" and self.fused:
+            raise ValueError(f"rope: each_layer needs library: torch, not {self.library}")
         if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
             raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:
