@@ -61,7 +61,7 @@ from spbench.impls.backends.planned_buffers import (
 )
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
-from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
+from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, trained_parameters
 from spbench.impls.layout import Unsupported, is_expert, shard_of
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
@@ -254,10 +254,10 @@ class Megatron(Backend):
 
     def begin_gathering(self, stage: nn.Module) -> None:
         if self.options.overlap_param_gather and self.options.align_param_gather:
-            self.gathered.begin(stage.parameters())
+            self.gathered.begin(trained_parameters(stage))
 
     def begin_last_backward(self, stage: nn.Module) -> None:
-        self.gradients.expect_last(stage.parameters())
+        self.gradients.expect_last(trained_parameters(stage))
 
     def synchronize(self) -> None:
         self.gradients.finish()
@@ -297,7 +297,8 @@ class Megatron(Backend):
         return {self.names[m.parameter]: HeldPart(m.gradient, m.elements.start) for m in self.mains}
 
     def weight_parts(self) -> dict[str, HeldPart]:
-        return {self.names[m.parameter]: HeldPart(m.model_values, m.elements.start) for m in self.mains}
+        mains = {self.names[m.parameter]: HeldPart(m.model_values, m.elements.start) for m in self.mains}
+        return self.frozen_parts() | mains
 
     @classmethod
     def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:
