@@ -103,8 +103,8 @@ class FullySharded(Backend):
         self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
         self.shapes = {name: p.shape for p, name in every.items()}
         names, frozen = list(self.names.values()), list(self.frozen.values())
-        every.clear(), self.names.clear()  # or the whole parameters would live on
-        self.frozen.clear()
+        for whole in (every, self.names, self.frozen):  # or the whole parameters would live on
+            whole.clear()
         self._wrap()
         device = next(iter(self.meshes.values())).device_type
         if self.options.parameters == "host":

@@ -7,8 +7,7 @@ In half precision, weights take 2 bytes a parameter and contiguous float32 main 
 moments of 8, a tensor each for every parameter: 18 bytes a parameter in all. With the distributed optimizer
 (Rajbhandari et al., arXiv 1910.02054, section 5) a rank has main weights and moments of its part alone (6 +
 12/N bytes), and the weights are views of one contiguous buffer. Adam's gradients are views of the main
-gradients. In float32 and float64 everything is in that precision, and the optimizer updates the weights in
-place.
+gradients. In float32 and float64 everything is in that precision, and weights are updated in place.
 
 The loss of each micro-batch, and before the sums the norm of each bucket, is checked for NaN; before the
 update, gradients are clipped by the norm of all. As in Megatron-Core, the host waits for its device where it

@@ -11,7 +11,6 @@ from spbench.impls.strategies.base import Site
 
 if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder import DecoderModel
-    from spbench.impls.models.blocks.decoder_options import DecoderOptions
 
 #: projections that can have an adapter, by Hugging Face's names: of attention and of an MLP
 QKV, CLOSING = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -34,7 +33,7 @@ class AdapterOptions:
     lora_alpha: float = 16.0
     lora_targets: Sequence[str] = PROJECTIONS
 
-    def check_adapters(self: DecoderModel) -> None:
+    def check_adapters(self: Any) -> None:
         """Raise ValueError for options of adapters that do not fit each other, or the model."""
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list has no hash
         for name in self.lora_targets:
@@ -65,17 +64,17 @@ class AdapterOptions:
         return self.lora_alpha / self.lora_rank
 
     @property
-    def plain_softmax(self: DecoderModel) -> bool:
+    def plain_softmax(self: Any) -> bool:
         """Whether all layers have softmax attention, without latents."""
         return all(self.mixing(layer).takes_adapters for layer in range(self.layers))
 
     @property
-    def opening_names(self: DecoderModel) -> tuple[str, ...]:
+    def opening_names(self: Any) -> tuple[str, ...]:
         """The projections that open an MLP."""
         return OPENING if self.gated_mlp else OPENING[1:]
 
     @property
-    def adapts_mlp(self: DecoderModel) -> bool:
+    def adapts_mlp(self: Any) -> bool:
         """Whether a projection of MLPs has an adapter."""
         return self.adapts((*self.opening_names, MLP_CLOSING))
 
@@ -83,13 +82,13 @@ class AdapterOptions:
         """Whether one of these projections has an adapter."""
         return bool(self.lora_rank) and any(name in self.lora_targets for name in names)
 
-    def adapted_apart(self: DecoderOptions, names: Sequence[str]) -> list[int] | None:
+    def adapted_apart(self: Any, names: Sequence[str]) -> list[int] | None:
         """The numbers of these projections that have an adapter of their own; None: they share one."""
         if not self.separate_projections:
             return None
         return [place for place, name in enumerate(names) if name in self.lora_targets]
 
-    def adapter_variants(self: DecoderModel) -> list[Mapping[str, Any]]:
+    def adapter_variants(self: Any) -> list[Mapping[str, Any]]:
         """Changes of options of adapters to verify; see :meth:`Model.variants`."""
         if self.experts or self.mtp_layers or not self.plain_softmax:
             return []
