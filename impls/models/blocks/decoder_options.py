@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
@@ -36,7 +37,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads, PackedSequences):
+class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     """What the layers of a decoder are made of, and which kernels they use.
 
     An option that changes how, not what, a layer computes has its plain value in
