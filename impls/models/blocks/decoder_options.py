@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
+from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
@@ -28,6 +29,7 @@ _WAYS = {
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
+    "fp8": ("none", *RECIPES),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
     "checkpoints": ("device", "host", "pageable"),
@@ -70,6 +72,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             keeps the whole for backward. Else they are copied out of it.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
+        fp8: the matmuls of the projections of layers are in eight bits, by one of
+            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             parts of layers, if nothing else is said softmax attention between its projections (arXiv
@@ -120,6 +124,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     attention_views: bool = False
     library: str = "torch"
     unfused: Sequence[str] = ()
+    fp8: str = "none"
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
@@ -169,6 +174,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
+        if self.fp8.startswith("rowwise") and self.fused:
+            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
