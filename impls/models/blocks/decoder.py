@@ -118,6 +118,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "checkpointing": False,
         "library": "torch",
         "unfused": (),
+        "fp8": "none",
         "attention_views": False,
         "recompute": "none",
         "recompute_early_stop": False,
@@ -129,6 +130,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "experts_matmul": "sequential",
         "permutation": "plain",
     }
+
+    rounding_options: ClassVar[frozenset[str]] = frozenset({"fp8"})
 
     @abstractmethod
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
+from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
@@ -30,6 +31,7 @@ _WAYS = {
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
+    "fp8": ("none", *RECIPES),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
     "checkpoints": ("device", "host", "pageable"),
@@ -74,6 +76,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             keeps the whole for backward. Else they are copied out of it.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
+        fp8: the matmuls of the projections of layers are in eight bits, by one of
+            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             parts of layers, if nothing else is said softmax attention between its projections (arXiv
@@ -125,6 +129,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     attention_views: bool = False
     library: str = "torch"
     unfused: Sequence[str] = ()
+    fp8: str = "none"
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
@@ -174,6 +179,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
+        if self.fp8.startswith("rowwise") and self.fused:
+            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
