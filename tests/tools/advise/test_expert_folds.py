@@ -90,9 +90,9 @@ def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
     assert figures.experts.layer == of_layer
     assert figures.dispatched.layer == 256 * 3 * model.hidden * 2  # type: ignore[attr-defined]
     whole, shared = (Layout(way, 16, 1, 1, fold=fold) for fold in folds_of(about, way))
-    difference = estimated.states(whole, figures) - estimated.states(shared, figures)
+    (of_whole,), (of_shared,) = estimated.states([whole, shared], figures)
     expected = LAYERS * of_layer * ((4 + 12 / 16) - (4 + 12 / 4) / 4)
-    assert difference == pytest.approx(expected)
+    assert of_whole - of_shared == pytest.approx(expected)
     assert estimated.seconds("all_to_all", 2**20, ("ep",), shared.sizes) > 0
     assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
 

@@ -269,7 +269,8 @@ def test_an_update_on_the_host_has_its_price() -> None:
     candidate = next(c for c in every() if (c.strategy, c.layout.dp) == ("single", 16))
     way = ours.figures(candidate.layout.way, candidate.options)
     place = list(BACKENDS).index(text)
-    seconds = [each.times(candidate.layout, way)[place, 0] for each in (ours, theirs)]
+    layouts = [candidate.layout]
+    seconds = [e.times(layouts, way, e.computing(layouts, way))[0, place, 0] for e in (ours, theirs)]
     elements = way.elements.ends + way.elements.layer * 8
     memory = load_cluster(question().cell.cluster).host_memory
     cores, link = memory.update_bytes_per_s.value, memory.bytes_per_s
