@@ -112,11 +112,13 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     plain_options: ClassVar[Mapping[str, Any]] = {
         "linear_attention": "quadratic",
         "rms_norm": "plain",
+        "rope": "shared",
         "cross_entropy": "plain",
         "swiglu": "plain",
         "checkpointing": False,
         "library": "torch",
         "unfused": (),
+        "fp8": "none",
         "attention_views": False,
         "recompute": "none",
         "recompute_early_stop": False,
@@ -129,6 +131,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "experts_matmul": "sequential",
         "permutation": "plain",
     }
+
+    rounding_options: ClassVar[frozenset[str]] = frozenset({"fp8"})
 
     @abstractmethod
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
@@ -179,7 +183,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
-        as_hugging_face = {"rms_norm": "rounded", "attention_views": True}
+        as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
         return [
             {"checkpointing": True} | one | in_place,

@@ -17,7 +17,7 @@ from spbench.impls.attended import Attended
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
+from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles, rotated_by_halves
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
@@ -194,6 +194,8 @@ class AttentionMixer(nn.Module):
             return fused_rotary(x, places.angles(size, base))
         if self.model.fused:
             return rotated_by_angles(x, places.angles(size, base))
+        if self.model.rope == "each_layer":
+            return rotated_by_halves(x, *places.rotary_of_layer(self, size, base))
         return rotated(x, *places.rotary(size, base))
 
     def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
