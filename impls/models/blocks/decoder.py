@@ -118,6 +118,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "checkpointing": False,
         "library": "torch",
         "unfused": (),
+        "fusions": (),
         "fp8": "none",
         "attention_views": False,
         "recompute": "none",

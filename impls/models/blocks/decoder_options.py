@@ -20,6 +20,9 @@ from spbench.impls.tiles import Tiling
 #: bias, dropout and addition to the hidden states, and RoPE
 FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 
+#: what torch.compile fuses in a layer of torch's operators, by the names of FUSIONS
+COMPILED = {"swiglu": "bias_swiglu", "rope": "rope"}
+
 #: what of a layer ``recompute: selective`` can run again
 RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
 
@@ -78,6 +81,10 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         fp8: the matmuls of the projections of layers are in eight bits, by one of
             :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
+        fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
+            "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
+            queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
+            all weights by the backend's update: fused.)
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             parts of layers, if nothing else is said softmax attention between its projections (arXiv
@@ -132,6 +139,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     separate_projections: bool = False
     attention_views: bool = False
     library: str = "torch"
+    fusions: Sequence[str] = ()
     unfused: Sequence[str] = ()
     fp8: str = "none"
     recompute: str = "none"
@@ -166,6 +174,14 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
                 raise ValueError(
                     f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
                 )
+        object.__setattr__(self, "fusions", tuple(self.fusions))
+        for name in self.fusions:
+            if name not in COMPILED:
+                raise ValueError(f"fusions has words of {', '.join(COMPILED)}, not {name!r}")
+        if self.fusions and self.fused:
+            raise ValueError(f"fusions are of library: torch; {self.library} has its own, see unfused")
+        if "swiglu" in self.fusions and self.swiglu == "in_place":
+            raise ValueError("swiglu: in_place is a kernel of its own; leave swiglu out of fusions")
         for name in self.unfused:
             if name not in FUSIONS:
                 raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
@@ -266,8 +282,10 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         return self.library != "torch"
 
     def fuses(self, name: str) -> bool:
-        """Whether the library's kernel for one of :data:`FUSIONS` is used."""
-        return self.fused and name not in self.unfused
+        """Whether the library's kernel for one of :data:`FUSIONS` is used, or the compiler's."""
+        if not self.fused:
+            return name in {COMPILED[each] for each in self.fusions}
+        return name not in self.unfused
 
     @property
     def grouped(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.activations import bias_gelu, squared_relu, swiglu, swiglu_in_place
+from spbench.impls.kernels.activations import bias_gelu, silu_times, squared_relu, swiglu, swiglu_in_place
 from spbench.impls.models.blocks.adapter_options import MLP_CLOSING
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
@@ -184,6 +184,8 @@ class MlpModule(nn.Module):
         x, *factors = opened if self.opening is None else self.opening(x, opened)
         if self.model.swiglu == "in_place":
             return swiglu_in_place(x, factors[0])
+        if self.activation == "silu" and factors and fuses("bias_swiglu"):
+            return silu_times(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
         return x * FACTORS.get(self.activation, _unchanged)(factors[0]) if factors else x
 
