@@ -181,8 +181,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         recompute = {"recompute", "recompute_early_stop", "recompute_reentrant", "checkpoints"}
         others = {"checkpointing", "unfused"} | recompute
         plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
-        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
-        # keys and values is held by all ranks
+        # only strategies that split heads refuse 3 over 2 or 4 ranks; all ranks hold one of keys and values
         one = {"kv_heads": 1} if self.grouped else {}
         as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
@@ -195,7 +194,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             plain | {"heads": 3, "vocabulary_tile": 40} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
-            {"documents": (7, 1, 11, 5)} | one,
+            {"documents": (7, 1, 11, 5), "fusions": ("swiglu", "rope")} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
