@@ -16,11 +16,12 @@ from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.cell_schedule import turns_of
+from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import NotAlike, listed_program, program_in_order
-from spbench.bench.measure.engines.plan import RankClass, stage_module
+from spbench.bench.measure.engines.plan import RankClass, check_sizes, stage_module
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.engines.tracing import takes_plain_path, trace
 from spbench.bench.measure.engines.turn_parts import OF_TURNS, AnyTurns, TurnParts, put_together
 from spbench.impls.registries import backend_class
 from spbench.impls.training.pipeline import forwards_ahead
@@ -129,6 +130,14 @@ def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> l
         for rank in ranks
     }
     return [traces[each.first] for each in classes]
+
+
+def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort: Effort = "proved") -> Trace:
+    """The trace of the first rank of a class alone; arguments as of :func:`trace`."""
+    if cell.training.schedule == "interleaved" and not cell.meters and not takes_plain_path():
+        check_sizes(cell)
+        return stage_traces(cell, [ranks], events=events)[0]
+    return trace(cell, ranks.first, events=events, effort=effort)
 
 
 def _turns(cell: Cell, each: RankClass) -> AnyTurns:
