@@ -126,6 +126,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "checkpoints": "device",
         "mlp_tile": 0,
         "loss_tile": 0,
+        "vocabulary_tile": 0,
         "dispatcher": "all_gather",
         "experts_matmul": "sequential",
         "permutation": "plain",
@@ -190,7 +191,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             {"recompute": "full", "recompute_reentrant": True, "checkpoints": "host"}
             | {"mlp_tile": 7, "loss_tile": 7}
             | one,
-            plain | {"heads": 3} | one,
+            plain | {"heads": 3, "vocabulary_tile": 40} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
             {"documents": (7, 1, 11, 5)} | one,

@@ -106,6 +106,10 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         loss_tile: head and loss are computed in tiles of at most that many tokens of a rank, gradients with
             them; "liger": of the length that Liger's fused linear cross entropy chooses. 0: at once. See
             :func:`loss_in_tiles`.
+        vocabulary_tile: head and loss are computed in tiles of that many rows of the vocabulary, each made
+            again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
+        logits_held: logits in float32, made from those of half precision, live until the next micro-batch's
+            are there, as where a training loop's variable has them.
         documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
@@ -140,6 +144,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
+    vocabulary_tile: int = 0
+    logits_held: bool = False
     documents: Documents = ()
     documents_seed: int = 0
 
@@ -195,6 +201,12 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:
             raise ValueError("recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out")
+        if self.vocabulary_tile < 0 or (self.vocabulary_tile and (self.loss_tile or self.logits_held)):
+            raise ValueError(
+                "vocabulary_tile is at least 0, and with it loss_tile and logits_held are left out"
+            )
+        if self.logits_held and (self.loss_tile or self.cross_entropy != "plain"):
+            raise ValueError("logits_held needs cross_entropy: plain, and no loss_tile")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
