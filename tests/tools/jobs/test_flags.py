@@ -176,7 +176,7 @@ def torchtitan_cells(draw: st.DrawFn) -> Cell:
         | {
             "backend": backend,
             "micro_batches": parts,
-            "reshard_rest": backend == "zero3" and draw(st.booleans()),
+            "reshard_rest": backend == "zero3" and (sizes["pp"] > 1 or draw(st.booleans())),
             **({"optimizer": "host", "parameters": "host"} if draw(st.booleans()) else {}),
         },
     )
