@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
@@ -201,6 +203,16 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     def attention_width(self) -> int:
         """Features of all heads of queries."""
         return self.heads * self.head_size
+
+    @property
+    def gathered_dims(self) -> dict[str, int]:
+        """What a site says of the input of a projection that is gathered in eight bits."""
+        if self.fp8 == "none" or self.separate_projections:
+            return {}
+        recipe = RECIPES[self.fp8]
+        scale = (recipe.scales or torch.float32).itemsize
+        width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
+        return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": scale}
 
     @property
     def recomputes_layers(self) -> bool:
