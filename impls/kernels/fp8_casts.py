@@ -223,8 +223,6 @@ def _products(prefix: str) -> tuple[object, object]:
 
 
 _TORCH, _ENGINE = _products(""), _products("te_")
-#: what recomputation that keeps some operators asks for
-FP8_AMAX, FP8_MM = torch.ops.spbench.fp8_amax.default, torch.ops.spbench.fp8_mm.default
 
 
 def multiply_fp8(a: Quantized, b: Quantized, dtype: torch.dtype, *, by_engine: bool) -> Tensor:

@@ -16,6 +16,7 @@ Letters: m rows of x, H features in, F out.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_transpose,
     multiply_fp8,
 )
+from spbench.impls.kernels.kept_results import keeping, kept_product
 from spbench.impls.kernels.projection import (
     TRANSFORMER_ENGINE,
     added_to_main_grad,
@@ -93,10 +95,19 @@ class Fp8Recipe:
 
     def project(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         """x [..., H] W^T + b -> [..., F]."""
-        of = _EngineProjection if library_of(weight) == TRANSFORMER_ENGINE else _Projection
+        if library_of(weight) != TRANSFORMER_ENGINE:
+            return self.project_all(x, [weight], [bias])[0]
         # a view of what the function returns, and not made within it, may be summed over ranks in place
-        rows: Tensor = of.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
+        rows: Tensor = _EngineProjection.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
         return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    def project_all(
+        self, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """x W_g^T + b_g [..., F_g] of each weight, with torch's library; x is cast once for all."""
+        rows, shared = x.reshape(-1, x.shape[-1]), [SharedCasts(len(weights)) for _ in range(2)]
+        results = [_Projection.apply(rows, w, b, self, *shared) for w, b in zip(weights, biases, strict=True)]
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in results)
 
     def project_gathered(
         self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, dim: int, group: dist.ProcessGroup
@@ -137,7 +148,9 @@ def mark_recipe(module: nn.Module, name: str) -> None:
 
 
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y.add_(bias.flatten())
+    if bias is None:
+        return y
+    return y + bias.flatten() if keeping() else y.add_(bias.flatten())
 
 
 def weight_gradient_fp8(d_y_t: Quantized, x_t: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,26 +164,63 @@ def weight_gradient_fp8(d_y_t: Quantized, x_t: Quantized, weight: Tensor, dtype:
     return added_to_main_grad(weight)
 
 
+class SharedCasts:
+    """Casts of one input of several projections, each made once, as a compiled program makes it.
+
+    Args:
+        uses: after so many a cast is freed.
+    """
+
+    def __init__(self, uses: int) -> None:
+        self._uses, self._made = uses, dict[str, tuple[int, Any]]()
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned for that name, or returns now."""
+        used, made = self._made.pop(name, (0, None))
+        made = make() if used == 0 else made
+        if used + 1 < self._uses:
+            self._made[name] = used + 1, made
+        return made
+
+
 class _Projection(torch.autograd.Function):
-    """torchao's, of x [m, H]."""
+    """torchao's, of x [m, H]; ``forward_casts`` and ``backward_casts`` are shared with other projections of
+    x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, recipe: Fp8Recipe) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        recipe: Fp8Recipe,
+        forward_casts: SharedCasts,
+        backward_casts: SharedCasts,
+    ) -> Tensor:
         whole = matrix(weight)
-        of_x, of_weight = recipe.largest(x, recipe.tile), recipe.largest(whole, recipe.weights)
-        ctx.save_for_backward(x, of_x, of_weight)
-        ctx.weight, ctx.bias, ctx.recipe = weight, bias, recipe
-        a = recipe.cast(x, recipe.tile, E4M3, of_x)
-        b = recipe.cast(whole, recipe.weights, E4M3, of_weight)
-        return _with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=False), bias)
+
+        def product() -> tuple[Tensor, ...]:
+            of_x = forward_casts.once("largest", lambda: recipe.largest(x, recipe.tile))
+            a = forward_casts.once("rows", lambda: recipe.cast(x, recipe.tile, E4M3, of_x))
+            of_weight = recipe.largest(whole, recipe.weights)
+            b = recipe.cast(whole, recipe.weights, E4M3, of_weight)
+            y = multiply_fp8(a, b.mT, x.dtype, by_engine=False)
+            return y if of_x is None else (y, of_x, of_weight)  # type: ignore[return-value]
+
+        made = kept_product(product)
+        y, *largest = (made,) if isinstance(made, Tensor) else made
+        ctx.save_for_backward(x, *largest)
+        ctx.weight, ctx.bias, ctx.recipe, ctx.casts = weight, bias, recipe, backward_casts
+        return _with_bias(y, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, of_x, of_weight = ctx.saved_tensors
+        x, *largest = ctx.saved_tensors
+        of_x, of_weight = largest or (None, None)
         weight, recipe, whole = ctx.weight, ctx.recipe, matrix(ctx.weight)
-        largest = recipe.largest(d_y, recipe.tile)
+        of_gradient = recipe.largest(d_y, recipe.tile)
         if recipe.whole:
-            a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, largest)
+            a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, of_gradient)
         else:
             a = recipe.cast(d_y, recipe.tile, recipe.gradients, None)
         d_x = None
@@ -180,12 +230,13 @@ class _Projection(torch.autograd.Function):
             b_t = recipe.cast(whole, tile, E4M3, of_weight, transposed=True)
             d_x = multiply_fp8(a, b_t.mT, x.dtype, by_engine=False)
         d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
+        others = None, None, None
         if recipe.wide_weight_gradient:
-            return d_x, weight_gradient(d_y, x, weight), d_bias, None
+            return d_x, weight_gradient(d_y, x, weight), d_bias, *others
         if not recipe.whole:
             a_t = recipe.cast(d_y, recipe.tile, recipe.gradients, None, transposed=True)
-        x_t = recipe.cast(x, recipe.tile, E4M3, of_x, transposed=True)
-        return d_x, weight_gradient_fp8(a_t, x_t, weight, x.dtype), d_bias, None
+        x_t = ctx.casts.once("columns", lambda: recipe.cast(x, recipe.tile, E4M3, of_x, transposed=True))
+        return d_x, weight_gradient_fp8(a_t, x_t, weight, x.dtype), d_bias, *others
 
 
 class _EngineProjection(torch.autograd.Function):
