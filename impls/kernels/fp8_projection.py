@@ -40,7 +40,7 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_transpose,
     multiply_fp8,
 )
-from spbench.impls.kernels.kept_results import keeping, kept_product
+from spbench.impls.kernels.kept_results import keeping, kept_number, kept_product
 from spbench.impls.kernels.projection import (
     TRANSFORMER_ENGINE,
     added_to_main_grad,
@@ -197,26 +197,25 @@ class _Projection(torch.autograd.Function):
         forward_casts: SharedCasts,
         backward_casts: SharedCasts,
     ) -> Tensor:
-        whole = matrix(weight)
+        whole, of_x, of_weight = matrix(weight), None, None
+        if recipe.whole:
+            # torchtitan keeps these where it keeps other operators
+            of_x = forward_casts.once("largest", lambda: kept_number(lambda: fp8_amax(x)))
+            of_weight = kept_number(lambda: fp8_amax(whole))
 
-        def product() -> tuple[Tensor, ...]:
-            of_x = forward_casts.once("largest", lambda: recipe.largest(x, recipe.tile))
+        def product() -> Tensor:
             a = forward_casts.once("rows", lambda: recipe.cast(x, recipe.tile, E4M3, of_x))
-            of_weight = recipe.largest(whole, recipe.weights)
             b = recipe.cast(whole, recipe.weights, E4M3, of_weight)
-            y = multiply_fp8(a, b.mT, x.dtype, by_engine=False)
-            return y if of_x is None else (y, of_x, of_weight)  # type: ignore[return-value]
+            return multiply_fp8(a, b.mT, x.dtype, by_engine=False)
 
-        made = kept_product(product)
-        y, *largest = (made,) if isinstance(made, Tensor) else made
-        ctx.save_for_backward(x, *largest)
+        y = kept_product(product)
+        ctx.save_for_backward(x, of_x, of_weight)
         ctx.weight, ctx.bias, ctx.recipe, ctx.casts = weight, bias, recipe, backward_casts
         return _with_bias(y, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, *largest = ctx.saved_tensors
-        of_x, of_weight = largest or (None, None)
+        x, of_x, of_weight = ctx.saved_tensors
         weight, recipe, whole = ctx.weight, ctx.recipe, matrix(ctx.weight)
         of_gradient = recipe.largest(d_y, recipe.tile)
         if recipe.whole:

@@ -81,3 +81,9 @@ def kept_product(make: Callable[[], Result]) -> Result:
     if keeper is None or not keeper.keeps_next(again=keeper.again):
         return make()
     return kept(make)
+
+
+def kept_number(make: Callable[[], Tensor]) -> Tensor:
+    """As :func:`kept`, of a number that a projection needs, where the block keeps products."""
+    keeper = _in_use.get()
+    return make() if keeper is None or not keeper.products else kept(make)
