@@ -218,7 +218,7 @@ def bias_gradient(d_y: Tensor, bias: Tensor) -> Tensor:
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias = weight, bias  # as they are, with what is marked on them
         return multiply(x, weight, bias)
 
@@ -226,8 +226,8 @@ class _Projection(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         d_x = input_gradient(d_y, ctx.weight) if ctx.needs_input_grad[0] else None
-        d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
-        return d_x, weight_gradient(d_y, x, ctx.weight), d_bias
+        d_bias = bias_gradient(d_y, ctx.bias) if ctx.needs_input_grad[2] else None
+        return d_x, None if x is None else weight_gradient(d_y, x, ctx.weight), d_bias
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -216,6 +216,8 @@ class Cluster(StrictModel):
     @model_validator(mode="after")
     def _collectives_known(self) -> Self:
         links = [link for link in (self.node_link, self.network) if link is not None]
+        for link in links:
+            link.check_crossings(self.devices_per_node)
         if self.collective_model == "measured" and not any(
             link.collectives or link.table.value for link in links
         ):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.fp8_projection import mark_recipe
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
+from spbench.impls.models.blocks.adapters import freeze
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.norms import norm_of
@@ -105,6 +106,7 @@ class LoneDecoderLayer(nn.Module):
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = checkpoints_on_host(model.checkpoints)
         self.attended = model.attended(seq_len)
+        freeze(layer, model)
         strategy.pack(self.attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

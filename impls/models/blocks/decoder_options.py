@@ -11,6 +11,7 @@ import torch
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
@@ -28,6 +29,7 @@ _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain", "rounded"),
+    "rope": ("shared", "each_layer"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
@@ -39,7 +41,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads, PackedSequences):
+class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     """What the layers of a decoder are made of, and which kernels they use.
 
     An option that changes how, not what, a layer computes has its plain value in
@@ -58,6 +60,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
         norm_epsilon: added to the mean square in every norm.
         rms_norm: "fused", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
+        rope: of library torch: "shared": all layers have one cos and sin; "each_layer": each makes its own,
+            which backward keeps, as Hugging Face's models did before transformers 4.41.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
@@ -118,6 +122,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     norm_epsilon: float = 1e-6
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
+    rope: str = "shared"
     cross_entropy: str = "plain"
     swiglu: str = "plain"
     autotune_flush_kib: int = 0
@@ -176,8 +181,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
-        if self.fp8.startswith("rowwise") and self.fused:
-            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
+        self._check_fp8()
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
@@ -186,6 +190,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError("autotune_flush_kib needs cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
             raise ValueError("autotune_copies stand beside autotune_flush_kib; set that too")
+        if self.rope == "each_layer" and self.fused:
+            raise ValueError(f"rope: each_layer needs library: torch, not {self.library}")
         if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
             raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:
@@ -203,6 +209,17 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     def attention_width(self) -> int:
         """Features of all heads of queries."""
         return self.heads * self.head_size
+
+    def _check_fp8(self) -> None:
+        if self.fp8 == "none":
+            return
+        if self.fp8.startswith("rowwise") and self.fused:
+            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
+        if self.library == "megatron-local":
+            raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
+        for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
+            if getattr(self, name, 0):
+                raise ValueError(f"fp8 is of projections of dense layers alone; leave {name} out")
 
     @property
     def gathered_dims(self) -> dict[str, int]:
