@@ -149,7 +149,7 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
 def _in_eight_bits(site: Site, nbytes: int) -> int:
     """Bytes of the input of a projection, where it is gathered in eight bits with the scales of its rows;
     ``nbytes`` where it is not."""
-    if not site.dims.get("fp8"):
+    if "fp8_tile" not in site.dims:
         return nbytes
     d, tile = site.dims, site.dims["fp8_tile"]
     of_scales = site.dims["fp8_scale_bytes"] * math.ceil(d["H"] / tile) if tile else 0
@@ -245,7 +245,7 @@ class MegatronSP(GridChunks, TensorParallel):
                 sent = _in_eight_bits(site, hidden)
                 for phase in forwards:
                     yield Traffic(phase, "input of a block", "all_gather", count, sent)
-                    if site.dims.get("fp8") and not site.dims["fp8_tile"]:
+                    if site.dims.get("fp8_tile") == 0:
                         largest = max(4, element_bytes)
                         yield Traffic(phase, "largest of a block's input", "all_reduce", count, largest)
                 if not (site.dims.get("gathered_once") or site.dims.get("frozen")):

@@ -223,9 +223,9 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
 
     @property
     def gathered_dims(self) -> dict[str, int]:
-        """What a site says of the input of a projection that is gathered in eight bits."""
+        """What a site says of a projection in eight bits, and of its input, if that is gathered so."""
         if self.fp8 == "none" or self.separate_projections:
-            return {}
+            return {} if self.fp8 == "none" else {"fp8": 1}
         recipe = RECIPES[self.fp8]
         scale = (recipe.scales or torch.float32).itemsize
         width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
