@@ -83,7 +83,7 @@ def mlp_sites(
     kept = {"kept": 1} if model.keeps_operators else {}
     opens, closes = ({"mlp": n * weights, **bias} for n in (model.mlp_projections, 1))
     return [
-        Site("linear_in", 1, hidden | once | opens, again),
+        Site("linear_in", 1, hidden | once | opens | model.gathered_dims, again),
         Site("linear_out", 1, hidden | kept | closes, again and not spared),
     ]
 
