@@ -118,6 +118,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "mlp_tile": 0,
         "loss_tile": 0,
         "dispatcher": "all_gather",
+        "shared_overlap": False,
         "experts_matmul": "sequential",
         "permutation": "plain",
     }

@@ -147,10 +147,10 @@ class MlpModule(nn.Module):
         return self._whole(x)
 
     def _whole(self, x: Tensor) -> Tensor:
-        return self.out.project(self._inner(x))
+        return self.out.project(self.opened(x))
 
-    def _inner(self, x: Tensor) -> Tensor:
-        """[B, L, F]."""
+    def opened(self, x: Tensor) -> Tensor:
+        """The features [B, L, F] that the last projection takes."""
         project, fuses = self.project, self.model.fuses
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
@@ -159,13 +159,13 @@ class MlpModule(nn.Module):
             bias = project.bias
             assert bias is not None  # else the MLP has one group
             return bias_gelu(project.project(x), bias, fused=True)
-        x, *factors = self._opened(x)
+        x, *factors = self._projected(x)
         if self.model.swiglu == "in_place":
             return swiglu_in_place(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
         return x * FACTORS.get(self.activation, _unchanged)(factors[0]) if factors else x
 
-    def _opened(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """The projections that open the MLP, each [B, L, F]."""
         project = self.project
         if isinstance(project, SeparateLinear):
