@@ -154,6 +154,11 @@ def summed_axes(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes) if folds(axes) else ("dp", *axes)
 
 
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that are not frozen."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 def by_partial_axes(
     parameters: Iterable[nn.Parameter], strategy: Strategy
 ) -> dict[tuple[str, ...], list[nn.Parameter]]:

@@ -44,6 +44,7 @@ OtherKind = Literal[
     "cross_entropy_in_place",
     "cross_entropy_native",
     "parameters",
+    "frozen_parameters",
     "stage_boundary",
     "tied_embedding",
     "overflow_flag",

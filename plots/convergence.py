@@ -208,5 +208,6 @@ def _bounds(comparison: DataFrame) -> list[str]:
 
 
 draw = Drawing("convergence", losses)
+"""Losses of training by step, a line for each strategy."""
 draw_lasp_convergence = Drawing("lasp_convergence", losses)
 """Losses with LASP beside losses of one device: LASP (arXiv 2404.02882), convergence table."""

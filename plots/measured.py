@@ -184,4 +184,6 @@ def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -
 
 
 draw = Drawing("measured", _grid)
+"""What others measured on real machines beside what the suite simulates, by source."""
 draw_field = Drawing("field", _field_grid)
+"""Steps that others published, beside what the suite simulates, by source."""

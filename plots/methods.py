@@ -115,3 +115,4 @@ def _numerics(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 draw_numerics = Drawing("numerics", _numerics)
+"""Errors of outputs and gradients against float64 by number of GPUs, a line for each strategy."""

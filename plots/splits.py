@@ -323,3 +323,4 @@ def spread(values: Sequence[float]) -> str:
 
 
 draw_placement_imbalance = Drawing("placement_imbalance", placement_imbalance)
+"""Work and step of the ranks of a ring by placement, over draws of packed documents."""

@@ -78,6 +78,8 @@ class Backend(ABC):
     searched: ClassVar[bool] = True
     #: whether its ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
+    #: whether some of the weights may be frozen
+    freezes: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
     #: whether a pipeline stage keeps the last hidden states that it received, and their gradient, until it
@@ -106,7 +108,10 @@ class Backend(ABC):
         self.module, self.strategy, self.around, self.precision = module, strategy, around, precision
         self.settings = settings
         self.options = settings.options or self.options_type()
-        self.names = {p: name for name, p in module.named_parameters()}
+        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        #: weights that are not trained
+        self.frozen = {p: name for name, p in module.named_parameters() if not p.requires_grad}
+        self.frozen_names = frozenset(self.frozen.values())
         # a parameter that is split over ranks may overflow on one of them alone, as may an expert
         spread = {shard.axis for p in self.names if (shard := shard_of(p)) and not folds([shard.axis])}
         groups = [strategy.place.group(axis) for axis in sorted(spread)]
@@ -222,7 +227,7 @@ class Backend(ABC):
         """The tensors held between steps, by the memory meter's category: ``parameters``, ``gradients`` and
         ``optimizer_state``."""
         return {
-            "parameters": list(self.names),
+            "parameters": [*self.names, *self.frozen],
             "gradients": self.held_gradients(),
             "optimizer_state": self.optimizer.tensors(),
         }
@@ -237,11 +242,17 @@ class Backend(ABC):
 
     def gradient_places(self) -> dict[str, HeldPart]:
         """The parts of weights whose gradients :meth:`gradient_parts` has."""
-        return self.weight_parts()
+        parts = self.weight_parts()
+        return {name: part for name, part in parts.items() if name not in self.frozen_names}
 
     def weight_parts(self) -> dict[str, HeldPart]:
         """Between steps: the part of each parameter that this rank holds."""
-        return {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
+        trained = {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
+        return trained | self.frozen_parts()
+
+    def frozen_parts(self) -> dict[str, HeldPart]:
+        """The part of each weight that is not trained that this rank holds."""
+        return {name: HeldPart(p.detach().flatten()) for p, name in self.frozen.items()}
 
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:

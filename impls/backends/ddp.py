@@ -16,6 +16,7 @@ from spbench.impls.backends.buckets import BucketedGradients
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.backends.planned_step import PlannedStep
+from spbench.impls.composition import trained_parameters
 from spbench.impls.traffic import Traffic
 
 
@@ -34,7 +35,7 @@ class DistributedDataParallel(Backend):
         self.buckets.zero()
 
     def begin_last_backward(self, stage: nn.Module) -> None:
-        self.buckets.expect_last(stage.parameters())
+        self.buckets.expect_last(trained_parameters(stage))
 
     def synchronize(self) -> None:
         self.buckets.finish()

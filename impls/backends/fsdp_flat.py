@@ -38,6 +38,7 @@ class FlatFullySharded(Backend):
     searched = False
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
+    freezes = False
     options_type: ClassVar[type[Options]] = OptimizerOptions
 
     def prepare(self) -> Optimizer:

@@ -96,13 +96,15 @@ class FullySharded(Backend):
         return options.initialize == "meta"
 
     def prepare(self) -> Optimizer:
-        self.axes = {name: self.strategy.partial_axes(p) for p, name in self.names.items()}
+        every = {**self.names, **self.frozen}
+        self.axes = {name: self.strategy.partial_axes(p) for p, name in every.items()}
         #: by the axes of the strategy over which gradients are summed
         self.meshes = {axes: self._mesh(axes) for axes in sorted({*self.axes.values()})}
         self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
-        self.shapes = {name: p.shape for p, name in self.names.items()}
-        names = list(self.names.values())
-        self.names.clear()  # or the whole parameters would live on
+        self.shapes = {name: p.shape for p, name in every.items()}
+        names, frozen = list(self.names.values()), list(self.frozen.values())
+        for whole in (every, self.names, self.frozen):  # or the whole parameters would live on
+            whole.clear()
         self._wrap()
         device = next(iter(self.meshes.values())).device_type
         if self.options.parameters == "host":
@@ -112,6 +114,7 @@ class FullySharded(Backend):
         self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
         self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
+        self.frozen_weights = {name: parameters[name].to_local().detach() for name in frozen}  # type: ignore[attr-defined]
         if kib := self.options.gradient_buffer_kib:
             self.gradient_buffer = torch.empty(kib * 2**10, dtype=torch.uint8, device=device)
         groups = [mesh.get_group(SHARDS) for mesh in self.meshes.values()]
@@ -168,7 +171,8 @@ class FullySharded(Backend):
 
         if self._wide_states and not self.options.masters_on_host:
             for p in self.module.parameters():
-                p.data = p.data.float()
+                if p.requires_grad or self.options.frozen_dtype == "fp32":
+                    p.data = p.data.float()
         reduced = self.gradient_dtype(self.precision, self.options)
         policy = MixedPrecisionPolicy(
             param_dtype=self.precision.parameters, reduce_dtype=reduced, cast_forward_inputs=False
@@ -255,7 +259,7 @@ class FullySharded(Backend):
                 weight.grad = None
 
     def held(self) -> dict[str, list[Tensor]]:
-        return {**super().held(), "parameters": list(self.weights.values())}
+        return {**super().held(), "parameters": [*self.weights.values(), *self.frozen_weights.values()]}
 
     def held_gradients(self) -> list[Tensor]:
         return []
@@ -270,7 +274,11 @@ class FullySharded(Backend):
         }
 
     def weight_parts(self) -> dict[str, HeldPart]:
-        return {name: self._part(name, weight) for name, weight in self.weights.items()}
+        trained = {name: self._part(name, weight) for name, weight in self.weights.items()}
+        return trained | self.frozen_parts()
+
+    def frozen_parts(self) -> dict[str, HeldPart]:
+        return {name: self._part(name, weight) for name, weight in self.frozen_weights.items()}
 
     def _part(self, name: str, local: Tensor) -> HeldPart:
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
@@ -308,7 +316,8 @@ class FullySharded(Backend):
                 for p in stage.parameters():
                     if step.strategy.partial_axes(p) != summed.axes:
                         continue
-                    sums += (elements := padded_elements(p.shape, each))
+                    elements = padded_elements(p.shape, each)
+                    sums += elements * p.requires_grad
                     reshards = cls.reshards(p in rest, options)
                     first, again = gathers(passes, reshards) if staged else (count, count * reshards)
                     forward[first] += elements

@@ -13,7 +13,7 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.composition import Composition, by_partial_axes, trained_parameters
 from spbench.impls.folding import folds
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.traffic import Traffic
@@ -26,7 +26,7 @@ class ContiguousGradients:
     def __init__(self, module: nn.Module, strategy: Strategy, around: Composition | None = None):
         self.module, self.around = module, around or Composition()
         self.buffers: list[tuple[tuple[str, ...], Tensor]] = []
-        for axes, parameters in by_partial_axes(module.parameters(), strategy).items():
+        for axes, parameters in by_partial_axes(trained_parameters(module), strategy).items():
             buffer = parameters[0].new_zeros(sum(p.numel() for p in parameters))
             for p, piece in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
                 p.grad = piece.view_as(p)
@@ -55,7 +55,7 @@ class StaleGradients:
 
     def __init__(self, module: nn.Module, strategy: Strategy, around: Composition | None = None):
         self.module, self.strategy, self.around = module, strategy, around or Composition()
-        self.parameters = list(module.parameters())
+        self.parameters = trained_parameters(module)
         self.stale = [torch.zeros_like(p) for p in self.parameters]  # as after a step
         for axes in by_partial_axes(self.parameters, strategy):
             self.around.place.group(*axes)  # made now, not in the first step

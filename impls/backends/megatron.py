@@ -7,8 +7,7 @@ In half precision, weights take 2 bytes a parameter and contiguous float32 main 
 moments of 8, a tensor each for every parameter: 18 bytes a parameter in all. With the distributed optimizer
 (Rajbhandari et al., arXiv 1910.02054, section 5) a rank has main weights and moments of its part alone (6 +
 12/N bytes), and the weights are views of one contiguous buffer. Adam's gradients are views of the main
-gradients. In float32 and float64 everything is in that precision, and the optimizer updates the weights in
-place.
+gradients. In float32 and float64 everything is in that precision, and weights are updated in place.
 
 The loss of each micro-batch, and before the sums the norm of each bucket, is checked for NaN; before the
 update, gradients are clipped by the norm of all. As in Megatron-Core, the host waits for its device where it
@@ -61,7 +60,7 @@ from spbench.impls.backends.planned_buffers import (
 )
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
-from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes
+from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, trained_parameters
 from spbench.impls.layout import Unsupported, is_expert, shard_of
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
@@ -254,10 +253,10 @@ class Megatron(Backend):
 
     def begin_gathering(self, stage: nn.Module) -> None:
         if self.options.overlap_param_gather and self.options.align_param_gather:
-            self.gathered.begin(stage.parameters())
+            self.gathered.begin(trained_parameters(stage))
 
     def begin_last_backward(self, stage: nn.Module) -> None:
-        self.gradients.expect_last(stage.parameters())
+        self.gradients.expect_last(trained_parameters(stage))
 
     def synchronize(self) -> None:
         self.gradients.finish()
@@ -297,7 +296,8 @@ class Megatron(Backend):
         return {self.names[m.parameter]: HeldPart(m.gradient, m.elements.start) for m in self.mains}
 
     def weight_parts(self) -> dict[str, HeldPart]:
-        return {self.names[m.parameter]: HeldPart(m.model_values, m.elements.start) for m in self.mains}
+        mains = {self.names[m.parameter]: HeldPart(m.model_values, m.elements.start) for m in self.mains}
+        return self.frozen_parts() | mains
 
     @classmethod
     def gradient_dtype(cls, precision: Precision, options: Any) -> torch.dtype:

@@ -51,7 +51,7 @@ def planned_buffers(
     """The buffers of a rank's module, which may be on the meta device."""
     tied = around.tied(module)
     for number, chunk in enumerate(chunks_of(module)):
-        names = {p: name for name, p in chunk.named_parameters()}
+        names = {p: name for name, p in chunk.named_parameters() if p.requires_grad}
         full_at = options.full_at(around, number)
         for axes, all_of_axes in by_partial_axes(names, strategy).items():
             sharding = options.sharding(around.place.size(*summed_axes(axes)))

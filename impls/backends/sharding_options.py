@@ -27,6 +27,8 @@ class ShardingOptions(OptimizerOptions):
         reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32".
         state_dtype: the dtype of the optimizer's state and gradients: "fp32" where the precision has masters,
             or the weights'.
+        frozen_dtype: the dtype of the shards of weights that are not trained, beside adapters: the
+            "weights"', or "fp32", as where a program loads its model in float32.
         forward_prefetch, backward_prefetch: number of further blocks to gather when a block begins its
             forward or backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``
             of torch's ``FSDPModule``). 0: torch's own choice.
@@ -52,6 +54,7 @@ class ShardingOptions(OptimizerOptions):
     reshard_rest: bool = True
     reduce_dtype: Literal["weights", "fp32"] = "weights"
     state_dtype: Literal["fp32", "weights"] = "fp32"
+    frozen_dtype: Literal["weights", "fp32"] = "weights"
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     gradient_buffer_kib: int = 0
@@ -68,6 +71,7 @@ class ShardingOptions(OptimizerOptions):
                 "wrap": ("blocks", "embedding", "whole"),
                 "reduce_dtype": widths,
                 "state_dtype": widths,
+                "frozen_dtype": widths,
                 "parameters": ("device", "host"),
             },
         )

@@ -31,7 +31,7 @@ from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_1, OptimizerOptions
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
-from spbench.impls.composition import by_partial_axes, summed_axes
+from spbench.impls.composition import by_partial_axes, summed_axes, trained_parameters
 from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.options import check_choices
 from spbench.impls.traffic import Traffic
@@ -198,7 +198,7 @@ class ShardedOptimizer(DistributedDataParallel):
             return step.shapes()
         found: list[Hashable] = []
         module = step.build().to(step.precision.parameters)
-        for axes, parameters in by_partial_axes(module.parameters(), step.strategy).items():
+        for axes, parameters in by_partial_axes(trained_parameters(module), step.strategy).items():
             place, sizes = step.around.place, [p.numel() for p in parameters]
             summed = summed_axes(axes)
             ranks, rank = place.size(*summed), place.rank(*summed)

@@ -20,9 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 #: the operators that torch runs through cuBLAS handles of its own, whose workspaces its allocator holds
-TORCH_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "strided_bmm", "accumulate_mm_"})
+TORCH_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "strided_bmm", "accumulate_mm_", "fp8_mm", "fp8_accumulate_mm_"}
+)
 #: those of TransformerEngine, which all use one workspace
-TRANSFORMER_ENGINE_PRODUCTS = frozenset({"te_mm", "te_mm_to", "te_accumulate_mm_"})
+TRANSFORMER_ENGINE_PRODUCTS = frozenset(
+    {"te_mm", "te_mm_to", "te_accumulate_mm_", "te_fp8_mm", "te_fp8_accumulate_mm_"}
+)
 
 
 @torch.library.custom_op("spbench::te_mm", mutates_args=())
@@ -194,6 +198,11 @@ def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return product(d_rows.mT, rows).view(weight.shape)
     accumulate = te_accumulate_mm_ if _by_transformer_engine(weight) else accumulate_mm_
     accumulate(matrix(main), d_rows.mT, rows)
+    return added_to_main_grad(weight)
+
+
+def added_to_main_grad(weight: Tensor) -> Tensor:
+    """What autograd is given in place of a gradient that has been added to the weight's ``main_grad``."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
@@ -209,7 +218,7 @@ def bias_gradient(d_y: Tensor, bias: Tensor) -> Tensor:
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias = weight, bias  # as they are, with what is marked on them
         return multiply(x, weight, bias)
 
@@ -217,12 +226,16 @@ class _Projection(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         d_x = input_gradient(d_y, ctx.weight) if ctx.needs_input_grad[0] else None
-        d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
-        return d_x, weight_gradient(d_y, x, ctx.weight), d_bias
+        d_bias = bias_gradient(d_y, ctx.bias) if ctx.needs_input_grad[2] else None
+        return d_x, None if x is None else weight_gradient(d_y, x, ctx.weight), d_bias
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., H] W^T + b -> [..., F], for a weight [..., F, H] and a bias of as many elements as rows."""
+    """x [..., H] W^T + b -> [..., F], for a weight [..., F, H] and a bias of as many elements as rows. A
+    weight with an attribute ``spbench_fp8`` is multiplied by that recipe."""
+    if (recipe := getattr(weight, "spbench_fp8", None)) is not None:
+        by_recipe: Tensor = recipe.project(x, weight, bias)
+        return by_recipe
     if is_plain(weight):
         return multiply(x, weight, bias)
     result: Tensor = _Projection.apply(x, weight, bias)

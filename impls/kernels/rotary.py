@@ -17,7 +17,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotated_by_angles(x: Tensor, angles: Tensor) -> Tensor:
     """As :func:`fused_rotary`, by torch's operators as Megatron-Core calls them without the fusion
     (core/models/common/embeddings/rope_utils.py): each call makes and keeps cos and sin [L, A] of its own."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return rotated_by_halves(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+
+def rotated_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As :func:`rotated`, of cos and sin [L, A] with two equal halves, as Hugging Face's models do it."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 

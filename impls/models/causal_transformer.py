@@ -155,6 +155,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             {"separate_projections": not self.biases, "recompute": "operators"},
             {"window": TINY_WINDOW, "sinks": True},
             *self.latent_variants(),
+            *self.adapter_variants(),
         ]
 
 

@@ -40,6 +40,9 @@ class Model(ABC):
     #: blind to it, as the oracle would run the same code; tests/impls/models/test_plain_options.py asks for
     #: each
     plain_options: ClassVar[Mapping[str, Any]] = {}
+    #: those of the plain options that round more than the dtype does, as casts to eight bits: results are
+    #: judged by the errors that one device makes with them
+    rounding_options: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def attention_kernel(self) -> str:
@@ -57,6 +60,12 @@ class Model(ABC):
     def unlike_layers(self) -> int:
         """Layers at the beginning that are unlike those that repeat."""
         return 0
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        """The :attr:`rounding_options` that differ from the plain ones."""
+        values = {name: getattr(self, name) for name in self.rounding_options}
+        return {name: value for name, value in values.items() if value != self.plain_options[name]}
 
     def variants(self) -> list[Mapping[str, Any]]:
         """Changes of options that ask something else of a strategy, for verification to try too."""

@@ -81,7 +81,7 @@ class GatheredProjection(torch.autograd.Function):
         group: dist.ProcessGroup,
         buffer: ReusedBuffer | None,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias, ctx.dim, ctx.group, ctx.buffer = weight, bias, dim, group, buffer
         parts, arrival = start_all_gather(x, group, buffer)
         arrival.wait()
@@ -90,6 +90,10 @@ class GatheredProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        if x is None:  # the weight is frozen
+            d_x, departure = start_reduce_scatter(input_gradient(d_y, ctx.weight), ctx.dim, ctx.group)
+            departure.wait()
+            return d_x, None, None, None, None, None
         # both messages travel while a matmul runs, as in section 4.2.2
         parts, arrival = start_all_gather(x, ctx.group, ctx.buffer)
         whole_d_x = input_gradient(d_y, ctx.weight)
@@ -229,7 +233,7 @@ class MegatronSP(GridChunks, TensorParallel):
             if site.kind == "linear_in":
                 for phase in forwards:
                     yield Traffic(phase, "input of a block", "all_gather", count, hidden)
-                if not site.dims.get("gathered_once"):
+                if not (site.dims.get("gathered_once") or site.dims.get("frozen")):
                     yield Traffic("backward", "input of a block, again", "all_gather", count, hidden)
                 yield Traffic("backward", "gradient of a block's input", "reduce_scatter", count, hidden)
             elif site.kind == "linear_out":
@@ -249,9 +253,10 @@ class MegatronSP(GridChunks, TensorParallel):
         if site.kind == "embedding":
             yield Traffic("forward", "token ids", "all_gather", count, tokens * 8)
             yield Traffic("forward", "embedded tokens", "reduce_scatter", count, hidden)
-            yield Traffic("backward", "gradient of embedded tokens", "all_gather", count, hidden)
+            if not d.get("frozen"):
+                yield Traffic("backward", "gradient of embedded tokens", "all_gather", count, hidden)
         elif site.kind == "vocabulary_logits":
-            for phase in ("forward", "backward"):
+            for phase in ("forward",) if d.get("frozen") else ("forward", "backward"):
                 yield Traffic(phase, "input of the head", "all_gather", count, hidden)
             yield Traffic("backward", "gradient of the head's input", "reduce_scatter", count, hidden)
         else:

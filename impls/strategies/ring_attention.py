@@ -15,7 +15,7 @@ paper's baseline (arXiv 2404.02882, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -257,16 +257,18 @@ class RingAttention(PlacedChunks):
                 yield from halo_traffic(site, halo, element_bytes)
                 continue
             d = site.dims
-            # k may have D features a head, v always A; both may have fewer heads than q
-            repeated = getattr(self.options, "repeated_keys", False)  # peers have options of their own
-            heads = d["Z"] if repeated else d.get("G", d["Z"])
-            block = d["B"] * heads * (d["L"] // self.size) * key_value_size(d)
+            # k may have D features a head, v always A
+            block = d["B"] * self.heads_sent(d) * (d["L"] // self.size) * key_value_size(d)
             once = site.count * (self.size - 1)
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
                 yield Traffic(phase, "K and V ring", "send", once, block * element_bytes)
             # N steps, so that they come home; in at least float32
             sums = block * max(4, element_bytes)
             yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, sums)
+
+    def heads_sent(self, dims: Mapping[str, int]) -> int:
+        """Heads of keys and values that travel round the ring, of a site with these dims."""
+        return dims["Z"] if self.options.repeated_keys else dims.get("G", dims["Z"])
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, sinks: Tensor | None = None

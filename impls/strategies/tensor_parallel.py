@@ -123,6 +123,8 @@ class TensorParallel(Strategy):
         """What sums the gradients of replicated keys' and values' weights sends, for a site of the kind
         grouped_query_linear_in."""
         d = site.dims
+        if d.get("frozen"):
+            return
         payload, replicas = 2 * d["A"] * d["H"] * element_bytes, self.replicas(d["G"])
         purpose = "gradient of replicated keys' and values' weights"
         yield Traffic("backward", purpose, "all_reduce", site.count, payload, run=replicas)

@@ -76,6 +76,7 @@ def test_what_is_killed_and_what_survives(tree: Path) -> None:
     assert (tree / "toy" / "area.py").read_text() == CODE
 
 
+@pytest.mark.slow
 def test_frozen_mistakes_are_found_where_they_stand_now(tree: Path) -> None:
     run(tree, "--sample", "9")
     moved, verdicts = tree / "toy" / "moved.py", tree.parent / "verdicts"

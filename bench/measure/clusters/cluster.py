@@ -41,7 +41,7 @@ from spbench.bench.yaml_files import (
 
 PACKAGE = "spbench.scenarios.clusters"
 
-Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+Precision = Literal["fp16", "bf16", "fp32", "fp64", "fp8"]
 Library = Literal["cublas", "transformer_engine"]
 #: how wrong a rate may be that stands for another; see :mod:`measure.simulator.substitutes`
 Grade = Literal["extrapolated", "transferred", "substituted"]
@@ -60,7 +60,7 @@ class Device(StrictModel):
         memory_peer_bytes: what NCCL takes beside that for each other device of the node that is in a group of
             all-to-alls; null counts as none.
         memory_bandwidth_bytes_per_s: of the card's own memory.
-        peak_flops_per_s: by precision (fp16, bf16, fp32, fp64).
+        peak_flops_per_s: by precision (fp16, bf16, fp32, fp64, and fp8, in which matmuls are by a recipe).
         compute_efficiency: share of the peak rate that matmuls reach; null counts as all of it.
         matmul: by precision, in place of ``compute_efficiency``.
         grouped_matmul: by precision, of the matmuls of several experts in one call; a precision that is left
@@ -216,6 +216,8 @@ class Cluster(StrictModel):
     @model_validator(mode="after")
     def _collectives_known(self) -> Self:
         links = [link for link in (self.node_link, self.network) if link is not None]
+        for link in links:
+            link.check_crossings(self.devices_per_node)
         if self.collective_model == "measured" and not any(
             link.collectives or link.table.value for link in links
         ):

@@ -264,6 +264,12 @@ def _links(cluster: Cluster) -> Iterator[KindOfWork]:
         without = "it cannot be timed"
         text = f"{(bandwidth.value or 0.0) / 1e9:.4g} GB/s"
         yield _of(f"send, {where}", bandwidth, text, without)
+        for each in link.crossings or ():
+            shared = f"{(each.bandwidth_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s together"
+            work = f"out of {each.devices} devices ({each.path})"
+            yield _of(work, each.bandwidth_bytes_per_s, shared, "shared by nobody")
+        if link.crossings is None:
+            yield KindOfWork(f"ways that devices share, {where}", f"{GAP}: each has a link of its own")
         yield from _collectives(cluster, link, where)
 
 

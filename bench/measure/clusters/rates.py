@@ -5,6 +5,7 @@ and memory, and of links, with what collectives were measured to reach on them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -243,6 +244,21 @@ class BusRate(StrictModel):
         return (self.latency_s.value or 0.0) + (self.latency_per_rank_s.value or 0.0) * (ranks - 1)
 
 
+class Crossing(StrictModel):
+    """The way out of a part of a node, which all that leave the part share, as neighbouring devices below a
+    PCIe switch or on a socket do.
+
+    Attributes:
+        devices: of such a part, neighbours.
+        path: what ``nvidia-smi topo -m`` prints for two devices of different parts: PXB, PHB, NODE or SYS.
+        bandwidth_bytes_per_s: of all that leaves a part together, one way.
+    """
+
+    devices: PositiveInt
+    path: Literal["PXB", "PHB", "NODE", "SYS"]
+    bandwidth_bytes_per_s: Sourced[PositiveFloat]
+
+
 class Link(StrictModel):
     """A link, one way.
 
@@ -252,12 +268,15 @@ class Link(StrictModel):
         table: of measured collectives of one node, in place of ``collectives`` for the kinds that it has.
         collectives: what collectives reach on it, one entry a size of the group, in ascending order. Where a
             kind is missing, the entries of ``any`` stand for it. null takes away those of an extended file.
+        crossings: what devices of a node share, from the smallest parts to the largest; none: each has its
+            own way to each other, as with NVSwitch; null: not known, and priced as none.
     """
 
     latency_s: Sourced[NonNegativeFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat]
     table: Sourced[str] = NO_TABLE
     collectives: dict[RatedCollective, list[BusRate]] = {}
+    crossings: list[Crossing] | None = []
 
     @field_validator("collectives", mode="before")
     @classmethod
@@ -274,6 +293,14 @@ class Link(StrictModel):
                     f"collectives.{kind}: give one rate, or one a number of ranks in ascending order"
                 )
         return self
+
+    def check_crossings(self, devices: int) -> None:
+        """Raise ValueError unless each part of a node of so many devices holds several of the one below."""
+        sizes = [*(each.devices for each in self.crossings or ()), devices]
+        if any(b % a or a == b for a, b in pairwise(sizes)):
+            raise ValueError(
+                f"crossings: {sizes[:-1]} devices do not divide each other, and {devices} of a node"
+            )
 
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:
         """The rate of a collective in a group of that many ranks: that of the largest size measured which is

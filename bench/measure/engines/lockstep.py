@@ -117,9 +117,13 @@ def _summed_up(
 
 
 def single(cell: Cell) -> Cell:
-    """The cell of one device in float64 that computes the same."""
-    training = TrainingOptions(step=cell.training.step)
+    """The cell of one device in float64 that computes the same, without casts to eight bits."""
+    training, rounding = (
+        TrainingOptions(step=cell.training.step),
+        model_preset(*cell.model_arguments).rounding,
+    )
     change = {"strategy": "single", "sizes": Sizes(), "mesh": None, "strategy_options": {}}
+    change["model_options"] = {k: v for k, v in cell.model_options.items() if k not in rounding}
     return cell.model_copy(update={**change, "precision": "fp64", "training": training})
 
 

@@ -250,6 +250,11 @@ def check_sizes(cell: Cell) -> list[RankClass]:
             f"the backend {backend.name} shards a whole model and has no pipeline stages",
             "use pp 1, or the backend ddp",
         )
+    if not backend.freezes and any(s.kind == "frozen_parameters" for s in _sites(cell, strategy, ONE_STAGE)):
+        raise Unsupported(
+            f"the backend {backend.name} has trained and frozen weights in one flat tensor",
+            "use zero3, or leave lora_rank out",
+        )
     classes = rank_classes(cell)
     check_schedule(cell)
     for each in classes if cell.sizes.pp > 1 else ():
@@ -317,4 +322,4 @@ def model_parameters(cell: Cell) -> int:
     """How many parameters the whole model has, with the padding of its vocabulary for the strategy."""
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
-    return sum(site.dims["elements"] for site in sites if site.kind == "parameters")
+    return sum(s.dims["elements"] for s in sites if s.kind in ("parameters", "frozen_parameters"))

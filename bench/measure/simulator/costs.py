@@ -6,7 +6,8 @@ measured calls. Copies between
 device and host: bytes over the device's share of the link; what the host's cores do: bytes over their share.
 Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
-once share the node's network cards. Different collectives that overlap in time do not slow each other down.
+once share the node's network cards, and within it the ways out of its parts
+(:mod:`measure.simulator.crossings`). Different collectives that overlap in time do not slow each other down.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from spbench.bench.measure.simulator.collective_costs import (
     nccl_seconds,
     ring_seconds,
 )
+from spbench.bench.measure.simulator.crossings import seconds_a_byte, shared_seconds
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
@@ -303,20 +305,22 @@ class Costs:
 
         All sources send at once, each to ``at_once`` peers.
         """
-        leaving = Counter(
-            self.node(s) for s, d in zip(sources, destinations, strict=True) if self.node(s) != self.node(d)
-        )
+        pairs = list(zip(sources, destinations, strict=True))
+        leaving = Counter(self.node(s) for s, d in pairs if self.node(s) != self.node(d))
+        inside = [(s, d) for s, d in pairs if self.node(s) == self.node(d)]
+        shared = dict(zip(inside, seconds_a_byte(self.cluster, inside), strict=True))
         latency, per_byte = [], []
-        for s, d in zip(sources, destinations, strict=True):
+        for s, d in pairs:
             if s == d:
-                seconds, bandwidth = 0.0, float("inf")
+                seconds, a_byte = 0.0, 0.0
             elif self.node(s) == self.node(d):
                 seconds, bandwidth = self.within
+                a_byte = max(at_once / bandwidth, shared[s, d] / self.calibration.link_efficiency)
             else:
                 seconds, nic = self.between
-                bandwidth = self._shared(nic, leaving[self.node(s)])
+                a_byte = at_once / self._shared(nic, leaving[self.node(s)])
             latency.append(seconds)
-            per_byte.append(at_once / bandwidth)
+            per_byte.append(a_byte)
         return np.array(latency), np.array(per_byte)
 
     def _shared(self, nic: float, users: int) -> float:
@@ -331,9 +335,12 @@ class Costs:
             if len(on_node) > 1:
                 users.update(on_node.keys())
         seconds = _COLLECTIVES[self.cluster.collective_model]
+        least = shared_seconds(self.cluster, kind, nbytes, groups)
         return [
-            seconds(kind, nbytes, self._group(on_node, users)) if len(members) > 1 else 0.0
-            for members, on_node in zip(groups, on_nodes, strict=True)
+            max(seconds(kind, nbytes, self._group(on_node, users)), shared / self.calibration.link_efficiency)
+            if on_node.total() > 1
+            else 0.0
+            for on_node, shared in zip(on_nodes, least, strict=True)
         ]
 
     def _group(self, on_node: Counter[int], users: Counter[int]) -> GroupLinks:

@@ -18,7 +18,7 @@ KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 COMPUTE_STREAM = 0
 MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
 CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update")
-PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other")
+PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
 #: launch nothing, nodes of autograd run, calls of modules, and waits of the host for its device

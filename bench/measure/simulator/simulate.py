@@ -3,10 +3,10 @@
 Ranks that do the same at the same times are simulated once (folding), where the world has a symmetry.
 
 Let every rank r take the place of rank r + p, the last p those of the first. If each then finds in its new
-place the program, peers, process groups and node that it had, only under other numbers, all ranks that are a
-multiple of p apart have equal times: these are sums and maxima of the same costs. So p of them are enough to
-simulate. What a transfer or collective costs depends on all that share a network card; costs are therefore
-those of the whole world.
+place the program, peers, process groups, node and part of a node that it had, only under other numbers, all
+ranks that are a multiple of p apart have equal times: these are sums and maxima of the same costs. So p of
+them are enough to simulate. What a transfer or collective costs depends on all that share a network card or
+the way out of a part; costs are therefore those of the whole world.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.simulator.costs import Costs, check_rates, node_of
+from spbench.bench.measure.simulator.crossings import crossings_of
 from spbench.bench.measure.simulator.message_matching import World, owners
 from spbench.bench.measure.simulator.program import Group, Program, shifted_ranks
 from spbench.bench.measure.simulator.simulation import Simulation
@@ -82,20 +83,25 @@ def smallest_shift(programs: Sequence[Program], program_of: np.ndarray, cluster:
         cluster: whose nodes the ranks fill in order.
     """
     world = len(program_of)
-    nodes = node_of(np.arange(world), cluster)
+    ranks = np.arange(world)
+    nodes = [node_of(ranks, cluster), *(ranks // each.devices for each in crossings_of(cluster))]
     shifts = (p for p in range(1, world) if world % p == 0)
     return next((p for p in shifts if is_symmetric(programs, program_of, nodes, p)), world)
 
 
-def is_symmetric(programs: Sequence[Program], program_of: np.ndarray, nodes: np.ndarray, p: int) -> bool:
+def is_symmetric(
+    programs: Sequence[Program], program_of: np.ndarray, nodes: Sequence[np.ndarray], p: int
+) -> bool:
     """Whether the shift of all ranks by p, round the world, maps programs, nodes, peers and groups onto
     themselves.
 
     Args:
-        program_of, nodes: of each rank of the world.
+        program_of: of each rank of the world.
+        nodes: of each rank of the world, its node, and each part of that which it is in.
     """
-    image = np.roll(np.arange(len(nodes)), -p)
-    if not (np.array_equal(program_of[image], program_of) and keeps_nodes(nodes, image)):
+    image = np.roll(np.arange(len(program_of)), -p)
+    same = np.array_equal(program_of[image], program_of)
+    if not (same and all(keeps_nodes(each, image) for each in nodes)):
         return False
     for number, program in enumerate(programs):
         ranks = np.flatnonzero(program_of == number)

@@ -11,7 +11,7 @@ their grade (:mod:`measure.trust`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.crossings import crossed
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
@@ -159,13 +160,27 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
         if peer != rank:
             within = costs.node(peer) == costs.node(rank)
             yield from _of_link(costs, "send", within, None)
+            yield from _of_crossings(costs, "send", [rank, peer])
         return
-    on_node = Counter(costs.node(member) for member in program.groups[partner].members(rank, program.mesh))
+    members = program.groups[partner].members(rank, program.mesh)
+    yield from _of_crossings(costs, name, members)
+    on_node = Counter(costs.node(member) for member in members)
     most, nodes = max(on_node.values()), len(on_node)
     if most > 1:
         yield from _of_link(costs, name, True, most)
     if nodes > 1:
         yield from _of_link(costs, name, False, nodes)
+
+
+def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[Substitute]:
+    """What the ways that communication shares within a node are priced by; the largest parts count."""
+    here = [member for member in members if costs.node(member) == costs.node(members[0])]
+    link, work = costs.cluster.node_link, f"{name} intra-node"
+    if link is not None and link.crossings is None and len(here) > 1:
+        yield Substitute(work, "links that no devices share", "extrapolated")
+    for each in crossed(costs.cluster, min(here), max(here))[-1:]:
+        if text := each.bandwidth_bytes_per_s.substitute:
+            yield Substitute(f"{work} ({each.path})", text, "substituted")
 
 
 def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterator[Substitute]:

@@ -32,8 +32,9 @@ from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
 from spbench.impls.kernels.ranged_attention import Size
 
+_OTHER, _FP8 = PRECISION_NAMES.index("other"), PRECISION_NAMES.index("fp8")
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-_OTHER = len(PRECISION_NAMES) - 1
+_PRECISION |= {torch.float8_e4m3fn: _FP8, torch.float8_e5m2: _FP8}
 
 #: matmuls -> position of their first operand; the second follows it
 MATMULS = {
@@ -48,6 +49,10 @@ MATMULS = {
     "te_accumulate_mm_": 1,
     "accumulate_mm_": 1,
     "strided_bmm": 0,
+    "fp8_mm": 0,
+    "te_fp8_mm": 0,
+    "fp8_accumulate_mm_": 1,
+    "te_fp8_accumulate_mm_": 1,
 }
 #: operators that move no data, beside views: they make room, or pass a tensor on
 _FREE = {

@@ -58,8 +58,7 @@ def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
 
 def check_elements(truth: VerifiedRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
     """Every element of a parameter must lie on equally many ranks, for the same reason."""
-    kept = checked.backend.gradient_places()
-    counts = []
+    kept, counts = checked.backend.gradient_places() | checked.backend.frozen_parts(), []
     for name, shape in checked.shapes.items():
         if name not in checked.experts:
             count = torch.zeros(shape, dtype=torch.int64, device=checked.device)
@@ -130,6 +129,7 @@ def check_bytes(
         )
     # a backend may have taken the parameters over, in parts or padded
     held, counted = sum(p.numel() for p in build().parameters()), sum(each.elements for each in sums)
+    counted += sum(strategy.held_elements(s) * s.count for s in sites if s.kind == "frozen_parameters")
     if held != counted:
         yield "parameters", Discrepancy.without_number(f"are {held} elements, {counted} by the model's sites")
 

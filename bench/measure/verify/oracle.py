@@ -68,7 +68,8 @@ class BothRuns:
     Attributes:
         model: of both, without dropout.
         truth: on one device in float64.
-        noisy: on one device in the case's dtype; None: that is float64.
+        noisy: on one device in the case's dtype, with the model's :attr:`Model.rounding`; None: that is
+            float64, without.
         departures: of a published baseline, how far its own function is from the model's, and at how many of
             how many positions.
         checked: on this rank, with the strategy.
@@ -144,8 +145,8 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
     of_model: Strategy = _OneDevice(strategy.vocabulary_parts)
     reference = strategy.on_one_device() if isinstance(strategy, AsPublished) else of_model
 
-    def on_one_device(dtype: torch.dtype, strategy: Strategy = reference) -> VerifiedRun:
-        return _on_one_device(pickle.dumps((plain, strategy, dtype, mesh.device_type, watch)))
+    def on_one_device(dtype: torch.dtype, strategy: Strategy = reference, of: Case = plain) -> VerifiedRun:
+        return _on_one_device(pickle.dumps((of, strategy, dtype, mesh.device_type, watch)))
 
     truth = on_one_device(torch.float64)
     shapes = {name: x.shape for name, x in truth.outputs.items()}
@@ -161,7 +162,10 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         recorder=recorder,
         watch=watch,
     )
-    noisy = None if case.torch_dtype is torch.float64 else on_one_device(case.torch_dtype)
+    noisy = None
+    if model.rounding or case.torch_dtype is not torch.float64:
+        rounded = replace(plain, model=with_options(plain.model, model.rounding))
+        noisy = on_one_device(case.torch_dtype, of=rounded)
     departures = {}
     if reference is not of_model:
         wanted, own = share_of(on_one_device(torch.float64, of_model), checked), share_of(truth, checked)

@@ -19,7 +19,7 @@ from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_probl
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
 from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
 from spbench.bench.tools.jobs.shell import Shell
-from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in
+from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in, words_in
 from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import parse_yaml
 
@@ -55,7 +55,10 @@ def read(files: JobFiles) -> Job | None:
         return None
     bert = _TRAINS.get(launch.program, False)
     given, wrong = parse(launch.arguments)
-    a = megatron_account(given, launch.environment)
+    further, worse = parse([*_given_words(files.environment)])
+    given, wrong = {**given, **further}, [*wrong, *worse]
+    exported = {name: text for name, text in launch.environment.items() if _argument(name) is None}
+    a = megatron_account(given, exported)
     gpus = files.gpus if files.gpus is not None else launch.gpus
     problems = files.machine_problems(gpus)
     if launch.not_said and gpus is None:
@@ -88,6 +91,18 @@ def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bo
     a.unasked = f"{model_name(bert)} has no option for it"
 
 
+def _given_words(environment: Mapping[str, str]) -> Iterator[str]:
+    """The arguments that --given has, with their dashes or without."""
+    for name, value in environment.items():
+        if (argument := _argument(name)) is not None:
+            yield argument.name
+            yield from value.split() if argument.takes else ()
+
+
+def _argument(name: str) -> ProgramArgument | None:
+    return table().arguments.get(f"--{name.lstrip('-')}")
+
+
 def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     """The arguments among the words of a command line, as argparse takes them: no abbreviations, the last of
     a name counts.
@@ -102,11 +117,9 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            unknown = unknown_in(word)
-            stray = (
-                f"what arguments {unknown[0]} adds is not known; {given_flag(unknown[0])}" if unknown else ""
-            )
-            problems.append(stray or f"{shown_word(word)!r} belongs to no argument")
+            may_be, stray = _stray(word)
+            arguments |= {name: given for name, given in may_be.items() if name not in arguments}
+            problems += stray
             continue
         name, equals, value = word.partition("=")
         values = [value] if equals else []
@@ -121,6 +134,19 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
             problems.append(f"{before} and {given} are both given; leave one")
         arguments[key] = given
     return arguments, problems
+
+
+def _stray(word: str) -> tuple[dict[str, Given], list[str]]:
+    """The arguments that a word without an argument may be, if none of them has an effect; else what is wrong
+    with it."""
+    unknown = unknown_in(word)
+    if not unknown:
+        return {}, [f"{shown_word(word)!r} belongs to no argument"]
+    may_be, _ = parse(words_in(word))
+    known = [table().arguments.get(given.name) for given in may_be.values()]
+    if may_be and all(argument and argument.outcome in _WITHOUT_SETTING for argument in known):
+        return may_be, []
+    return {}, [f"what arguments {unknown[0]} adds is not known; {given_flag(unknown[0])}"]
 
 
 def _takes_more(argument: ProgramArgument | None, have: int) -> bool:

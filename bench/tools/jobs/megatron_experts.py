@@ -66,7 +66,7 @@ def _set_layers(a: Account, layers: int | None) -> None:
             a.set("model_options.expert_pattern", [1, *[0] * (each - 1)], name)
         a.ignore("all layers have experts", name)
         return
-    pattern = _pattern(text)
+    pattern = pattern_in(text)
     if not pattern or not {*pattern} <= {0, 1} or (layers is not None and len(pattern) != layers):
         a.problems.append(f"{a.spelled(name)} is neither a number nor a list of 0 and 1 for {layers} layers")
         return
@@ -77,7 +77,7 @@ def _set_layers(a: Account, layers: int | None) -> None:
         a.set("model_options.expert_pattern", pattern, name)
 
 
-def _pattern(text: str) -> list[int]:
+def pattern_in(text: str) -> list[int]:
     """The list that an expression such as ([0]*1+[1]*15)*2 is; empty where it is none."""
     if not _PATTERN.fullmatch(text):
         return []

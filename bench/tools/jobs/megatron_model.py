@@ -18,6 +18,8 @@ from spbench.bench.tools.jobs.megatron_kernels import (
     set_attention,
     set_autotuning,
 )
+from spbench.bench.tools.jobs.megatron_windows import set_gate, set_sink, set_windows, windows_of
+from spbench.impls.models.huggingface.published import published_model
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
 _WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
@@ -31,7 +33,8 @@ _PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
 def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
     """Set the model and its options."""
     hybrid = not bert and set_hybrid(a)
-    preset = "bert-large" if bert else _HYBRID if hybrid else _preset(a)
+    windows = "" if hybrid or bert else windows_of(a, layers_of(a))
+    preset = "bert-large" if bert else _HYBRID if hybrid or windows else _preset(a)
     name = "HybridModel" if hybrid else model_name(bert)
     a.set("model", preset, note=f"{name}, all of whose sizes are below")
     needed = ("--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--micro-batch-size")
@@ -48,6 +51,8 @@ def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
     a.ignore("of a BertModel", "--bert-no-binary-head")
     _set_layers(a)
     _set_positions(a)
+    set_windows(a, windows)
+    set_sink(a)
     set_attention(a, local, cluster)
     _set_loss(a, cluster)
     _set_recomputation(a)
@@ -112,6 +117,7 @@ def _set_sizes(a: Account, bert: bool) -> None:
 
 def _set_vocabulary(a: Account, bert: bool) -> None:
     multiple = "--make-vocab-size-divisible-by"
+    a.ignore("the number of its words comes from elsewhere", "--tokenizer-model")
     padded, words = a.value("--padded-vocab-size"), a.value("--vocab-size")
     kind = a.value("--tokenizer-type") or ("BertWordPieceLowerCase" if bert else "GPT2BPETokenizer")
     if padded is not None:
@@ -129,11 +135,14 @@ def _set_vocabulary(a: Account, bert: bool) -> None:
             a.remarks.append(
                 f"the words of --vocab-file are taken for {kind}'s {_WORDS[kind]}; --vocab-size says others"
             )
+    elif published := published_model(str(a.value("--tokenizer-model") or "")):
+        names = "--tokenizer-type", "--tokenizer-model"
+        a.set("model_options.vocabulary", published.config["vocab_size"], *names, note="of its config.json")
     elif kind == "TikTokenizer":
         a.set("model_options.vocabulary", _TIKTOKEN_WORDS, "--tokenizer-type")
     else:
         a.ignore("the number of its words is missing", "--tokenizer-type")
-        a.problems.append(f"how many words the {kind} has is not said; add --vocab-size N")
+        a.problems.append(f"how many words the {kind} has is not said; --given vocab-size=N")
     a.map(multiple)
 
 
@@ -189,11 +198,15 @@ def _set_bert(a: Account, local: bool) -> None:
 
 def _set_layers(a: Account) -> None:
     a.map("--normalization", "--norm-epsilon")
-    activations = [name for name in ("--swiglu", "--squared-relu") if a.has(name)]
+    activations = [name for name in ("--swiglu", "--squared-relu", "--quick-geglu") if a.has(name)]
     if len(activations) > 1:
         a.problems.append(f"{' and '.join(activations)} are both given; leave one")
-    mlp = activations[0].removeprefix("--").replace("-", "_") if activations else "gelu"
-    a.set("model_options.mlp", mlp, *activations)
+        a.took("see what is wrong", *activations)
+    if "--quick-geglu" in activations:
+        set_gate(a)
+    else:
+        mlp = activations[0].removeprefix("--").replace("-", "_") if activations else "gelu"
+        a.set("model_options.mlp", mlp, *activations)
     a.map("--disable-bias-linear")
     if a.has("--disable-bias-linear"):
         a.map_given("--add-qkv-bias")

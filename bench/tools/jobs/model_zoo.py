@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import yaml
 
@@ -14,7 +16,7 @@ from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import read as read_megatron
 from spbench.bench.tools.jobs.shell import Command, Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, unknown_in
-from spbench.impls.models.huggingface.published import published_model
+from spbench.bench.yaml_files import read_yaml
 
 _ARGUMENTS, _BENCHMARK = "MODEL_ARGS", "sbatch_benchmarking.sh"
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
@@ -31,11 +33,29 @@ _SWITCHES: Mapping[str, Mapping[str, object]] = {
     "OPTIMIZER_OFFLOAD": {"--optimizer-cpu-offload": True, "--overlap-cpu-optimizer-d2h-h2d": True},
     "A2A_OVERLAP": {"--delay-wgrad-compute": True, "--overlap-moe-expert-parallel-comm": True},
 }
+#: the optimizer's states beside matmuls in eight bits
+_NARROW: Mapping[str, object] = {
+    "--use-precision-aware-optimizer": True,
+    "--main-grads-dtype": "fp32",
+    "--main-params-dtype": "fp32",
+    "--exp-avg-dtype": "bf16",
+    "--exp-avg-sq-dtype": "bf16",
+}
 #: by the variable PR, the precision
 _PRECISIONS: Mapping[str, Mapping[str, object]] = {
     "bf16": {"--tp-comm-overlap": True},
-    "fp8": {"--fp8-recipe": "blockwise", "--fp8-format": "e4m3"},
-    "mxfp8": {"--fp8-recipe": "mxfp8", "--fp8-format": "e4m3"},
+    "fp8": {"--fp8-recipe": "blockwise", "--fp8-format": "e4m3", **_NARROW},
+    "mxfp8": {"--fp8-recipe": "mxfp8", "--fp8-format": "e4m3", **_NARROW},
+}
+#: beside eight bits, unless the optimizer is on the host
+_GATHERED: Mapping[str, Mapping[str, object]] = {
+    "fp8": {"--fp8-param-gather": True},
+    "mxfp8": {
+        "--fp8-param-gather": True,
+        "--reuse-grad-buf-for-mxfp8-param-ag": True,
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
+    },
 }
 
 
@@ -52,13 +72,13 @@ def read(files: JobFiles) -> Job | None:
     if model is None or script is None or _BENCHMARK not in script.text:
         return None
     command = _command(script, files.environment)
-    environment = {**command.environment, **files.environment}
+    own = {**command.environment, **files.environment}
+    environment = {**_defaults(own), **own}
     content = dict(mapping_in(model) or {})
     arguments = content[_ARGUMENTS]
     if not isinstance(arguments, dict):
         raise model.wrong(f"{_ARGUMENTS}: a mapping of names to values is needed")
     switches = {name: _switch(value, environment) for name, value in arguments.items()}
-    switches |= _words(arguments)
     further = dict(_further(command, environment, arguments))
     content[_ARGUMENTS] = {**switches, **further}
     whole = JobFile(model.path, yaml.safe_dump(content, sort_keys=False).encode())
@@ -68,16 +88,33 @@ def read(files: JobFiles) -> Job | None:
     return job and replace(job, kind="model_zoo", title=files.title)
 
 
+@cache
+def _models() -> Mapping[str, Mapping[str, str]]:
+    """The variables of each model of the zoo, where nothing else is said."""
+    content = read_yaml(Path(__file__).with_suffix(".yaml"))
+    names = content["names"].split()
+    return {
+        model: dict(zip(names, values.split(), strict=False)) for model, values in content["models"].items()
+    }
+
+
+def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the benchmark sets for a model where the script does not; those of unequal stages
+    and of virtual ones only where there are such."""
+    values = dict(_models().get(environment.get("MODEL", ""), {}))
+    numbers = {**values, **environment}
+    layers, stages = (numbers.get(name, "") for name in ("NUM_LAYERS", "PP"))
+    if not (layers.isdecimal() and stages.isdecimal() and int(stages)) or int(layers) % int(stages) == 0:
+        values |= dict.fromkeys(("PP_FIRST", "PP_LAST"), "false")
+    if numbers.get("VPP", "1") == "1":
+        values["LAYERS_PER_VP"] = "false"
+    return values
+
+
 def _switch(value: object, environment: Mapping[str, str]) -> object:
     """A value that a variable turns on or off, as the benchmark takes it; else the value itself."""
     found = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
     return {"true": True, "false": False}.get(environment.get(found[1], ""), value) if found else value
-
-
-def _words(arguments: Mapping[str, object]) -> dict[str, object]:
-    """How many words the tokenizer of a known model has."""
-    named = published_model(str(arguments.get("--tokenizer-model", "")))
-    return {"--vocab-size": named.config["vocab_size"]} if named and "--vocab-size" not in arguments else {}
 
 
 def _command(script: JobFile, environment: Mapping[str, str]) -> Command:
@@ -105,7 +142,10 @@ def _further(
     for name, added in _SWITCHES.items():
         if environment.get(name) == "1":
             yield from added.items()
-    yield from _PRECISIONS.get(environment.get("PR", "bf16"), {}).items()
+    precision = environment.get("PR", "bf16")
+    yield from _PRECISIONS.get(precision, {}).items()
+    if environment.get("OPTIMIZER_OFFLOAD") != "1":
+        yield from _GATHERED.get(precision, {}).items()
     at = next(n for n, word in enumerate(command.words) if word.endswith(_BENCHMARK))
     name, values = "", list[str]()
     own: dict[str, object] = {}
@@ -119,6 +159,9 @@ def _further(
     yield from own.items()
     stages = environment.get("VPP", "")
     virtual = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+    if environment.get("PP_FIRST", "false") != "false" and "--pipeline-model-parallel-layout" not in own:
+        yield "--decoder-first-pipeline-num-layers", environment["PP_FIRST"]
+        yield "--decoder-last-pipeline-num-layers", environment.get("PP_LAST", "false")
     if stages.isdecimal() and int(stages) > 1:
         if virtual[0] in arguments and "LAYERS_PER_VP" not in environment:
             yield virtual[0], None

@@ -66,6 +66,10 @@ class Shell:
     _branch: bool = False
     _above: int = 0
 
+    def __post_init__(self) -> None:
+        # they stand in place of what the script sets, in an array of what it adds under a condition
+        self.given = {name: value for name, value in self.variables.items() if isinstance(value, str)}
+
     def read(self, text: str, above: int = 0) -> None:
         """Read a script that has lines above it. ShellError where it cannot be read."""
         before, self._above = self._above, above
@@ -139,6 +143,8 @@ class Shell:
                 status = self._run_all(children)
                 self.variables = before
                 return status
+            case "while_statement" if self._run(children[0]) is False:
+                return True
             case "for_statement" if variable := node.child_by_field_name("variable"):
                 self.variables[source_of(variable)] = mark(f"${source_of(variable)}, of a loop")
         self._run_all(children, branch=True)
@@ -206,8 +212,14 @@ class Shell:
         value: str | list[str] = "" if content is None else self._joined(content)
         if content is not None and array:
             value = [text for each in content.named_children for text in self.expand(each)]
-        if self._branch:
-            unknown = mark(f"${name}, which line {self._line(node)} sets under a condition")
+        if name in self.given and not array:
+            self.variables[name] = self.given[name]
+            return True
+        if self._branch and name in self.given:
+            value = self.given[name].split()
+        elif self._branch:
+            words = value if isinstance(value, list) else ()
+            unknown = mark(f"${name}, which line {self._line(node)} sets under a condition", words)
             value = [unknown] if array else unknown
         if any(child.type == "+=" for child in node.children):
             if isinstance(before, str) and isinstance(value, str):
@@ -271,6 +283,8 @@ class Shell:
 
     def _parameter(self, node: Node, text: str) -> list[str]:
         """What ``$TEXT`` or ``${TEXT}`` becomes."""
+        if text == "#":
+            return [str(sum(name.isdecimal() and name != "0" for name in self.variables))]
         parts = _PARAMETER.fullmatch(text)
         if parts is None:
             return [mark(source_of(node))]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -14,6 +14,8 @@ from tree_sitter import Language, Node, Parser
 _PARSER = Parser(Language(tree_sitter_bash.language()))
 #: what begins a mark, and where its characters are: no script has these, and no word is split at them
 _MARK, _PLANE = "\U00100000", 0xF0000
+#: parts the texts of a mark
+_BETWEEN = "\0"
 _MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
 
 #: nodes within a text that are not as they are written
@@ -61,14 +63,24 @@ class ShellError(ValueError):
         self.line = line
 
 
-def mark(what: str) -> str:
-    """The mark of what is not known, in a word."""
-    return _MARK + "".join(chr(_PLANE + min(ord(c), 0xFFFD)) for c in what)
+def mark(what: str, words: Sequence[str] = ()) -> str:
+    """The mark of what is not known, in a word; of an array, which ``words`` it may be."""
+    texts = (what, *map(shown_word, words))
+    return _MARK + "".join(chr(_PLANE + min(ord(c), 0xFFFD)) for c in _BETWEEN.join(texts))
 
 
 def unknown_in(text: str) -> list[str]:
     """What of a word only a run could tell, as it stands in the script: ``$DATA_PATH``."""
-    return ["".join(chr(ord(c) - _PLANE) for c in what) for what in _MARKS.findall(text)]
+    return [texts[0] for texts in _marked(text)]
+
+
+def words_in(text: str) -> list[str]:
+    """The words that a mark of an array may be."""
+    return [word for texts in _marked(text) for word in texts[1:]]
+
+
+def _marked(text: str) -> list[list[str]]:
+    return ["".join(chr(ord(c) - _PLANE) for c in what).split(_BETWEEN) for what in _MARKS.findall(text)]
 
 
 def given_flag(unknown: str) -> str:

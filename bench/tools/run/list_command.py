@@ -8,20 +8,18 @@ What `spbench list cluster NAME` shows: what is known of a cluster by kind of wo
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.options import files_of, path_option, printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.errors import UserError
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import GAP, STANDS_IN, kinds_of_work, without_own_rates
 from spbench.bench.tools.calibrate import LOGS
@@ -29,11 +27,7 @@ from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls.discovery import FunctionModules
-from spbench.impls.models.huggingface.published import published_models
 from spbench.plots import FIGURES
-
-if TYPE_CHECKING:
-    from spbench.impls.strategies.base import Strategy
 
 COLUMNS = ("work", "figure", "source")
 
@@ -117,42 +111,65 @@ _ONE = "cluster"
 
 @click.command("list")
 @click.argument("kind", type=click.Choice([*_KINDS, _ONE]), required=False, metavar="[KIND]")
-@click.argument("name", required=False, metavar="[NAME]")
+@click.argument("text", required=False, metavar="[TEXT]")
 @files_of("strategy", "Strategies of this file of yours too.")
 @files_of("model", "Models of this file of yours too.")
 @path_option("--figure", "With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
 @printed
-def command(kind: str | None, name: str | None, figure: Path | None) -> Output:
+def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
     """List scenarios, strategies, models, clusters and the rest.
 
-    It lists what there is of a KIND, or of every kind if none is named. Kinds: scenarios, strategies, peers,
-    as-published (code that papers compare with, whose function is not the model's), models, clusters,
-    backends, engines, meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME`
-    shows the rates of one by kind of work, each with its source, and what is not known; NAME may be a file of
-    yours.
+    It lists what there is of a KIND, or of every kind if none is named; with TEXT, what has it in its name.
+    Kinds: scenarios, strategies, peers, as-published (code that papers compare with, whose function is not
+    the model's), models, clusters, backends, engines, meters, quantities, answers, forms, exports, logs,
+    jobs, figures. `list cluster NAME` shows the rates of one by kind of work, each with its source, and what
+    is not known; NAME may be a file of yours.
     """
-    if (kind == _ONE) != (name is not None):
-        raise UserError(
-            "a NAME is for one cluster: spbench list cluster NAME (spbench list clusters has the names)"
-        )
-    if name is not None:
-        return cluster_output(name, figure)
+    if kind == _ONE:
+        if text is None:
+            raise UserError("which one? spbench list cluster NAME (spbench list clusters has the names)")
+        return cluster_output(text, figure)
     if figure is not None:
         raise UserError("--figure draws one cluster: spbench list cluster NAME --figure FILE.png")
-    content = {name: entries(name) for name in ([kind] if kind else _KINDS)}
+    content = {name: _with_text(name, entries(name), text) for name in ([kind] if kind else _KINDS)}
     paragraphs = [_paragraph(name, of_kind) for name, of_kind in content.items()]
-    return Output(
-        paragraphs if kind else [_overview(content)],
-        content,
-        [
-            {"kind": name, "name": entry, "about": text}
-            for name, of_kind in content.items()
-            for entry, text in of_kind.items()
-        ],
-        ["kind", "name", "about"],
-        notes=[] if kind else ["spbench list KIND has all of a kind, with a line about each"],
-        details=[] if kind else paragraphs,
-    )
+    lines = [
+        {"kind": name, "name": entry, "about": about}
+        for name, of_kind in content.items()
+        for entry, about in of_kind.items()
+    ]
+    columns = ("kind", "name", "about")
+    if kind is None:
+        note = "spbench list KIND has all of a kind, with a line about each"
+        return Output([_overview(content)], content, lines, columns, notes=[note], details=paragraphs)
+    if kind == "models":
+        return _of_models([*content[kind]], content, lines, each=text is not None)
+    return Output(paragraphs, content, lines, columns)
+
+
+def _with_text(kind: str, of_kind: dict[str, str], text: str | None) -> dict[str, str]:
+    """The entries that have a text in their names, in upper or lower case; UserError if none has."""
+    if text is None:
+        return of_kind
+    if some := {name: about for name, about in of_kind.items() if text.lower() in name.lower()}:
+        return some
+    hint = suggestion(text, of_kind, f"spbench list {kind}")
+    raise UserError(f"no name of {kind} has {shown(text)} in it{hint}")
+
+
+def _of_models(
+    names: Sequence[str], content: Any, lines: Sequence[Mapping[str, Any]], *, each: bool
+) -> Output:
+    """Sizes of models in tables.
+
+    Args:
+        each: whether those with names of Hugging Face have a line each.
+    """
+    from spbench.bench.tools.run.listed_classes import tables_of_models
+
+    note = "spbench list models TEXT has each whose name has TEXT in it: spbench list models qwen3"
+    tables = tables_of_models(names, each=each)
+    return Output(tables, content, lines, ("kind", "name", "about"), notes=[] if each else [note])
 
 
 def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
@@ -169,7 +186,9 @@ def entries(kind: str) -> dict[str, str]:
     if kind in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[kind].summaries()
     if kind not in _OF_FILES:
-        return _of_classes(kind)
+        from spbench.bench.tools.run.listed_classes import of_classes
+
+        return of_classes(kind)
     texts = dict(_from_files(*_OF_FILES[kind]))
     return {name: text + _lacking(name) for name, text in texts.items()} if kind == "clusters" else texts
 
@@ -190,55 +209,6 @@ def _from_files(package: str, key: str) -> Iterator[tuple[str, str]]:
         except UserError as error:
             text = str(error)
         yield name, str(text)
-
-
-def _of_classes(kind: str) -> dict[str, str]:
-    from spbench.bench.measure.scenarios.choices import LISTED, OF_CLASSES
-    from spbench.bench.tools.papers.answer import answer_kinds
-
-    by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
-    about = _ABOUT.get(kind, _first_sentence)
-    texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
-    if kind == "models":
-        texts |= {
-            each.name: f"{each.parameters} parameters, by its config.json" for each in published_models()
-        }
-    return texts
-
-
-def _about_strategy(cls: type[Strategy]) -> str:
-    axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
-    around = f"{cls.name}+S: around a strategy S" if cls.can_enclose else ""
-    needs = f"needs {' and '.join(cls.requires)}" if cls.requires else ""
-    notes = [axes, around, needs, cls.source]
-    return f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
-
-
-def _about_model(model: Any) -> str:
-    """Its whole numbers, but switches that are off, as they usually are."""
-    sizes = {field.name: (getattr(model, field.name), field.default) for field in fields(model)}
-    return ", ".join(
-        f"{name} {value}"
-        for name, (value, usual) in sizes.items()
-        if type(value) is int and (value > 1 or value != usual)
-    )
-
-
-def _first_sentence(documented: object) -> str:
-    paragraph = (inspect.getdoc(documented) or "").split("\n\n")[0]
-    return _ROLE.sub(r"\1", " ".join(paragraph.split()).split(". ")[0].rstrip("."))
-
-
-#: markup of docstrings around a name, as :class:`Name`
-_ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
-#: what is said of a class, or of a model, where that is not the first sentence of its docstring
-_ABOUT: dict[str, Callable[[Any], str]] = {
-    "strategies": _about_strategy,
-    "peers": _about_strategy,
-    "as-published": lambda cls: f"{_about_strategy(cls)}: {cls.departs}",
-    "models": _about_model,
-    "engines": lambda cls: cls.summary,
-}
 
 
 def _paragraph(kind: str, of_kind: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,6 +24,12 @@ from torch import Tensor, nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.dispatchers.dispatcher import ExpertCall
 from spbench.impls.layout import SiteKind
+from spbench.impls.models.blocks.adapter_options import (
+    MLP_CLOSING,
+    adapter_parameters,
+    adapter_sites,
+    frozen,
+)
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
@@ -105,11 +112,13 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     plain_options: ClassVar[Mapping[str, Any]] = {
         "linear_attention": "quadratic",
         "rms_norm": "plain",
+        "rope": "shared",
         "cross_entropy": "plain",
         "swiglu": "plain",
         "checkpointing": False,
         "library": "torch",
         "unfused": (),
+        "fp8": "none",
         "attention_views": False,
         "recompute": "none",
         "recompute_early_stop": False,
@@ -122,6 +131,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "experts_matmul": "sequential",
         "permutation": "plain",
     }
+
+    rounding_options: ClassVar[frozenset[str]] = frozenset({"fp8"})
 
     @abstractmethod
     def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
@@ -138,6 +149,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         if self.swiglu == "in_place" and not (self.gated_mlp and self.activation == "silu"):
             raise ValueError("swiglu: in_place needs an MLP with a gate and SiLU, which this model lacks")
         softmax = [isinstance(self.mixing(i), SoftmaxAttention) for i in range(self.layers)]
+        self.check_adapters()
         if asked and not any(softmax):
             raise ValueError(f"{asked[0]} needs softmax attention, which no layer of this model has")
 
@@ -171,7 +183,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
         # keys and values is held by all ranks
         one = {"kv_heads": 1} if self.grouped else {}
-        as_hugging_face = {"rms_norm": "rounded", "attention_views": True}
+        as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
         return [
             {"checkpointing": True} | one | in_place,
@@ -235,7 +247,11 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
                 # are one function, which runs whole; the layer of a prediction has a norm behind it
                 stops = layer == run[-1] and self.recompute_early_stop and layer in layers
                 spared = stops and not self.dropout and not self.mlp_tiling.dims
-                for site in self._layer_sites(layer, batch, seq_len, again, spared):
+                spared = spared and not self.adapts([MLP_CLOSING])
+                asked = self._layer_sites(layer, batch, seq_len, again, spared)
+                if self.lora_rank:
+                    asked = chain(frozen(asked), adapter_sites(self, layer, batch, seq_len, again))
+                for site in asked:
                     alike[site.kind, tuple(site.dims.items()), site.recomputed, site.experts] += site.count
         sites = [Site(kind, n, dict(d), again, call) for (kind, d, again, call), n in alike.items() if n]
         sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.shares_embedding)
@@ -249,7 +265,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         in_tiles, tiles = ("vocabulary_logits", loss), self.loss_tiling.dims
         sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
         sites.append(Site("parameters", 1, self.parameters(rows, stage)))
-        return sites
+        return [*frozen(sites, adapter_parameters(self, layers))] if self.lora_rank else sites
 
     def _layer_sites(self, layer: int, batch: int, seq_len: int, again: bool, spared: bool) -> Iterator[Site]:
         """What a layer asks of a strategy for one batch; the other arguments are those of

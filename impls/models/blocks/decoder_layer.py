@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.dropout import bias_dropout_add
+from spbench.impls.kernels.fp8_projection import mark_recipe
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
+from spbench.impls.models.blocks.adapters import freeze
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.norms import norm_of
@@ -66,6 +68,8 @@ class DecoderBlock(nn.Module):
         mark_library(self, model.library)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
+        if self.model.fp8 != "none":
+            mark_recipe(self, self.model.fp8)
         mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
         if self.mlp is None:
             return mixed
@@ -102,10 +106,13 @@ class LoneDecoderLayer(nn.Module):
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = checkpoints_on_host(model.checkpoints)
         self.attended = model.attended(seq_len)
+        freeze(layer, model)
         strategy.pack(self.attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
+        if self.model.fp8 != "none":
+            mark_recipe(self, self.model.fp8)
         places = Places(self.strategy, self.seq_len, x, self.attended)
         if self.model.recomputes_layers:
             if self.on_host is not None:

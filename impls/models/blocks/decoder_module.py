@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
+from spbench.impls.models.blocks.adapters import freeze, with_gradient
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.places import Places, places_in_documents
@@ -51,6 +52,7 @@ class Decoder(nn.Module):
             self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
+        freeze(self, model)
         self.on_host = checkpoints_on_host(model.checkpoints)
         self._places: Places | None = None
         self._way: str | CrossEntropy = model.cross_entropy
@@ -60,8 +62,8 @@ class Decoder(nn.Module):
 
     @property
     def tied(self) -> Tensor | None:
-        """The word embedding where the first and the last stage both hold it."""
-        if not self.model.shares_embedding:
+        """The word embedding where the first and the last stage both hold it, and train it."""
+        if not self.model.shares_embedding or self.model.lora_rank:  # frozen copies have no gradient
             return None
         weight: Tensor = self.embedding.weight  # type: ignore[assignment]
         return weight
@@ -75,7 +77,7 @@ class Decoder(nn.Module):
         # held until forward has ended, as what a data loader has made
         loaded = self.model.loader_mask and (self.stage.first or self.stage.last)
         mask = _loader_mask(inputs["tokens"], self.seq_len) if loaded else None
-        x = self._embedded(inputs["tokens"]) if hidden is None else hidden
+        x = with_gradient(self._embedded(inputs["tokens"]), self.model) if hidden is None else hidden
         del hidden
         places = self._places_like(x)
         if self.on_host is not None:

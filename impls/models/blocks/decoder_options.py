@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
+from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
@@ -25,9 +27,11 @@ _WAYS = {
     "attention_norm": ("hidden", "head"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain", "rounded"),
+    "rope": ("shared", "each_layer"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
+    "fp8": ("none", *RECIPES),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
     "checkpoints": ("device", "host", "pageable"),
@@ -35,7 +39,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads, PackedSequences):
+class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     """What the layers of a decoder are made of, and which kernels they use.
 
     An option that changes how, not what, a layer computes has its plain value in
@@ -54,6 +58,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
         linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
         norm_epsilon: added to the mean square in every norm.
         rms_norm: "fused", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
+        rope: of library torch: "shared": all layers have one cos and sin; "each_layer": each makes its own,
+            which backward keeps, as Hugging Face's models did before transformers 4.41.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
@@ -70,6 +76,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             keeps the whole for backward. Else they are copied out of it.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
+        fp8: the matmuls of the projections of layers are in eight bits, by one of
+            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             parts of layers, if nothing else is said softmax attention between its projections (arXiv
@@ -112,6 +120,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     norm_epsilon: float = 1e-6
     linear_attention: str = "chunked"
     rms_norm: str = "fused"
+    rope: str = "shared"
     cross_entropy: str = "plain"
     swiglu: str = "plain"
     autotune_flush_kib: int = 0
@@ -120,6 +129,7 @@ class DecoderOptions(AttentionHeads, PackedSequences):
     attention_views: bool = False
     library: str = "torch"
     unfused: Sequence[str] = ()
+    fp8: str = "none"
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
@@ -169,6 +179,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
+        if self.fp8.startswith("rowwise") and self.fused:
+            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
@@ -177,6 +189,8 @@ class DecoderOptions(AttentionHeads, PackedSequences):
             raise ValueError("autotune_flush_kib needs cross_entropy: native; set that, or leave it out")
         if self.autotune_copies and not self.autotune_flush_kib:
             raise ValueError("autotune_copies stand beside autotune_flush_kib; set that too")
+        if self.rope == "each_layer" and self.fused:
+            raise ValueError(f"rope: each_layer needs library: torch, not {self.library}")
         if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
             raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:

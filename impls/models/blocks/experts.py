@@ -169,7 +169,7 @@ class MixtureModule(nn.Module):
             return (shared.opened(x), *gated)
 
         def closes(features: Tensor, *gated: Tensor) -> tuple[Tensor]:
-            y = shared.out.project(features)
+            y = shared.closed(features)
             return (y * gated[0] if gated else y,)
 
         return BesideDispatch(self.strategy.side_stream, x, opens, closes)

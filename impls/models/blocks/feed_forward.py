@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.activations import bias_gelu, squared_relu, swiglu, swiglu_in_place
+from spbench.impls.models.blocks.adapter_options import MLP_CLOSING
+from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
@@ -139,6 +141,19 @@ class MlpModule(nn.Module):
             groups, bias = model.mlp_projections, model.biases
             self.project = layers.grouped_linear_in(model.hidden, inner, groups, bias=bias)
         self.out = layers.linear_out(inner, model.hidden)
+        self.opening: OpeningAdapters | None = None
+        self.closing: ClosingAdapter | None = None
+        names = model.opening_names
+        if model.adapts(names):
+            self.opening = OpeningAdapters(
+                model,
+                model.hidden,
+                names,
+                lambda rank: layers.grouped_linear_in(rank, inner, len(names)),
+                lambda rank, place: layers.separate_linear_in(rank, (inner,)),
+            )
+        if model.adapts([MLP_CLOSING]):
+            self.closing = ClosingAdapter(model, layers, inner, model.hidden)
         self.tiling, self.weights = model.mlp_tiling, WeightsOf(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,19 +162,29 @@ class MlpModule(nn.Module):
         return self._whole(x)
 
     def _whole(self, x: Tensor) -> Tensor:
-        return self.out.project(self.opened(x))
+        return self.closed(self.opened(x))
+
+    def closed(self, x: Tensor) -> Tensor:
+        """The last projection of features [B, L, F]."""
+        y = self.out.project(x)
+        return y if self.closing is None else self.closing(x, y)
 
     def opened(self, x: Tensor) -> Tensor:
         """The features [B, L, F] that the last projection takes."""
         project, fuses = self.project, self.model.fuses
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
-                return swiglu(project.together(x), project.bias)
+                y = project.together(x)
+                return swiglu(y if self.opening is None else y + self.opening.together(x), project.bias)
         elif self.activation == "tanh_gelu" and fuses("bias_gelu") and isinstance(project, Linear):
             bias = project.bias
             assert bias is not None  # else the MLP has one group
-            return bias_gelu(project.project(x), bias, fused=True)
-        x, *factors = self._projected(x)
+            y = project.project(x)
+            if self.opening is not None:
+                y = y + self.opening.together(x).squeeze(-2)
+            return bias_gelu(y, bias, fused=True)
+        opened = self._projected(x)
+        x, *factors = opened if self.opening is None else self.opening(x, opened)
         if self.model.swiglu == "in_place":
             return swiglu_in_place(x, factors[0])
         x = ACTIVATIONS[self.activation](x)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,8 @@ class LatentAttention(SoftmaxAttention):
         plain_size, turned_size, value_size: N, R and A.
         padded: values get zeros up to N + R features.
     """
+
+    takes_adapters: ClassVar[bool] = False
 
     kv_rank: int = 512
     q_rank: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ class LinearAttention:
         gated: the normalised output is multiplied by a fourth projection of the input.
         lrpe: queries and keys turned by LRPE, which doubles their size; see :class:`LinearAttentionMixer`.
     """
+
+    takes_adapters: ClassVar[bool] = False
 
     feature_map: str
     decay: Sequence[float] | None = None

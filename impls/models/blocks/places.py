@@ -38,6 +38,8 @@ class Places:
         self.dtype, self.device = like.dtype, like.device
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._angles: Tensor | None = None
+        #: the layer that asked last, with its cos and sin
+        self._of_layer: tuple[object, Tensor, Tensor] | None = None
 
     @cached_property
     def positions(self) -> Tensor:
@@ -51,19 +53,30 @@ class Places:
         angle = theta.to(self.positions.dtype).unsqueeze(-2) * self.positions.unsqueeze(-1)
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
+    def theta(self, head_size: int, base: float) -> Tensor:
+        """What RoPE turns each pair of features by from one position to the next [A/2]."""
+        powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
+        return (base ** (-powers / head_size)).to(self.positions.dtype)
+
     def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin [L, A/2], made for the first layer that asks and kept for the others."""
         if self._rotary is None:
-            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
-            self._rotary = self.turned(base ** (-powers / head_size))
+            self._rotary = self.turned(self.theta(head_size, base))
         return self._rotary
+
+    def rotary_of_layer(self, layer: object, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin [L, A], each twice, made anew for each layer that asks."""
+        if self._of_layer is None or self._of_layer[0] is not layer:
+            theta = self.theta(head_size, base)
+            angle = theta * self.positions.unsqueeze(-1)
+            both = torch.cat((angle, angle), -1)
+            self._of_layer = layer, both.cos().to(self.dtype), both.sin().to(self.dtype)
+        return self._of_layer[1:]
 
     def angles(self, head_size: int, base: float) -> Tensor:
         """RoPE's angles [L, A], each twice, in at least float32 as libraries hold them; made once."""
         if self._angles is None:
-            powers = torch.arange(0, head_size, 2, dtype=torch.float64, device=self.device)
-            theta = (base ** (-powers / head_size)).to(self.positions.dtype)
-            angle = theta * self.positions.unsqueeze(-1)
+            angle = self.theta(head_size, base) * self.positions.unsqueeze(-1)
             self._angles = torch.cat((angle, angle), -1)
         return self._angles
 
@@ -80,6 +93,10 @@ class _PartOfPlaces(Places):
 
     def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
         cos, sin = (x[self.part_of_whole] for x in self.whole.rotary(head_size, base))
+        return cos, -sin if self.back else sin
+
+    def rotary_of_layer(self, layer: object, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+        cos, sin = (x[self.part_of_whole] for x in self.whole.rotary_of_layer(layer, head_size, base))
         return cos, -sin if self.back else sin
 
     def angles(self, head_size: int, base: float) -> Tensor:

@@ -53,7 +53,7 @@ class ProjectedHeads(HeadSource):
     def in_parts(self) -> bool:
         # a rank's part of split weights is followed by what sums or gathers over ranks
         whole = not self.mixer.strategy.splits_features
-        again = self.mixer.model.recomputes("core_attn")
+        again = self.mixer.model.recomputes("core_attn") or self.mixer.opening is not None
         return whole and not again and not self.mixer.kind.needs_all_positions
 
     def attend_whole(self, x: Tensor) -> Tensor:

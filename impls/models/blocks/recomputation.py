@@ -16,11 +16,14 @@ from torch.utils.checkpoint import (
 )
 
 from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.kernels.fp8_casts import FP8_AMAX, FP8_MM
 from spbench.impls.kernels.kept_results import KeptResults, keeping
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.reentrant_frames import BackwardFrame
 
 Output = TypeVar("Output")
+#: matmuls of projections, in sixteen bits and in eight
+_PRODUCTS = (torch.ops.aten.mm.default, FP8_MM)
 
 
 def recomputed(
@@ -64,7 +67,9 @@ def _keeping() -> tuple[Any, Any]:
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         # none of those within a result that is kept, which are not run again
-        if operator is torch.ops.aten.mm.default and keeping():
+        if operator is FP8_AMAX and keeping():
+            return CheckpointPolicy.MUST_SAVE  # of a few bytes, as torchtitan keeps it
+        if operator in _PRODUCTS and keeping():
             products[context.is_recompute] += 1
             if products[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE

@@ -54,6 +54,8 @@ class RecurrentLayer(ABC):
         ValueError: G does not divide Z, or there is no such way.
     """
 
+    takes_adapters: ClassVar[bool] = False
+
     heads: int
     key_heads: int
     key_size: int

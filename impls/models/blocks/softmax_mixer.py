@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from spbench.impls.attended import Attended
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
+from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles, rotated_by_halves
 from spbench.impls.layout import SiteKind
+from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
+from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.projected_heads import ProjectedHeads
@@ -68,6 +71,9 @@ class SoftmaxAttention:
     gated: bool = False
     window: int | None = None
     sinks: bool = False
+
+    #: whether its projections may have adapters
+    takes_adapters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
@@ -188,6 +194,8 @@ class AttentionMixer(nn.Module):
             return fused_rotary(x, places.angles(size, base))
         if self.model.fused:
             return rotated_by_angles(x, places.angles(size, base))
+        if self.model.rope == "each_layer":
+            return rotated_by_halves(x, *places.rotary_of_layer(self, size, base))
         return rotated(x, *places.rotary(size, base))
 
     def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
@@ -247,10 +255,30 @@ class SoftmaxAttentionMixer(AttentionMixer):
             self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
         self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
         self.close()
+        self.opening = self._adapters(kv_heads) if model.adapts(QKV) else None
+        self.closing = None
+        if model.adapts([CLOSING]):
+            self.closing = ClosingAdapter(model, strategy, kind.width(model), hidden)
+
+    def _adapters(self, kv_heads: int) -> OpeningAdapters:
+        model, strategy = self.model, self.strategy
+        width, of_keys, heads = model.attention_width, kv_heads * model.head_size, model.heads
+
+        def together(rank: int) -> nn.Module:
+            if self.kind.by_groups(model):
+                return strategy.grouped_query_linear_in(rank, model.head_size, heads, kv_heads)
+            return strategy.grouped_linear_in(rank, width, 3)
+
+        def alone(rank: int, place: int) -> nn.Module:
+            return strategy.separate_linear_in(rank, ((width, of_keys, of_keys)[place],))
+
+        return OpeningAdapters(model, model.hidden, QKV, together, alone)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         y = self.beside_heads(self.strategy.projected_attention(x, ProjectedHeads(self, places)))
-        return self.out.project(y if self.gate is None else y * self.gate(x)[0].sigmoid())
+        y = y if self.gate is None else y * self.gate(x)[0].sigmoid()
+        closed = self.out.project(y)
+        return closed if self.closing is None else self.closing(y, closed)
 
     def attend_whole(self, x: Tensor, places: Places) -> Tensor:
         """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
@@ -285,14 +313,15 @@ class SoftmaxAttentionMixer(AttentionMixer):
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, Z, L, A] or [B, G, Z/G, L, A], keys and values [B, G, L, A]."""
-        if self.model.separate_projections:
-            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
-            if self.model.grouped:
-                q = q.unflatten(-2, (k.shape[-2], -1))
-        elif self.kind.by_groups(self.model):
-            q, k, v = self.project(x)
+        opened = self.project(x)
+        if self.opening is not None:
+            opened = self.opening(x, opened)
+        if not self.model.separate_projections and self.kind.by_groups(self.model):
+            q, k, v = opened
         else:
-            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in self.project(x))
+            q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in opened)
+            if self.model.grouped and self.model.separate_projections:
+                q = q.unflatten(-2, (k.shape[-2], -1))
         if self.model.qk_norm:
             q, k = (self.normalised(y, *self.norm_of(name)) for y, name in ((q, "q"), (k, "k")))
         q, k, v = (y.movedim(1, -2) for y in (q, k, v))

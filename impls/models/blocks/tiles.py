@@ -78,9 +78,11 @@ def _gradients(
     tile = tile.detach().requires_grad_()
     with torch.enable_grad():
         y = run(tile)
+    trained = [weight for weight in weights if weight.requires_grad]
     # not Tensor.backward: this touches no .grad, and calls no hook of the weights
-    d_tile, *d_weights = torch.autograd.grad(y, [tile, *weights], d_y)
-    sums.add(d_weights)
+    d_tile, *d_weights = torch.autograd.grad(y, [tile, *trained], d_y)
+    rest = iter(d_weights)
+    sums.add([next(rest) if weight.requires_grad else None for weight in weights])
     return d_tile
 
 
@@ -102,9 +104,11 @@ class WeightGradients:
         self.weights = weights
         self.sums: list[Tensor | None] = [None] * len(weights)
 
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of one tile, in the order and shapes of the weights."""
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one tile, in the order and shapes of the weights; None of a frozen one."""
         for i, (weight, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
+            if gradient is None:
+                continue
             so_far = self.sums[i]
             if so_far is None:
                 self.sums[i] = gradient
@@ -142,7 +146,7 @@ class _LossTiles(torch.autograd.Function):
         loss_weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         losses: list[Tensor] = []
-        sums = WeightGradients([leaf := weight.detach().requires_grad_()])
+        sums = WeightGradients([leaf := weight.detach().requires_grad_(weight.requires_grad)])
         d_x = torch.empty_like(x) if learns else None
         for tile in _each(lengths, losses):
             if d_x is None:
@@ -162,7 +166,8 @@ class _LossTiles(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_x, d_weight, token_loss = ctx.saved_tensors
         of_weights = None if token_loss is None else token_loss * d_loss
-        return None, None, None, d_x.mul_(d_loss), d_weight.mul_(d_loss), None, of_weights
+        d_head = None if d_weight is None else d_weight.mul_(d_loss)
+        return None, None, None, d_x.mul_(d_loss), d_head, None, of_weights
 
 
 def _loss_gradients(
@@ -178,7 +183,8 @@ def _loss_gradients(
     tile = tile.detach().requires_grad_()
     with torch.enable_grad():
         token_loss = run(tile, leaf, labels)
-    d_tile, d_weight = torch.autograd.grad(token_loss, [tile, leaf], loss_weights.to(token_loss.dtype))
-    sums.add([d_weight])
+    learning = [tile, leaf] if leaf.requires_grad else [tile]
+    d_tile, *d_weight = torch.autograd.grad(token_loss, learning, loss_weights.to(token_loss.dtype))
+    sums.add(d_weight or [None])
     losses.append(token_loss.detach())
     return d_tile

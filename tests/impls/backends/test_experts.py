@@ -11,13 +11,14 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.registries import backends
-from tests.impls.backends.test_backends import (
+from tests.impls.backends.one_device import (
     assert_right,
     assert_sends_its_closed_form,
     cell,
     errors_of_rank,
 )
 from tests.measure.verify.backend_faults import NormWithoutExperts
+from tests.slow import mostly_slow
 
 #: strategy, sizes, micro-batches
 MESHES: list[tuple[str, dict[str, int], int]] = [
@@ -49,20 +50,20 @@ def with_experts(
     return cell("", strategy, model="moe-tiny", sizes=sizes, mesh=mesh, training=training, **changed)
 
 
-def cells(**changed: Any) -> Iterator[Any]:
-    """Each backend on each mesh, and options on the first; by default one of these for each."""
+def cells(*always: str, **changed: Any) -> Iterator[Any]:
+    """Each backend on each mesh, and options on the first; by default some backends on one mesh each."""
     for number, name in enumerate(backends()):
         for place, (strategy, sizes, n) in enumerate(MESHES):
             asked = with_experts({"backend": name}, strategy, sizes, n, **changed)
-            often = place == number % 3
+            often = place == number % 3 and name in always
             yield pytest.param(asked, id=f"{name}-{asked.mesh_text}", marks=() if often else pytest.mark.slow)
     for number, training in enumerate(OPTIONS):
         asked = with_experts(training, *MESHES[0], **changed)
         name = "-".join(map(str, training.values()))
-        yield pytest.param(asked, id=name, marks=() if number < 2 else pytest.mark.slow)
+        yield pytest.param(asked, id=name, marks=() if number < 1 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("asked", [*cells()])
+@pytest.mark.parametrize("asked", [*cells("ddp", "zero1", "zero3", "fsdp_flat", "megatron")])
 def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
     assert_right(pool, asked, backends()[asked.training.backend])
 
@@ -74,12 +75,16 @@ def test_a_norm_that_leaves_experts_out_is_seen(pool: RankPool) -> None:
         assert errors["norm 0 of all"] > 1e-3
 
 
-@pytest.mark.parametrize("backend", [name for name, cls in backends().items() if cls.pipelined])
+@pytest.mark.parametrize(
+    "backend", mostly_slow([name for name, cls in backends().items() if cls.pipelined], "megatron")
+)
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     asked = with_experts({"backend": backend}, "ulysses", {"pp": 2, "sp": 2, "ep": 2}, 2)
     assert_right(pool, asked, backends()[backend])
 
 
-@pytest.mark.parametrize("asked", [*cells(precision="fp16", model_options={"routing": "even"})])
+@pytest.mark.parametrize(
+    "asked", [*cells("legacy_ddp", "zero3", precision="fp16", model_options={"routing": "even"})]
+)
 def test_closed_form_virtual_and_real_ranks_send_the_same(pool: RankPool, asked: Cell) -> None:
     assert_sends_its_closed_form(pool, asked)

@@ -15,7 +15,7 @@ from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.layout import Unsupported
-from tests.impls.backends.test_backends import assert_right, assert_sends_its_closed_form, cell
+from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell
 from tests.measure.trace.same_traces import differences
 from tests.slow import slow
 

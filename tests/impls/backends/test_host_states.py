@@ -21,7 +21,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backends
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
-from tests.impls.backends.test_backends import (
+from tests.impls.backends.one_device import (
     assert_first_wrong,
     assert_right,
     assert_sends_its_closed_form,
@@ -62,7 +62,7 @@ def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: 
     assert_sends_its_closed_form(pool, asked(backend, options, precision="fp16"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
     training = {"backend": backend, **options}

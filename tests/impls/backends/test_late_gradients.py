@@ -15,7 +15,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import late_gradients
 from spbench.impls.backends.late_gradients import LateGradients, Take
 from spbench.impls.backends.zero1 import ShardedOptimizer
-from tests.impls.backends import test_backends as backends
+from tests.impls.backends import one_device
 from tests.slow import slow
 
 #: smaller than some gradients, and than most two of them
@@ -24,13 +24,13 @@ SMALL = {"backend": "zero1", "gradients": "late", "bucket_elements": 3000}
 
 def late(strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell:
     training = {**SMALL, "micro_batches": micro_batches, **changed.pop("training", {})}
-    return backends.cell("zero1", strategy, training=training, **changed)
+    return one_device.cell("zero1", strategy, training=training, **changed)
 
 
 @pytest.mark.parametrize("on", ["device", slow("host")])
 def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, on: str) -> None:
     asked = late("tensor_parallel", 2, sizes={"dp": 2, "tp": 2}, training={"optimizer": on})
-    backends.assert_right(pool, asked, ShardedOptimizer)
+    one_device.assert_right(pool, asked, ShardedOptimizer)
 
 
 class NotSummed(ShardedOptimizer):
@@ -61,12 +61,12 @@ class PartsTakenTooLate(ShardedOptimizer):
 def test_planted_faults_are_seen(pool: RankPool, fault: type[ShardedOptimizer]) -> None:
     """By a rank whose part is not all in the last buffer."""
     asked = late(sizes={"dp": 2})
-    of_ranks = pool.run(asked.mesh_sizes, backends.errors_of_rank, asked, fault)
+    of_ranks = pool.run(asked.mesh_sizes, one_device.errors_of_rank, asked, fault)
     assert max(e for errors in of_ranks for n, e in errors.items() if n.startswith("gradient 0")) > 1e-3
 
 
 def test_closed_form_virtual_and_real_ranks_send_the_same(pool: RankPool) -> None:
-    backends.assert_sends_its_closed_form(
+    one_device.assert_sends_its_closed_form(
         pool, late(micro_batches=2, sizes={"sp": 2, "dp": 2}, precision="fp16")
     )
 
@@ -74,7 +74,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(pool: RankPool) -> Non
 def test_a_rank_holds_no_gradient_in_forward() -> None:
     """Between steps float32 weights and moments of a shard, no buckets and no float32 gradient; after
     backward half gradients, beside the buffer, which a large one makes the peak."""
-    asked = backends.heavy("zero1", 8)
+    asked = one_device.heavy("zero1", 8)
     settings = asked.training.model_dump() | SMALL
     elements, peaks = model_parameters(asked), {}
     for n in (3000, 2 * elements):
@@ -85,7 +85,7 @@ def test_a_rank_holds_no_gradient_in_forward() -> None:
         peaks[n] = found.peak_memory_bytes or 0
     small, large = peaks.values()
     assert large - small == pytest.approx(2 * 2 * elements, rel=0.02)
-    assert small < (backends.heavy_run("zero1", 8).peak_memory_bytes or 0) - 2 * elements
+    assert small < (one_device.heavy_run("zero1", 8).peak_memory_bytes or 0) - 2 * elements
 
 
 def test_a_buffer_has_elements() -> None:

@@ -30,7 +30,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
 from spbench.impls.training.turns import Turns
-from tests.impls.backends.test_backends import (
+from tests.impls.backends.one_device import (
     HEAVY,
     LIMIT,
     assert_first_wrong,

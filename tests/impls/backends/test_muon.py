@@ -18,7 +18,7 @@ from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import DECAY, MOMENTUM, Matrix, Muon, is_matrix, orthogonalised
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.training.step import Training
-from tests.impls.backends.test_backends import LIMIT, assert_sends_its_closed_form, cell, errors_of_rank
+from tests.impls.backends.one_device import LIMIT, assert_sends_its_closed_form, cell, errors_of_rank
 from tests.impls.backends.test_experts import with_experts
 from tests.slow import slow
 
@@ -92,9 +92,9 @@ def asked(options: dict[str, Any], strategy: str, sizes: dict[str, int], **chang
 
 
 CASES: list[Any] = [
-    (MUON, "single", {}),
     (MUON, "tensor_parallel", {"dp": 2, "tp": 2}),
-    (PACKED, "single", {"dp": 3}),
+    slow(MUON, "single", {}),
+    slow(PACKED, "single", {"dp": 3}),
     (DEALT, "ulysses", {"dp": 2, "sp": 2, "ep": 2}),
     slow(MUON, "single", {"dp": 2}),
     slow({**PACKED, **BUCKETS}, "single", {"dp": 4}),
@@ -138,7 +138,7 @@ def test_planted_faults_are_seen(
     ("options", "strategy", "sizes"),
     [
         (DEALT, "single", {"dp": 3}),
-        (MUON, "tensor_parallel", {"dp": 2, "tp": 2}),
+        slow(MUON, "tensor_parallel", {"dp": 2, "tp": 2}),
         slow({**PACKED, **BUCKETS}, "tensor_parallel", {"dp": 2, "tp": 2}),
         slow(DEALT, "ulysses", {"dp": 2, "sp": 2, "ep": 2}),
         slow({**MUON, "muon_tp_mode": "blockwise"}, "megatron_sp", {"dp": 2, "tp": 2}),

@@ -12,9 +12,10 @@ from spbench.bench.measure.scenarios.choices import refusal
 from spbench.impls.backends import megatron
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.part_on_host import PartOnHost, first_of
-from tests.impls.backends.test_backends import assert_first_wrong, assert_right, assert_sends_its_closed_form
+from tests.impls.backends.one_device import assert_first_wrong, assert_right, assert_sends_its_closed_form
 from tests.impls.backends.test_experts import MESHES, with_experts
 from tests.impls.backends.test_host_states import asked, weights
+from tests.slow import slow
 
 ON_HOST = {"distributed_optimizer": True, "optimizer": "host"}
 PART = {**ON_HOST, "optimizer_offload_fraction": 0.4}
@@ -33,7 +34,7 @@ def test_the_first_weights_are_on_the_host(fraction: float, there: list[bool]) -
     assert [*first_of([10, 40, 30, 20], fraction)] == there
 
 
-@pytest.mark.parametrize("options", [PART, {**PART, "overlap_cpu_optimizer_d2h_h2d": True}])
+@pytest.mark.parametrize("options", [slow(PART), {**PART, "overlap_cpu_optimizer_d2h_h2d": True}])
 def test_weights_are_those_of_one_device(pool: RankPool, options: dict[str, Any]) -> None:
     one = asked("megatron", options)
     assert_right(pool, one, megatron.Megatron)
@@ -57,7 +58,7 @@ def test_weights_of_the_device_that_are_not_updated_are_seen(pool: RankPool) -> 
     assert_first_wrong(pool, asked("megatron", PART, sizes={"dp": 2}), RestNotUpdated, "weight 0")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", slow("fp32")])
 def test_where_a_weight_is_updated_changes_nothing(precision: str) -> None:
     whole = weights(None, "megatron", precision, distributed_optimizer=True)
     for name, part in weights(None, "megatron", precision, **PART).items():

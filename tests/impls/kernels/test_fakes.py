@@ -135,8 +135,27 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
         "dropout_flash_attention": (q, k, k, 0.5, 3),
         "dropout_flash_attention with smaller values": (q, k, k[..., :5], 0.5, 3),
         "dropout_flash_attention_backward": (q, q, k, k, q, lse, 0.5, 3),
+        **_in_eight_bits(x[0], y[0], main),
         **_of_experts(x[0], y[0], made(2, 8, 8, dtype=x.dtype, seed=6).detach()),
     }
+
+
+def _in_eight_bits(x: Tensor, y: Tensor, main: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Arguments of casts to eight bits and of their matmuls; x, y [3, 8], main [8, 8]."""
+    e4m3, half = torch.float8_e4m3fn, torch.bfloat16
+    a, of_a = OPS.fp8_cast(x, None, e4m3, [1, 4], None, True)
+    b, of_b = OPS.fp8_cast(y, None, torch.float8_e5m2, [1, 4], None, True)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "fp8_amax": (x,),
+        "fp8_cast": (x, OPS.fp8_amax(x), e4m3, [0, 0], None, False),
+        "fp8_cast transposed": (x, None, e4m3, [1, 2], torch.float8_e8m0fnu, True),
+        "fp8_cast_both": (x, None, e4m3, [1, 0], torch.float32),
+        "fp8_transpose": (a,),
+    }
+    for prefix in ("", "te_"):
+        arguments[f"{prefix}fp8_mm"] = (a, b.mT, of_a, of_b.mT, [1, 4, 4, 1], half)
+        arguments[f"{prefix}fp8_accumulate_mm_"] = (main.clone(), a, b.mT, of_a, of_b.mT, [1, 4, 4, 1])
+    return arguments
 
 
 def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ...]]:

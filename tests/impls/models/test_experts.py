@@ -59,7 +59,20 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+#: others that meet what they do are in the slow run
+ALWAYS = (
+    *("learned, ep over dp and sp", "edp", "learned etp", "all_gather", "one rank has all"),
+    *("balanced by sequence", "balanced over replicas", "once a node", "biases under etp", "tp"),
+)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
+        for name, setting in SETTINGS.items()
+    ],
+)
 def test_gradients_and_bytes_equal_one_device(pool: RankPool, setting: Setting) -> None:
     found = pool.run(setting.sizes, worst_of_rank, setting)
     for error, name, unlike in found:

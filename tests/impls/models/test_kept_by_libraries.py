@@ -73,3 +73,10 @@ def test_full_recomputation_keeps_the_input_of_each_run() -> None:
     options = {"hidden": 512, "heads": 8, "inner": 2048, "recompute": "full"}
     cell = {"model": "gpt3-345m", "strategy": "single", "batch": 1, "seq_len": L}
     assert kept_by_a_layer(**cell, model_options=options) == L * 2 * 512
+
+
+def test_hugging_faces_layers_keep_cos_and_sin_of_their_own() -> None:
+    # cos and sin of A features each in bf16, once a layer for queries and keys together
+    cell = {"model": "causal-transformer-1b", "strategy": "single", "batch": 2, "seq_len": L}
+    shared, own = (kept_by_a_layer(**cell, model_options={"rope": rope}) for rope in ("shared", "each_layer"))
+    assert own - shared == L * 2 * 2 * 128

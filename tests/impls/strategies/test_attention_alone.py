@@ -78,7 +78,7 @@ def sized() -> Iterator[Any]:
         yield *case, 4, [("fp64", 8 if number % 2 else 24)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("strategy", "options", "model", "n", "sizes"), [*sized()], ids=named)
 def test_all_three_gradients(
     pool: RankPool,

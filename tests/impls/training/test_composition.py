@@ -147,7 +147,8 @@ def with_gradients() -> Iterator[Any]:
     for composed in COMPOSED:
         name, sizes, _, schedule = composed
         interleaved = schedule.startswith("interleaved")
-        seldom = (interleaved and name != "single") or sizes == {"sp": 2, "dp": 2}
+        alike = sizes in ({"sp": 2, "dp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "pp": 2}) or schedule == "gpipe"
+        seldom = (interleaved and name != "single") or (alike and name != "single") or sizes == {"pp": 4}
         yield pytest.param(*composed, "contiguous", marks=pytest.mark.slow if seldom else [])
         always = (name, sizes) in (("single", {"pp": 2}), ("single", {"dp": 4}), COMPOSED[-1][:2])
         yield pytest.param(*composed, "stale", marks=[] if always and not interleaved else pytest.mark.slow)
@@ -196,7 +197,7 @@ OF_MODELS = [
     ("megatron_sp", {"pp": 2, "tp": 2}, 2, "1f1b", PREDICTING),
     slow("ring_attention", {"pp": 2, "sp": 2}, 4, "interleaved", PREDICTING),
     ("dsp", {"sp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
-    ("megatron_sp", {"tp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
+    slow("megatron_sp", {"tp": 2, "dp": 2}, 2, "1f1b", model_preset("st-dit-tiny", {"temporal": 6})),
     slow("single", {"pp": 4}, 8, "interleaved", model_preset("bert-tiny", {"layers": 8})),
     slow("single", {"pp": 4}, 8, "interleaved", TIED),
     ("single", {"pp": 4}, 8, "interleaved: overlapped", TIED),

@@ -17,6 +17,7 @@ from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
 from spbench.impls.strategies.upipe import UPipe
 from tests.measure.engines.real_ranks import ATTEMPTS, on_real_ranks, seen
+from tests.slow import mostly_slow
 
 ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}
 #: a pair, a model, further fields
@@ -36,7 +37,7 @@ def cell_of(strategy: str, model: str, sizes: dict[str, int], changes: dict[str,
 
 
 #: each strategy around, and what is within: attention in turns, in a ring, and states
-ALWAYS = ("megatron_sp+ring_self_attention", "ulysses+ring_attention", "tensor_parallel+lasp")
+ALWAYS = ("megatron_sp+ring_self_attention", "ulysses+ring_attention")
 
 
 @pytest.mark.one_in(2)
@@ -60,7 +61,7 @@ def test_virtual_ranks_are_as_real_ones(
     assert {operation.axis for v in virtually for operation in v.counts} >= set(sizes)
 
 
-@pytest.mark.parametrize("backend", [*backends()])
+@pytest.mark.parametrize("backend", mostly_slow(backends(), "ddp", "megatron", "zero3", "fsdp_flat"))
 def test_four_axes_send_what_the_closed_form_says(backend: str) -> None:
     pp = 2 if backends()[backend].pipelined else 1
     training = TrainingOptions(backend=backend, micro_batches=2)

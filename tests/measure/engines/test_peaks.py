@@ -85,10 +85,10 @@ def combinations() -> Iterator[Any]:
                     break
     for backend in sorted(backends()):
         cell = combination("lasp", "tnl-tiny", backend, 2)
-        default = backend in ("fsdp_flat", "zero3")  # pipelines have megatron
+        default = backend == "zero3"  # pipelines have megatron
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
     instances = {"distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
-    yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances")
+    yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances", marks=SLOW)
     for name, training in SHARDING.items():
         cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
         yield pytest.param(cell, id=name, marks=[] if name == "parameters-on-host" else SLOW)
@@ -101,7 +101,7 @@ def combinations() -> Iterator[Any]:
         yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
     for name in ("1f1b", "overlapped"):
         cell = pipeline(PIPELINES[name], **ON_HOST)
-        yield pytest.param(cell, id=f"{name}-checkpoints-on-host", marks=[] if name == "1f1b" else SLOW)
+        yield pytest.param(cell, id=f"{name}-checkpoints-on-host", marks=SLOW)
     for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
         options = {"separate_projections": True, "recompute": "operators"}
         cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
@@ -156,7 +156,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "uneven": {**INTERLEAVED, "overlap_p2p_communication": True, "stage_layers": [0, 2, 2, 0]},
     "uneven-1f1b": {"stage_layers": [3, 1]},
 }
-DEFAULT_PIPELINES = ("overlapped", "uneven")
+DEFAULT_PIPELINES = ("overlapped",)
 SLOW = pytest.mark.slow
 
 

@@ -164,9 +164,8 @@ def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool
 
 #: what differs in kind; the others are traced in the slow run
 ALWAYS = (
-    *("contiguous", "gathered, striped", "RSA", "rounds", "chunks", "tiles"),
-    *("micro-batches", "micro-batches under zero3", "gpipe"),
-    *("layers of a ring", "layers in a bucket", "columns", "lasp", "replicas of stages"),
+    *("contiguous", "gathered, striped", "rounds", "chunks", "tiles", "micro-batches under zero3", "gpipe"),
+    *("layers of a ring", "layers in a bucket", "columns"),
 )
 
 
@@ -175,7 +174,7 @@ def test_short_cuts_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -
     check_case(name, monkeypatch)
 
 
-@pytest.mark.parametrize("name", mostly_slow(SMALL, "tensor_parallel", "lasp under zero3", "two steps"))
+@pytest.mark.parametrize("name", mostly_slow(SMALL, "tensor_parallel"))
 def test_operators_that_are_remembered_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_traces(SMALL[name])
     for _ in range(2):
@@ -188,11 +187,7 @@ def check_rank(asked: Cell, rank: int, *, events: bool = True) -> None:
         assert differences(quick, tracing.trace(asked, rank, events=events)) == []
 
 
-#: strategies of some cells that are always traced
-OF_CELLS = {CELLS[name][0].strategy for name in ALWAYS}
-
-
-@pytest.mark.parametrize("strategy", mostly_slow(strategies(), *({*strategies()} - OF_CELLS)))
+@pytest.mark.parametrize("strategy", mostly_slow(strategies(), "dsp", "lasp2h", "ring_self_attention"))
 def test_every_strategy(strategy: str) -> None:
     """The middle rank, which has owners of lower and of higher ranks."""
     asked = next(c for c in (wide(strategy, model) for model in TINY) if supported(c))

@@ -17,6 +17,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from tests.measure.verify import document_faults as faults
 from tests.measure.verify.assertions import assert_green, assert_red
+from tests.slow import slow
 
 #: of four ranks' chunks of 6 positions, one and a part
 WINDOWED = model_preset("causal-transformer-tiny", {"window": 8, "sinks": True})
@@ -47,8 +48,8 @@ def test_planted_fault_is_red(
     [
         ("ring_attention", {"placement": "zigzag"}),
         ("all_gather_kv", {"placement": "by_work"}),
-        ("fpdt", {"chunk": 8}),
-        ("upipe", {"heads_a_round": 3}),
+        slow("fpdt", {"chunk": 8}),
+        slow("upipe", {"heads_a_round": 3}),
     ],
 )
 def test_windows_of_some_layers_are_green_wherever_positions_lie(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import few_layers, leading_runs
+from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.candidates import best_folds
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.tools.advise.layouts import Layout, Refused, Way, folded, folds_anew, layouts, ways
@@ -140,6 +142,15 @@ def test_few_layers_count_one_dense_layer_at_most(kept_traces: None) -> None:
     assert few.step_time_s == pytest.approx(exact.step_time_s, rel=0.1)
 
 
+def test_the_folding_of_the_fastest_layout_is_said() -> None:
+    for sizes, said in ((Sizes(sp=4, ep=4), True), (Sizes(dp=4, ep=4), False)):
+        best = SimpleNamespace(cell=deep(2, 0).model_copy(update={"sizes": sizes}), fits=True)
+        found = Advice.folding(SimpleNamespace(result=SimpleNamespace(best=[best], traced=[best])))  # type: ignore[arg-type]
+        assert bool(found) == said
+        assert not said or found.endswith("over ranks of several axes; none without it that was traced fits")
+
+
+@pytest.mark.slow
 def test_an_answer_says_where_experts_go(
     advise: Callable[..., tuple[int, str, str]], one_saving: None
 ) -> None:

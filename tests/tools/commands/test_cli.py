@@ -13,6 +13,7 @@ import click
 import pytest
 
 from spbench.bench.command_line.cli import cli, main
+from tests.slow import slow
 from tests.tools.commands.conftest import Run
 
 RUN = ("run", "--scenario", "small.yaml")
@@ -50,13 +51,13 @@ def test_only_a_failure_of_the_output_is_told_as_one(spbench: Run, monkeypatch: 
 #: lines of a shell, of which PYTHON is spbench, what they leave in standard error, and the exit code
 SURROUNDINGS = [
     ("PYTHON list clusters >&-", "standard output is closed", 2),
-    ("PYTHON run --scenario x 2>&-", "", 2),
+    slow("PYTHON run --scenario x 2>&-", "", 2),
     ("mkdir gone && cd gone && rmdir ../gone && PYTHON list clusters", "the working directory is gone", 2),
     ("ulimit -v 600000 && PYTHON list strategies", "this process may use too little memory", 2),
 ]
 
 
-@pytest.mark.parametrize(("line", "message", "code"), SURROUNDINGS, ids=[line for line, *_ in SURROUNDINGS])
+@pytest.mark.parametrize(("line", "message", "code"), SURROUNDINGS)
 def test_surroundings_that_do_not_do(tmp_path: Path, line: str, message: str, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "SPBENCH_CACHE": "off"}
     line = line.replace("PYTHON", f"{sys.executable} -m spbench")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import mostly_slow
 from tests.terminal import ROOT, WIDTHS, faults, run_in_a_terminal
 
 SPBENCH = [sys.executable, "-m", "spbench"]
@@ -31,7 +32,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", mostly_slow((80, 120), 80))
 @pytest.mark.parametrize(("line", "most_lines"), QUICK)
 def test_quick_commands(line: str, most_lines: int, width: int, tmp_path: Path) -> None:
     check(line, most_lines, width, tmp_path)

@@ -233,7 +233,7 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
         (f"{_OFFLOADED} --optimizer-offload-fraction 1.5",
          "--optimizer-offload-fraction 1.5 is no share from 0 to 1"),
         ("--tokenizer-type HuggingFaceTokenizer",
-         "how many words the HuggingFaceTokenizer has is not said; add --vocab-size N"),
+         "how many words the HuggingFaceTokenizer has is not said; --given vocab-size=N"),
     ],
 )  # fmt: skip
 def test_what_a_job_cannot_be_is_told_in_a_line(arguments: str, problem: str) -> None:

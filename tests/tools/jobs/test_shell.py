@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.shell_syntax import shown_word, unknown_in
+from spbench.bench.tools.jobs.shell_syntax import shown_word, unknown_in, words_in
 
 PROGRAM = re.compile(r"pretrain_\w+\.py")
 
@@ -52,6 +52,7 @@ def arguments(script: str, **environment: str) -> list[str]:
         ("A=1\nsbatch <<EOF\n#!/bin/sh\ntorchrun pretrain_gpt.py --a $A \"b c\"\nEOF", ["--a", "1", "b c"]),
         ("{ python pretrain_gpt.py --a 1; }", "--a 1"),
         ("python pretrain_gpt.py --a $@", ["--a"]),
+        ("A=1\nwhile [[ $# -gt 0 ]]; do A=$1; shift; done\npython pretrain_gpt.py --a $A", "--a 1"),
     ],
 )  # fmt: skip
 def test_the_words_of_a_command(script: str, expected: str | list[str]) -> None:
@@ -83,6 +84,18 @@ def test_the_words_of_a_command(script: str, expected: str | list[str]) -> None:
 )
 def test_what_only_a_run_could_tell_is_a_mark(script: str, unknown: str) -> None:
     assert unknown_in(launch(script).arguments[1]) == [unknown]
+
+
+def test_what_is_given_stands_in_place_of_what_the_script_sets() -> None:
+    script = "A=1\nB=(--b 2)\n[ -d x ] && B+=(--c 3)\npython pretrain_gpt.py --a $A ${B[@]}"
+    assert arguments(script, A="4", B="") == ["--a", "4", "--b", "2"]
+    assert arguments(script, B="--d 5") == ["--a", "1", "--b", "2", "--d", "5"]
+
+
+def test_an_array_under_a_condition_tells_which_words_it_may_be() -> None:
+    *_, last = launch("B=(1)\n[ -d x ] && B+=(--c ${D} '2 3')\npython pretrain_gpt.py ${B[@]}").arguments
+    assert unknown_in(last) == ["$B, which line 2 sets under a condition"]
+    assert words_in(last) == ["--c", "$D", "2 3"]
 
 
 def test_exported_variables_and_those_before_a_command_are_its_environment() -> None:

@@ -1,0 +1,145 @@
+"""What `spbench list` says of classes and models, whose modules it imports, and torch with them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from spbench.bench.command_line.output import Table
+from spbench.bench.measure.scenarios.choices import LISTED, OF_CLASSES
+from spbench.bench.tools.papers.answer import answer_kinds
+from spbench.bench.units import three_digits
+from spbench.impls.models.huggingface.published import Published, published_models
+from spbench.impls.models.model import models
+from spbench.impls.strategies.base import Strategy
+
+
+def of_classes(kind: str) -> dict[str, str]:
+    """What there is of a kind by name, each with a line about it."""
+    by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
+    about = _ABOUT.get(kind, _first_sentence)
+    texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
+    if kind == "models":
+        texts |= {
+            each.name: f"{each.parameters} parameters, by its config.json" for each in published_models()
+        }
+    return texts
+
+
+def _about_strategy(cls: type[Strategy]) -> str:
+    axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
+    around = f"{cls.name}+S: around a strategy S" if cls.can_enclose else ""
+    needs = f"needs {' and '.join(cls.requires)}" if cls.requires else ""
+    notes = [axes, around, needs, cls.source]
+    return f"{cls.summary} ({', '.join(n for n in notes if n)})".replace(" ()", "")
+
+
+def _about_model(model: Any) -> str:
+    """Its whole numbers, but switches that are off, as they usually are."""
+    sizes = {field.name: (getattr(model, field.name), field.default) for field in fields(model)}
+    return ", ".join(
+        f"{name} {value}"
+        for name, (value, usual) in sizes.items()
+        if type(value) is int and (value > 1 or value != usual)
+    )
+
+
+def _first_sentence(documented: object) -> str:
+    paragraph = (inspect.getdoc(documented) or "").split("\n\n")[0]
+    return _ROLE.sub(r"\1", " ".join(paragraph.split()).split(". ")[0].rstrip("."))
+
+
+#: markup of docstrings around a name, as :class:`Name`
+_ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
+#: what is said of a class, or of a model, where that is not the first sentence of its docstring
+_ABOUT: dict[str, Callable[[Any], str]] = {
+    "strategies": _about_strategy,
+    "peers": _about_strategy,
+    "as-published": lambda cls: f"{_about_strategy(cls)}: {cls.departs}",
+    "models": _about_model,
+    "engines": lambda cls: cls.summary,
+}
+
+
+#: what a column shows, by the names of the field in a preset and in a config.json
+_SIZES = {
+    "layers": ("layers", "num_hidden_layers", "n_layer"),
+    "hidden": ("hidden", "hidden_size", "n_embd"),
+    "heads": ("heads", "num_attention_heads", "n_head"),
+    "kv heads": ("kv_heads", "num_key_value_heads"),
+    "experts": ("experts", "n_routed_experts", "num_experts", "num_local_experts"),
+    "vocabulary": ("vocabulary", "vocab_size"),
+}
+_IMPORTANT = ("name", "parameters", "layers", "hidden", "heads", "experts", "kv heads", "vocabulary")
+#: presets for tests, and what a terminal says in their place
+_SMALL = re.compile(r"-(tiny|mini)\b")
+_FOLDED = "small sizes, for verification and tests"
+#: in the order of size
+_UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
+#: where a name says which of its family it is: a size, a version, or a kind of tuning
+_MEMBER = re.compile(r"[-_](?:v?\d|[A-Z]\d|Instruct).*")
+
+
+def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
+    """The sizes of presets, and how many names of Hugging Face there are by owner.
+
+    Args:
+        names: of the models that are shown.
+        each: whether names of Hugging Face have a line each; else an owner of some has one.
+    """
+    wanted = {*names}
+    ours = {name: model for name, model in sorted(models().items()) if name in wanted}
+    theirs = [model for model in published_models() if model.name in wanted]
+    tables = []
+    if ours:
+        lines = [{"name": name, **_sizes(vars(model))} for name, model in ours.items()]
+        folded = {} if each else {i: _FOLDED for i, name in enumerate(ours) if _SMALL.search(name)}
+        tables.append(Table("Presets", lines, _IMPORTANT, folded=folded))
+    if theirs:
+        lines = [*map(_line, theirs)] if each else [*_owners(theirs)]
+        tables.append(Table("By name on Hugging Face", lines, _IMPORTANT, below=("families",)))
+    return tables
+
+
+def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes by column; without a number of their own, keys and values have as many heads as queries."""
+    return {
+        column: next((values[name] for name in names if values.get(name)), None)
+        for column, names in _SIZES.items()
+    }
+
+
+def _line(model: Published) -> dict[str, Any]:
+    return {"name": model.name, "parameters": _rounded(_count(model)), **_sizes(model.config)}
+
+
+def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
+    """A line for each owner: how many names, from which to which size, and what they are called."""
+    owners: dict[str, list[Published]] = defaultdict(list)
+    for model in models:
+        owners[model.name.partition("/")[0]].append(model)
+    for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
+        counts = sorted(map(_count, own))
+        sizes = dict.fromkeys(map(_rounded, (counts[0], counts[-1])))
+        families = dict.fromkeys(_MEMBER.sub("", model.name.partition("/")[2]) for model in own)
+        yield {
+            "owner": owner,
+            "names": len(own),
+            "parameters": " to ".join(sizes),
+            "families": ", ".join(sorted(families)),
+        }
+
+
+def _count(model: Published) -> float:
+    """How many parameters it has: 671B and all digits of a number alike."""
+    text = model.parameters
+    return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
+
+
+def _rounded(count: float) -> str:
+    unit = next(unit for unit in reversed(_UNITS) if count >= _UNITS[unit])
+    return f"{three_digits(count / _UNITS[unit])}{unit}"

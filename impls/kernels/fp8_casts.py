@@ -1,0 +1,225 @@
+"""Casts to eight bits, and the matmuls of what they return.
+
+A matrix is cut into tiles, each with a scale of its own: one tile for all ("tensorwise"), a tile a row, tiles
+of 1 x 128, 128 x 128 or 1 x 32. The scale brings a tile's largest magnitude to the largest number of the
+format: x is kept as round(x / scale), and counts as that times scale. Here a scale is the factor that a value
+is multiplied with again, which TransformerEngine calls ``scale_inv``.
+
+Each cast is one kernel, as TransformerEngine and a compiled torchao have it: it reads a matrix in its own
+precision once and writes it in eight bits, by rows, transposed, or both; the matmuls of Hopper take operands
+whose summed dim is contiguous alone, so that backward needs the transposed copies. The largest magnitude of a
+whole matrix takes a kernel before that. On a CPU matmuls multiply what the casts stand for, in float32.
+
+Formats: e4m3 has 3 bits of fraction and numbers up to 448, e5m2 has 2 and numbers up to 57344 (arXiv
+2209.05433). A scale that is a power of two is rounded up, so that nothing overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+#: scales that are powers of two alone, in one byte (Open Compute Project, Microscaling Formats 1.0)
+E8M0 = torch.float8_e8m0fnu
+#: as torchao has it (float8_utils.py): no smaller magnitude is taken as the largest of a tile
+_SMALLEST = 1e-12
+
+#: rows and columns of a tile; 0: all of the matrix
+Tile = tuple[int, int]
+WHOLE: Tile = (0, 0)
+
+
+class Quantized(NamedTuple):
+    """A matrix in eight bits.
+
+    Attributes:
+        data: [r, c].
+        scale: one for each tile, [ceil(r / rows of a tile), ceil(c / columns of a tile)].
+    """
+
+    data: Tensor
+    scale: Tensor
+    tile: Tile
+
+    @property
+    def mT(self) -> Quantized:
+        """A view of the transposed matrix."""
+        return Quantized(self.data.mT, self.scale.mT, (self.tile[1], self.tile[0]))
+
+
+def whole_tile(shape: Sequence[int], tile: Sequence[int]) -> Tile:
+    """The rows and columns of a tile of a matrix of that shape, as numbers that are not 0."""
+    return tile[0] or max(1, shape[0]), tile[1] or max(1, shape[1])
+
+
+def _scales_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
+    rows, columns = whole_tile(shape, tile)
+    return math.ceil(shape[0] / rows), math.ceil(shape[1] / columns)
+
+
+def _spread(scale: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
+    """Each tile's scale at each of its elements."""
+    rows, columns = whole_tile(shape, tile)
+    scale = scale.float() if scale.dtype == E8M0 else scale
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _largest_by_tile(x: Tensor, tile: Sequence[int]) -> Tensor:
+    rows, columns = whole_tile(x.shape, tile)
+    r, c = _scales_shape(x.shape, tile)
+    padded = x.new_zeros(r * rows, c * columns)
+    padded[: x.shape[0], : x.shape[1]] = x.abs()
+    return padded.view(r, rows, c, columns).amax((1, 3))
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
+    """The scale of tiles whose largest magnitudes these are, in float32; of zeros, one that keeps them 0."""
+    scale = (largest.double().clamp(min=_SMALLEST) / torch.finfo(dtype).max).float()
+    return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
+
+
+def _cast(
+    x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    if largest is None:
+        largest = _largest_by_tile(x, tile)
+    scale = scale_of(largest.reshape(_scales_shape(x.shape, tile)), dtype, power_of_two=scales is not None)
+    exact = x if x.dtype == torch.float64 else x.float()
+    limit = torch.finfo(dtype).max
+    data = (exact / _spread(scale, x.shape, tile)).clamp(-limit, limit).to(dtype)
+    return data.contiguous(), scale.to(scales or torch.float32)
+
+
+@torch.library.custom_op("spbench::fp8_amax", mutates_args=())
+def fp8_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of x, [] in float32, or float64 where x has that."""
+    return x.abs().amax().to(torch.promote_types(x.dtype, torch.float32))
+
+
+@fp8_amax.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.custom_op("spbench::fp8_cast", mutates_args=())
+def fp8_cast(
+    x: Tensor,
+    largest: Tensor | None,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    scales: torch.dtype | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """x [r, c] in eight bits, or x^T [c, r] if ``transposed``, and its scales; see :func:`cast`."""
+    return _cast(x.mT if transposed else x, largest, dtype, tile, scales)
+
+
+@fp8_cast.register_fake
+def _(
+    x: Tensor,
+    largest: Tensor | None,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    scales: torch.dtype | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    scale = x.new_empty(_scales_shape(shape, tile), dtype=scales or torch.float32)
+    return x.new_empty(shape, dtype=dtype), scale
+
+
+@torch.library.custom_op("spbench::fp8_cast_both", mutates_args=())
+def fp8_cast_both(
+    x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [r, c] and x^T [c, r] in eight bits, each with its scales, by one kernel."""
+    data, scale = _cast(x, largest, dtype, tile, scales)
+    return data, scale, *_cast(x.mT, largest, dtype, tile, scales)
+
+
+@fp8_cast_both.register_fake
+def _(
+    x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (r, c), of_scales = x.shape, scales or torch.float32
+    data, transposed = x.new_empty(r, c, dtype=dtype), x.new_empty(c, r, dtype=dtype)
+    of_data, of_transposed = (_scales_shape(shape, tile) for shape in ((r, c), (c, r)))
+    return (
+        data,
+        x.new_empty(of_data, dtype=of_scales),
+        transposed,
+        x.new_empty(of_transposed, dtype=of_scales),
+    )
+
+
+@torch.library.custom_op("spbench::fp8_transpose", mutates_args=())
+def fp8_transpose(data: Tensor) -> Tensor:
+    """data^T [c, r] of data [r, c] in eight bits, contiguous."""
+    return data.mT.contiguous()
+
+
+@fp8_transpose.register_fake
+def _(data: Tensor) -> Tensor:
+    return data.new_empty(data.shape[1], data.shape[0])
+
+
+def _counts_as(data: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
+    exact = torch.promote_types(dtype, torch.float32)
+    return data.to(exact) * _spread(scale, data.shape, tile).to(exact)
+
+
+def _multiply(
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return _counts_as(a, of_a, tiles[:2], dtype) @ _counts_as(b, of_b, tiles[2:], dtype)
+
+
+def _products(prefix: str) -> tuple[object, object]:
+    """The matmuls of one library: a result in ``dtype``, and one that is added to a buffer."""
+
+    @torch.library.custom_op(f"spbench::{prefix}fp8_mm", mutates_args=())
+    def fp8_mm(
+        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return _multiply(a, b, of_a, of_b, tiles, dtype).to(dtype)
+
+    @fp8_mm.register_fake
+    def _(
+        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+    @torch.library.custom_op(f"spbench::{prefix}fp8_accumulate_mm_", mutates_args={"into"})
+    def fp8_accumulate_mm_(
+        into: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int]
+    ) -> None:
+        into.add_(_multiply(a, b, of_a, of_b, tiles, into.dtype))
+
+    @fp8_accumulate_mm_.register_fake
+    def _(into: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int]) -> None:
+        return None
+
+    return fp8_mm, fp8_accumulate_mm_
+
+
+_TORCH, _ENGINE = _products(""), _products("te_")
+#: what recomputation that keeps some operators asks for
+FP8_AMAX, FP8_MM = torch.ops.spbench.fp8_amax.default, torch.ops.spbench.fp8_mm.default
+
+
+def multiply_fp8(a: Quantized, b: Quantized, dtype: torch.dtype, *, by_engine: bool) -> Tensor:
+    """a [m, k] times b [k, n] -> [m, n] in ``dtype``; TransformerEngine's matmul if ``by_engine``."""
+    product = (_ENGINE if by_engine else _TORCH)[0]
+    result: Tensor = product(a.data, b.data, a.scale, b.scale, [*a.tile, *b.tile], dtype)  # type: ignore[operator]
+    return result
+
+
+def accumulate_fp8(into: Tensor, a: Quantized, b: Quantized, *, by_engine: bool) -> None:
+    """Add a [m, k] times b [k, n] to ``into`` [m, n], in its precision."""
+    add = (_ENGINE if by_engine else _TORCH)[1]
+    add(into, a.data, b.data, a.scale, b.scale, [*a.tile, *b.tile])  # type: ignore[operator]

@@ -1,0 +1,104 @@
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al., arXiv 2106.09685).
+
+A projection y = W x with an adapter is y = W x + (alpha / r) B A x, with A [r, H] and B [F, r]. A and B alone
+are trained: the other weights have no gradient and no state of an optimizer. What only their gradients would
+need is not kept, so that the input of a frozen projection is kept for A.
+
+Where a strategy splits features, the factor of an adapter on the split side of its projection is split with
+it, and the other one is whole, as in ParallelLinearAdapter of Megatron-Bridge. The r features between the two
+are gathered, or summed over ranks, as the projection's own input or output is.
+
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, F features,
+r rank of the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.strategies.layers import GroupedLinear, LayerHooks, Linear
+
+if TYPE_CHECKING:
+    from spbench.impls.models.blocks.decoder_options import DecoderOptions
+
+
+class OpeningAdapters(nn.Module):
+    """Adapters of the projections that open a block, one a projection where each is a matmul of its own, else
+    one for all of them together.
+
+    Args:
+        names: of the projections, in their order.
+        together: builds B of all of them, from r features.
+        alone: builds B of the projection with that number, from r features.
+    """
+
+    def __init__(
+        self,
+        model: DecoderOptions,
+        features: int,
+        names: Sequence[str],
+        together: Callable[[int], nn.Module],
+        alone: Callable[[int, int], nn.Module],
+    ):
+        super().__init__()
+        rank, self.scale = model.lora_rank, model.lora_scale
+        #: the numbers of the projections that have one; None: all share one
+        self.places = model.adapted_apart(names)
+        many = 1 if self.places is None else len(self.places)
+        self.down = nn.ModuleList(Linear(features, rank, bias=False) for _ in range(many))
+        ups = [together(rank)] if self.places is None else [alone(rank, place) for place in self.places]
+        self.up = nn.ModuleList(ups)
+
+    def forward(self, x: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The projections of x [B, L, H] with what their adapters add."""
+        results = list(outputs)
+        if self.places is None:
+            parts: Sequence[Tensor] = self.up[0](self.down[0](x))
+            return tuple(y + part * self.scale for y, part in zip(results, parts, strict=True))
+        for place, down, up in zip(self.places, self.down, self.up, strict=True):
+            (part,) = up(down(x))
+            results[place] = results[place] + part * self.scale
+        return tuple(results)
+
+    def together(self, x: Tensor) -> Tensor:
+        """What the one adapter of all projections adds to them side by side [..., groups, F]."""
+        up = self.up[0]
+        assert isinstance(up, GroupedLinear)
+        return up.together(self.down[0](x)) * self.scale
+
+
+class ClosingAdapter(nn.Module):
+    """The adapter of the projection that closes a block: this rank's features of x [B, L, F] -> [B, L, H]."""
+
+    def __init__(self, model: DecoderOptions, layers: LayerHooks, features: int, hidden: int):
+        super().__init__()
+        self.scale = model.lora_scale
+        self.down = layers.linear_out(features, model.lora_rank)
+        self.up = Linear(model.lora_rank, hidden, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """y, the projection of x, with what the adapter adds."""
+        added: Tensor = self.up(self.down.project(x))
+        return y + added * self.scale
+
+
+def freeze(module: nn.Module, model: DecoderOptions) -> None:
+    """Have the adapters of a module alone trained, if its model has some."""
+    if not model.lora_rank:
+        return
+    adapters = [m for m in module.modules() if isinstance(m, OpeningAdapters | ClosingAdapter)]
+    trained = {p for adapter in adapters for p in adapter.parameters()}
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter in trained)
+
+
+def with_gradient(x: Tensor, model: DecoderOptions) -> Tensor:
+    """Hidden states [B, L, H] behind a frozen embedding, with a gradient, as Hugging Face's
+    ``enable_input_require_grads`` has them for activation checkpointing."""
+    if model.lora_rank and torch.is_grad_enabled() and not x.requires_grad:
+        x.requires_grad_()
+    return x

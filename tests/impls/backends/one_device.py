@@ -1,0 +1,211 @@
+"""A rank's training by a backend beside that of one device, and what it sends beside the closed form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
+from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.trace.meter import Operation
+from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.verify.judged import relative_errors
+from spbench.bench.measurement import Measurement
+from spbench.impls.backends.backend import Backend, HeldPart
+from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
+from spbench.impls.collectives import all_reduce
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy, shard_of
+from spbench.impls.training.step import Training, initialize
+
+LENGTH, STEPS = 24, 2
+#: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
+LIMIT = 1e-10
+#: most of its memory is weights and what belongs to them
+HEAVY = {"layers": 4, "hidden": 192, "inner": 512, "vocabulary": 1024}
+set_weights = partial(initialize, seed=5, deviation=0.2, everything=True)
+
+
+def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell:
+    settings = {
+        "model": "tnl-tiny" if strategy == "lasp" else "bert-tiny",
+        "strategy": strategy,
+        "batch": 12,
+        "seq_len": LENGTH,
+        "precision": "fp64",
+        "training": {"backend": backend, "micro_batches": micro_batches},
+    }
+    return Cell.model_validate(settings | changed)
+
+
+def reference_step(
+    reference: Training, batch: dict[str, Tensor], largest: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """A step of one device with gradients clipped to a norm, unless that is 0; returns them before it was,
+    and their norm."""
+    reference.gradients(batch)
+    parameters = dict(reference.module.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    norm = nn.utils.clip_grad_norm_(parameters.values(), largest or float("inf"))
+    reference.backend.step()
+    return gradients, norm
+
+
+class _Step:
+    """The training of this rank beside that of one device.
+
+    Attributes:
+        shards: by parameter, the part that the strategy gives this rank (None: all), and its shape.
+        gradients: by parameter, what this rank held of them as the last step updated.
+        places: where in the strategy's part these are.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        asked: Cell,
+        cls: type[Backend],
+        updated: Callable[[Training], None],
+    ):
+        self.model = model_preset(asked.model, asked.model_options)
+        with default_dtype(torch.float64):
+            self.whole = self.model.build(Strategy(), LENGTH)
+        set_weights(self.whole)
+        self.reference = Training(self.whole, Strategy(), PRECISIONS["fp64"])
+        updated(self.reference)
+        self.shards: dict[str, tuple[Any, torch.Size]] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.places: dict[str, HeldPart] = {}
+
+        def noted(module: Any) -> None:
+            set_weights(module)
+            self.shards |= {name: (shard_of(p), p.shape) for name, p in module.named_parameters()}
+
+        with mock.patch("spbench.impls.training.step.backend_class", return_value=cls):
+            self.training, self.strategy, self.around = build_training(asked, mesh, noted)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        if name == "optimizer":
+            parts = self.training.backend.gradient_parts()
+            self.gradients |= {n: part.values.clone() for n, part in parts.items()}
+            self.places |= self.training.backend.gradient_places()
+        yield
+
+    def _mine(self, name: str, x: Tensor | None, parts: Mapping[str, HeldPart]) -> Tensor:
+        assert x is not None
+        shard, _ = self.shards[name]
+        of_strategy: Tensor = parts[name].of(shard.of(x) if shard else x)
+        return of_strategy.flatten()
+
+    def errors(self, step: int) -> dict[str, float]:
+        """Of gradients, updated weights and the norm, after one more step of both."""
+        batch = self.model.inputs(12, LENGTH, torch.Generator().manual_seed(step))
+        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        for each in (self.reference, self.training):
+            each.optimizer.set_learning_rate(0.01)
+        largest = getattr(self.training.backend.options, "clip_grad", 0)
+        whole_gradients, norm = reference_step(self.reference, batch, largest)
+        self.training.step(rank_inputs(self.model, self.strategy, self.around, batch), self._phase)
+        errors: dict[str, float] = {}
+        if self.training.backend.gradient_norm is not None:
+            name = f"norm {step} of all"
+            errors |= relative_errors({name: norm}, {name: self.training.backend.gradient_norm})
+        parts, truth = self.training.backend.weight_parts(), dict(self.whole.named_parameters())
+        held = {name: part.values.flatten() for name, part in parts.items()}
+        expected = {name: self._mine(name, truth[name].detach(), parts) for name in parts}
+        errors |= {f"weight {step} {name}": e for name, e in relative_errors(expected, held).items()}
+        expected = {name: self._mine(name, whole_gradients[name], self.places) for name in self.places}
+        held = {name: x.flatten() for name, x in self.gradients.items()}
+        return errors | {f"gradient {step} {name}": e for name, e in relative_errors(expected, held).items()}
+
+    def elements(self) -> dict[str, float]:
+        """Infinity for each weight of which the parts of all ranks do not make a whole: equal parts would
+        show little."""
+        parts, errors = self.training.backend.weight_parts(), {}
+        for name, p in self.whole.named_parameters():
+            count = torch.zeros_like(p, dtype=torch.int64)
+            if name in parts:
+                shard, shape = self.shards[name]
+                held = torch.zeros(shape, dtype=torch.int64)
+                parts[name].of(held).add_(1)
+                (shard.of(count) if shard else count).add_(held)
+            all_reduce(count, self.around.place.group("dp", *self.strategy.nested_axes))
+            somewhere = 1 if self.around.stage.count == 1 else 0  # other stages have others
+            errors[f"elements {name}"] = 0.0 if count.min() == count.max() >= somewhere else float("inf")
+        return errors
+
+
+def errors_of_rank(
+    mesh: DeviceMesh,
+    asked: Cell,
+    cls: type[Backend],
+    updated: Callable[[Training], None] = lambda reference: None,
+) -> dict[str, float]:
+    """Relative errors of what this rank holds of each step's gradients and updated weights, from those of
+    one device, whose optimizer ``updated`` may change."""
+    both = _Step(mesh, asked, cls, updated)
+    errors: dict[str, float] = {}
+    for step in range(STEPS):
+        errors |= both.errors(step)
+    return errors | both.elements()
+
+
+def assert_right(pool: RankPool, asked: Cell, cls: type[Backend]) -> None:
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, cls):
+        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
+
+
+def assert_first_wrong(pool: RankPool, asked: Cell, fault: type[Backend], where: str) -> None:
+    """The fault first shows ``where`` it was planted: what was computed before that is right."""
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, fault):
+        wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > LIMIT}
+        in_order = [f"{what} {step}" for step in range(STEPS) for what in ("gradient", "weight")]
+        assert next(name for name in in_order if name in wrong) == where
+        assert max(error for name, error in errors.items() if name.startswith(where)) > 1e-3
+        assert not any(name.startswith("elements") for name in wrong)
+
+
+def seen(trace: Trace) -> tuple[Counter[Operation], list[dict[str, Any]]]:
+    """What a rank sent, and where that differs from the closed form."""
+    counts = trace.communication.counts
+    return counts, [entry | {"rank": None} for entry in trace.measurement(None).formula_difference]
+
+
+def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
+    recorder = Recorder(mesh)
+    with recorder:
+        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=1))
+    return seen(Trace.of(asked, dist.get_rank(), recorder))
+
+
+def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
+    """On real ranks, and on the virtual rank that stands for each of them."""
+    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
+    assert all(counts and not difference for counts, difference in really)
+    for each in rank_classes(asked):
+        virtually = seen(tracing.trace(asked, each.first))
+        assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
+
+
+def heavy(backend: str, n: int) -> Cell:
+    return cell(backend, batch=n, sizes={"dp": n}, precision="fp16", model_options=HEAVY)
+
+
+@cache
+def heavy_run(backend: str, n: int) -> Measurement:
+    return VirtualEngine().measure(heavy(backend, n))

@@ -1,0 +1,187 @@
+"""Casts to eight bits against a plain reference, and projections within the bound of their recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.kernels import fp8_casts
+from spbench.impls.kernels.fp8_casts import (
+    E4M3,
+    E5M2,
+    E8M0,
+    Quantized,
+    Tile,
+    fp8_amax,
+    fp8_cast,
+    fp8_cast_both,
+)
+from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
+from spbench.impls.kernels.projection import project
+from tests.impls.kernels.made import bytes_kept, made
+
+#: half the distance of neighbours, as a share of a number, and of the least normal number
+HALF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+LIBRARIES = ("torch", "transformer-engine")
+#: of whose options each library has a recipe
+PAIRS = [
+    (library, name) for library in LIBRARIES for name in RECIPES
+    if library == "torch" or not name.startswith("rowwise")
+]  # fmt: skip
+
+
+@cache
+def numbers(dtype: torch.dtype) -> list[float]:
+    """All finite numbers of a format, by its bits."""
+    return [x for x in torch.arange(256, dtype=torch.uint8).view(dtype).double().tolist() if math.isfinite(x)]
+
+
+def nearest(x: float, dtype: torch.dtype) -> float:
+    """The number of a format that is nearest; of two, that whose last bit is 0."""
+    # bits of one sign follow the numbers' order, so that an even place has an even last bit
+    positive = sorted({abs(each) for each in numbers(dtype)})
+    place = min(range(len(positive)), key=lambda i: (abs(positive[i] - abs(x)), i % 2))
+    return math.copysign(positive[place], x)
+
+
+def plain_cast(x: Tensor, dtype: torch.dtype, tile: Tile, power: bool) -> Iterator[tuple[int, int, float]]:
+    """What each element counts as, by its place."""
+    rows, columns = tile[0] or len(x), tile[1] or x.shape[1]
+    for r in range(0, len(x), rows):
+        for c in range(0, x.shape[1], columns):
+            block = x[r : r + rows, c : c + columns]
+            scale = torch.tensor(block.abs().max().item() / max(numbers(dtype)), dtype=torch.float32).item()
+            scale = 2.0 ** math.ceil(math.log2(scale)) if power else scale
+            for i in range(block.shape[0]):
+                for j in range(block.shape[1]):
+                    yield r + i, c + j, nearest(block[i, j].item() / scale, dtype) * scale
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("tile", [(0, 0), (1, 0), (1, 4), (3, 2)])
+@pytest.mark.parametrize("scales", [None, torch.float32, E8M0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_cast_is_the_nearest_number_of_each_tile(
+    dtype: torch.dtype, tile: Tile, scales: torch.dtype | None, transposed: bool
+) -> None:
+    x = (made(5, 7).detach() * torch.logspace(-9, 3, 7, dtype=torch.float64)).double()
+    largest = fp8_amax(x) if tile == (0, 0) else None
+    data, scale = fp8_cast(x, largest, dtype, tile, scales, transposed)
+    of = x.mT if transposed else x
+    got = data.double() * fp8_casts._spread(scale, of.shape, tile).double()
+    expected = torch.zeros_like(of)
+    for i, j, value in plain_cast(of, dtype, tile, scales is not None):
+        expected[i, j] = value
+    assert data.dtype == dtype
+    assert data.is_contiguous()
+    assert torch.equal(got, expected)
+
+
+def test_a_cast_both_ways_is_two_casts() -> None:
+    x = made(6, 10).detach().bfloat16()
+    both = fp8_cast_both(x, None, E4M3, (1, 4), E8M0)
+    one, other = (fp8_cast(x, None, E4M3, (1, 4), E8M0, each) for each in (False, True))
+    for got, expected in zip(both, (*one, *other), strict=True):
+        assert torch.equal(got.float(), expected.float())
+
+
+def test_zeros_stay_zeros() -> None:
+    data, scale = fp8_cast(torch.zeros(2, 4), None, E4M3, (1, 2), E8M0, False)
+    assert not data.float().any()
+    assert scale.float().isfinite().all()
+
+
+def slack(x: Tensor, recipe: Fp8Recipe, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """How far a cast may move each element of x: half the distance of neighbours, beside the least normal
+    number of its tile's scale. A scale that is a power of two may be twice as large."""
+    rows, columns = tile[0] or len(x), tile[1] or x.shape[1]
+    blocks = x.abs().unfold(0, min(rows, len(x)), rows).unfold(1, min(columns, x.shape[1]), columns)
+    largest = blocks.amax((-1, -2)).repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: len(x)]
+    finfo = torch.finfo(dtype)
+    least = largest / finfo.max * finfo.tiny * (1 if recipe.scales is None else 2)
+    return HALF[dtype] * torch.maximum(x.abs(), least) * (1 + 1e-6)
+
+
+def out_of_bounds(library: str, recipe: Fp8Recipe) -> list[str]:
+    """Which results of a projection are farther from float64 than casts can move them."""
+    x, d_y = made(256, 256), made(256, 256, seed=1).detach()  # square, so that no shape finds a fault
+    weight = nn.Parameter(made(256, 256, seed=2).detach())
+    weight.spbench_fp8, weight.spbench_library = recipe, library  # type: ignore[attr-defined]
+    y = project(x, weight)
+    got = (y.detach(), *torch.autograd.grad(y, [x, weight], d_y))
+    x, w = x.detach(), weight.detach()
+
+    def by_recipe(a: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+        return a, slack(a.contiguous(), recipe, recipe.tile, dtype)
+
+    def of_weight(b: Tensor, tile: Tile = recipe.weights) -> tuple[Tensor, Tensor]:
+        return b.T, slack(b.contiguous(), recipe, tile, E4M3).T
+
+    products = {
+        "y": (by_recipe(x), of_weight(w)),
+        "d_x": (
+            by_recipe(d_y, recipe.gradients),
+            of_weight(w.T, (0, 0) if recipe.wide_weight_gradient else recipe.weights),
+        ),
+        "d_W": (by_recipe(d_y.T, recipe.gradients), (x, by_recipe(x.T)[1].T)),
+    }
+    if recipe.wide_weight_gradient:
+        products["d_W"] = (d_y.T, torch.zeros_like(d_y.T)), (x, 1e-12 * x.abs())
+    return [
+        name
+        for (name, ((a, of_a), (b, of_b))), each in zip(products.items(), got, strict=True)
+        if ((each - a @ b).abs() > of_a @ b.abs() + a.abs() @ of_b + of_a @ of_b).any()
+    ]
+
+
+@pytest.mark.parametrize(("library", "name"), PAIRS)
+def test_a_projection_is_within_the_bound_of_its_recipe(library: str, name: str) -> None:
+    assert out_of_bounds(library, RECIPES[name]) == []
+
+
+@pytest.mark.parametrize(("library", "name"), [("torch", "tensorwise"), ("transformer-engine", "blockwise")])
+def test_an_inverted_scale_leaves_the_bound(library: str, name: str) -> None:
+    honest = fp8_casts._cast
+
+    def inverted(*args: Any) -> tuple[Tensor, Tensor]:
+        data, scale = honest(*args)
+        return data, 1 / scale
+
+    with mock.patch.object(fp8_casts, "_cast", inverted):
+        assert out_of_bounds(library, RECIPES[name]) == ["y", "d_x", "d_W"]
+
+
+@pytest.mark.parametrize(("library", "name"), [("torch", "tensorwise"), ("transformer-engine", "blockwise")])
+def test_operands_that_are_not_transposed_leave_the_bound(library: str, name: str) -> None:
+    cast, both = Fp8Recipe.cast, Fp8Recipe.cast_both
+
+    def as_it_is(self: Fp8Recipe, *args: Any, transposed: bool = False) -> Quantized:
+        return cast(self, *args)
+
+    def twice(self: Fp8Recipe, *args: Any) -> tuple[Quantized, Quantized]:
+        return (both(self, *args)[0],) * 2
+
+    with mock.patch.multiple(Fp8Recipe, cast=as_it_is, cast_both=twice):
+        assert out_of_bounds(library, RECIPES[name]) == ["d_x", "d_W"]
+
+
+def test_what_is_kept_for_backward() -> None:
+    x, weight = made(128, 256, dtype=torch.bfloat16), nn.Parameter(made(384, 256, dtype=torch.bfloat16))
+    kept = {}
+    for library, name in PAIRS:
+        weight.spbench_fp8, weight.spbench_library = RECIPES[name], library  # type: ignore[attr-defined]
+        kept[library, name] = bytes_kept(lambda: project(x, weight))
+    elements, weights = x.numel(), weight.numel()
+    assert kept["torch", "tensorwise"] == 2 * elements + 2 * 4  # x itself, and the largest of x and weight
+    assert kept["torch", "rowwise"] == 2 * elements
+    assert kept["transformer-engine", "tensorwise"] == elements + weights + 2 * 4
+    of_blocks = elements // 128 * 4 + weights // 128**2 * 4
+    assert kept["transformer-engine", "blockwise"] == elements + weights + of_blocks
+    assert kept["transformer-engine", "mxfp8"] == (elements + weights) * 33 // 32

@@ -1,0 +1,76 @@
+"""Adapters of low rank: what is trained, what is kept, and ranks beside one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.kernels.projection import project
+from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import strategy_class
+from spbench.impls.strategies.layers import Linear
+from spbench.impls.strategies.tensor_parallel import TensorParallel
+from spbench.impls.strategies.ulysses import Ulysses
+from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.planting import planted
+from tests.slow import mostly_slow
+
+MODEL, RANK = "causal-transformer-tiny-gqa", 4
+
+
+def adapted(**options: Any) -> CausalTransformerModel:
+    model = model_preset(MODEL, {"lora_rank": RANK, **options})
+    assert isinstance(model, CausalTransformerModel)
+    return model
+
+
+STRATEGIES = ("tensor_parallel", "megatron_sp", "ulysses", "ring_attention", "upipe", "fpdt", "odysseus")
+BACKENDS = ("legacy_ddp", "ddp", "zero1", "zero2", "zero3", "megatron")
+
+
+@pytest.mark.parametrize("n", mostly_slow((1, 2, 3, 4), 4))
+@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "tensor_parallel", "megatron_sp", "ulysses"))
+@pytest.mark.parametrize("variant", [0, 1])
+def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: int, variant: int) -> None:
+    model = adapted(**adapted().adapter_variants()[variant])
+    assert_green(pool, Case(strategy_class(strategy), model, "model"), n)
+
+
+@pytest.mark.parametrize("n", mostly_slow((2, 4), 2))
+@pytest.mark.parametrize("backend", mostly_slow(BACKENDS, "zero1", "zero3", "megatron"))
+def test_backends_sum_the_gradients_of_adapters_alone(pool: RankPool, backend: str, n: int) -> None:
+    assert_green(pool, Case(strategy_class("ulysses"), adapted(), "model", backend=backend), n)
+
+
+# -- planted faults --------------------------------------------------------------------------------------
+
+
+def _unscaled(self: Any, honest: Any, in_features: int, out_features: int) -> Linear:
+    """The factor alpha / r is missing."""
+    linear: Linear = honest(in_features, out_features)
+    if out_features == RANK:
+        scale, project = RANK / adapted().lora_alpha, linear.project
+        linear.project = lambda x: project(x) * scale  # type: ignore[method-assign]
+    return linear
+
+
+def _not_entered(self: Any, honest: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """The gradient of the features between the two factors is this rank's part alone."""
+    return project(x, weight, bias) if x.shape[-1] == RANK else honest(x, weight, bias)
+
+
+Unscaled = planted("Unscaled", Ulysses, linear_out=_unscaled)
+AdapterNotSummed = planted("AdapterNotSummed", TensorParallel, enter=_not_entered)
+
+
+def test_a_missing_scale_is_red(pool: RankPool) -> None:
+    assert_red(pool, Case(Unscaled, adapted(), "model"), 2)
+
+
+def test_gradients_of_adapters_that_are_not_summed_are_red(pool: RankPool) -> None:
+    assert_red(pool, Case(AdapterNotSummed, adapted(), "model"), 2, "gradient of blocks")

@@ -1,0 +1,53 @@
+"""`spbench list models`, and what has a text in its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spbench.impls.models.huggingface.published import published_models
+from spbench.plots import FIGURES
+from tests.tools.commands.conftest import Run
+
+
+def test_models_are_presets_by_size_and_names_by_owner(command_line: Run) -> None:
+    out = command_line("list", "models")[1]
+    (line,) = [line for line in out.splitlines() if line.startswith("| llama3-8b ")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["32", "4096", "32", "8", "", "128256"]
+    owners = {model.name.partition("/")[0] for model in published_models()}
+    assert all(f"| {owner} " in out for owner in owners)
+    (line,) = [line for line in out.splitlines() if line.startswith("| EleutherAI ")]
+    assert [cell.strip() for cell in line.split("|")[2:5]] == ["17", "70.4M to 20.6B", "gpt-neox, pythia"]
+    assert "Qwen/Qwen3-30B-A3B" not in out
+    assert "spbench list models TEXT" in out
+
+
+def test_a_text_chooses_by_name(command_line: Run) -> None:
+    out = command_line("list", "models", "QWEN3-30b")[1]
+    (line,) = [line for line in out.splitlines() if line.startswith("| Qwen/Qwen3-30B-A3B ")]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells == ["Qwen/Qwen3-30B-A3B", "30.5B", "48", "2048", "32", "4", "128", "151936"]
+    assert "| qwen3-30b-a3b " in out
+    assert "llama" not in out
+    chosen = json.loads(command_line("list", "models", "QWEN3-30b", "--format", "json")[1])["models"]
+    assert len(chosen) == 5
+    assert command_line("list", "clusters", "gb300")[1].count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("list models lamma3", "no name of models has 'lamma3' in it; did you mean"),
+        ("list clusters h900", "no name of clusters has 'h900' in it"),
+        ("list cluster", "which one? spbench list cluster NAME"),
+    ],
+)
+def test_a_text_that_no_name_has(line: str, message: str, command_line: Run) -> None:
+    code, out, err = command_line(*line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"spbench: {message}")
+
+
+def test_each_figure_says_what_it_shows() -> None:
+    assert [name for name, text in FIGURES.summaries().items() if not text] == []
