@@ -128,6 +128,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "loss_tile": 0,
         "vocabulary_tile": 0,
         "dispatcher": "all_gather",
+        "shared_overlap": False,
         "experts_matmul": "sequential",
         "permutation": "plain",
     }
