@@ -129,6 +129,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "loss_tile": 0,
         "vocabulary_tile": 0,
         "dispatcher": "all_gather",
+        "shared_overlap": False,
         "experts_matmul": "sequential",
         "permutation": "plain",
     }
@@ -275,7 +276,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         once = {"gathered_once": 1} if mixer.gathers_once(self) else {}
         kept = {"kept": 1} if self.keeps_operators else {}
         if not isinstance(mixer, LatentAttention):  # which opens otherwise
-            yield Site("linear_in", 1, between | once, again)
+            yield Site("linear_in", 1, between | once | self.gathered_dims, again)
         yield Site("linear_out", 1, between | kept, again and not (spared and feeding is None))
         if feeding is not None:
             yield from feeding.sites(self, batch, seq_len, again, spared)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
@@ -201,8 +203,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
-        if self.fp8.startswith("rowwise") and self.fused:
-            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
+        self._check_fp8()
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
@@ -236,6 +237,27 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     def attention_width(self) -> int:
         """Features of all heads of queries."""
         return self.heads * self.head_size
+
+    def _check_fp8(self) -> None:
+        if self.fp8 == "none":
+            return
+        if self.fp8.startswith("rowwise") and self.fused:
+            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
+        if self.library == "megatron-local":
+            raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
+        for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
+            if getattr(self, name, 0):
+                raise ValueError(f"fp8 is of projections of dense layers alone; leave {name} out")
+
+    @property
+    def gathered_dims(self) -> dict[str, int]:
+        """What a site says of a projection in eight bits, and of its input, if that is gathered so."""
+        if self.fp8 == "none" or self.separate_projections:
+            return {} if self.fp8 == "none" else {"fp8": 1}
+        recipe = RECIPES[self.fp8]
+        scale = (recipe.scales or torch.float32).itemsize
+        width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
+        return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": scale}
 
     @property
     def recomputes_layers(self) -> bool:
