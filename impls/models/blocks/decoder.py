@@ -247,8 +247,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
                 # what drops the output's elements keeps a mask, which the last matmul runs again for; tiles
                 # are one function, which runs whole; the layer of a prediction has a norm behind it
                 stops = layer == run[-1] and self.recompute_early_stop and layer in layers
-                spared = stops and not self.dropout and not self.mlp_tiling.dims
-                spared = spared and not self.adapts([MLP_CLOSING])
+                spared = stops and not (self.dropout or self.mlp_tiling.dims or self.adapts([MLP_CLOSING]))
                 asked = self._layer_sites(layer, batch, seq_len, again, spared)
                 if self.lora_rank:
                     asked = chain(frozen(asked), adapter_sites(self, layer, batch, seq_len, again))
