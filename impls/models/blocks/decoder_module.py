@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.models.blocks.adapters import freeze, with_gradient
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
@@ -54,6 +55,8 @@ class Decoder(nn.Module):
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
         freeze(self, model)
         self.on_host = checkpoints_on_host(model.checkpoints)
+        #: whether a step's first micro-batch casts weights, which the others use
+        self.casts_weights = model.fp8 != "none" and model.library == TRANSFORMER_ENGINE
         self._places: Places | None = None
         self._way: str | CrossEntropy = model.cross_entropy
         if model.autotune_flush_kib:
