@@ -335,7 +335,22 @@ def gathered(own: Quantized, shape: torch.Size, dim: int, group: dist.ProcessGro
     return Quantized(of_all(own.data), scale, own.tile)
 
 
+def begin_step(module: nn.Module, number: int) -> None:
+    """Have TransformerEngine's weights be cast anew: those whose tensors stay from step to step are cast in a
+    step's first micro-batch, and what that made stays until the next step's."""
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.spbench_fp8_step = number  # type: ignore[attr-defined]
+
+
 def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Quantized]:
     """The weight and its transpose in eight bits."""
-    whole = matrix(weight)
-    return recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+    whole, step = matrix(weight), getattr(weight, "spbench_fp8_step", None)
+    made_in, casts = getattr(weight, "spbench_fp8_casts", (None, None))
+    if casts is None or step is None or made_in != step:
+        casts = None
+        weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # their memory is taken again
+        casts = recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+        if step is not None:
+            weight.spbench_fp8_casts = step, casts  # type: ignore[attr-defined]
+    return casts
