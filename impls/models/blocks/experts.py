@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.dispatchers.beside_dispatch import BesideDispatch
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
@@ -122,9 +123,16 @@ class MixtureModule(nn.Module):
         batch, here, hidden = x.shape
         length = here * self.strategy.sequence_parts
         tokens = x.reshape(-1, hidden)
-        shared = None if self.shared is None else self._of_shared(x)
+        beside, shared = self._beside(x), None
+        if beside is not None:
+            tokens = self.strategy.side_stream.awaited(tokens)
+        elif self.shared is not None:
+            shared = self._of_shared(x)
+        self.dispatcher.beside = beside
         routed = self.router(tokens, batch, self._forced(batch, length, tokens))
         y = self._of_routed(tokens, routed, batch, length).view(x.shape)
+        if beside is not None:
+            shared, self.dispatcher.beside = beside.result(), None
         return y if shared is None else y + shared
 
     def _of_shared(self, x: Tensor) -> Tensor:
@@ -136,6 +144,22 @@ class MixtureModule(nn.Module):
         assert self.shared is not None
         y: Tensor = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
+
+    def _beside(self, x: Tensor) -> BesideDispatch | None:
+        """The shared experts as the dispatcher runs them; None: there are none, or they run before it."""
+        shared, gate = self.shared, self.shared_gate
+        if shared is None or not self.model.shared_overlap:
+            return None
+
+        def opens(x: Tensor) -> tuple[Tensor, ...]:
+            gated = () if gate is None else (gate(x).sigmoid(),)
+            return (shared.opened(x), *gated)
+
+        def closes(features: Tensor, *gated: Tensor) -> tuple[Tensor]:
+            y = shared.closed(features)
+            return (y * gated[0] if gated else y,)
+
+        return BesideDispatch(self.strategy.side_stream, x, opens, closes)
 
     def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
         counts = self._counts(routed.chosen, batch, length)
