@@ -37,7 +37,12 @@ class AnyTurns(Protocol):
     """The turns of a step: those of one stage a rank (:mod:`measure.engines.pipeline_stages`), or of several
     (:mod:`measure.engines.interleaved_turns`)."""
 
+    @property
+    def micro_batches(self) -> int: ...
+
     def __len__(self) -> int: ...
+
+    def short(self) -> Any: ...
 
     def phases(self, turn: int) -> list[str]: ...
 
@@ -164,7 +169,8 @@ def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
         like, references = parts.in_turns(turns)
         order = parts.listed.order(like, references)
         program = program_in_order(trace.program, order)
-        communication = _in_order(communication, trace.program, order.source)
+        if held.micro_batches != turns.micro_batches:
+            communication = _in_order(communication, trace.program, order.source)
     memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
     return replace(trace, memory=memory, host_memory=on_host, program=program, communication=communication)
 
@@ -174,10 +180,15 @@ def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -
 
     Args:
         source: as :attr:`Order.source`.
+
+    Raises:
+        NotAlike: the meter has counts alone.
     """
     communicates = np.isin(program.kind, (COLLECTIVE, SEND, RECV))
     number = np.cumsum(communicates) - 1
     before = len(meter.calls) - int(communicates.sum())
+    if before < 0:
+        raise NotAlike("it is not known which calls communicate")
     calls = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
     other = CommunicationMeter(meter.axes)
     other.current_phase = meter.current_phase
