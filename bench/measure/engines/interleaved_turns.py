@@ -48,10 +48,6 @@ class InterleavedTurns:
         return self.of.ahead
 
     @property
-    def micro_batches(self) -> int:
-        return self.of.micro_batches
-
-    @property
     def run(self) -> Turns:
         """What a step is asked to run, see :func:`record_step`."""
         return self.of

@@ -47,10 +47,6 @@ class Turns:
     begins: bool = False
 
     @property
-    def micro_batches(self) -> int:
-        return self.count
-
-    @property
     def run(self) -> int:
         """What a step is asked to run, see :func:`record_step`."""
         return self.ahead

@@ -37,9 +37,6 @@ class AnyTurns(Protocol):
     """The turns of a step: those of one stage a rank (:mod:`measure.engines.pipeline_stages`), or of several
     (:mod:`measure.engines.interleaved_turns`)."""
 
-    @property
-    def micro_batches(self) -> int: ...
-
     def __len__(self) -> int: ...
 
     def short(self) -> Any: ...
@@ -169,8 +166,7 @@ def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
         like, references = parts.in_turns(turns)
         order = parts.listed.order(like, references)
         program = program_in_order(trace.program, order)
-        if held.micro_batches != turns.micro_batches:
-            communication = _in_order(communication, trace.program, order.source)
+        communication = _in_order(communication, trace.program, order.source)
     memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
     return replace(trace, memory=memory, host_memory=on_host, program=program, communication=communication)
 
