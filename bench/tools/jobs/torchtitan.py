@@ -14,6 +14,7 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan_files import content_of
+from spbench.bench.tools.jobs.torchtitan_fp8 import set_fp8
 from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel
 from spbench.bench.tools.jobs.torchtitan_pipeline import micro_batches, set_pipeline
 from spbench.bench.tools.jobs.variables import ALLOCATOR
@@ -291,7 +292,4 @@ class TorchtitanJob(TorchtitanModel):
             k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)
         else:
             k.ignore("without a compiled model it does nothing", overlapped)
-        if self.value("float8.enable_float8_linear", False):
-            k.refuse("matmuls in eight bits", "float8.enable_float8_linear")
-        elif self.value("model.converters", []):
-            k.refuse("what converters make of layers (matmuls in eight bits)", "model.converters")
+        set_fp8(k)
