@@ -168,6 +168,21 @@ def _(data: Tensor) -> Tensor:
     return data.new_empty(data.shape[1], data.shape[0])
 
 
+@torch.library.custom_op("spbench::fp8_recast", mutates_args=())
+def fp8_recast(
+    data: Tensor, scale: Tensor, tile: Sequence[int], scales: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """What data [r, c] with tiles of its rows counts as, in tiles of the rows of its transpose [c, r],
+    rounded once more."""
+    return _cast(_counts_as(data, scale, tile, torch.float32).mT, None, data.dtype, tile, scales)
+
+
+@fp8_recast.register_fake
+def _(data: Tensor, scale: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    shape = data.shape[1], data.shape[0]
+    return data.new_empty(shape), scale.new_empty(_scales_shape(shape, tile), dtype=scales or torch.float32)
+
+
 def _counts_as(data: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
     exact = torch.promote_types(dtype, torch.float32)
     return data.to(exact) * _spread(scale, data.shape, tile).to(exact)
@@ -208,8 +223,6 @@ def _products(prefix: str) -> tuple[object, object]:
 
 
 _TORCH, _ENGINE = _products(""), _products("te_")
-#: what recomputation that keeps some operators asks for
-FP8_AMAX, FP8_MM = torch.ops.spbench.fp8_amax.default, torch.ops.spbench.fp8_mm.default
 
 
 def multiply_fp8(a: Quantized, b: Quantized, dtype: torch.dtype, *, by_engine: bool) -> Tensor:

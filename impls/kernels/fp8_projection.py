@@ -16,12 +16,15 @@ Letters: m rows of x, H features in, F out.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.collectives import all_reduce, joined, start_all_gather, start_reduce_scatter
 from spbench.impls.kernels.fp8_casts import (
     E4M3,
     E5M2,
@@ -33,8 +36,11 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_amax,
     fp8_cast,
     fp8_cast_both,
+    fp8_recast,
+    fp8_transpose,
     multiply_fp8,
 )
+from spbench.impls.kernels.kept_results import keeping, kept_number, kept_product
 from spbench.impls.kernels.projection import (
     TRANSFORMER_ENGINE,
     added_to_main_grad,
@@ -78,7 +84,8 @@ class Fp8Recipe:
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None, *, transposed: bool = False
     ) -> Quantized:
         """x [r, c] in eight bits, or x^T."""
-        return Quantized(*fp8_cast(x, largest, dtype, tile, self.scales, transposed), tile)
+        data, scale = fp8_cast(x, largest, dtype, tile, self.scales, transposed)
+        return Quantized(data, scale, tile)
 
     def cast_both(
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None
@@ -89,10 +96,26 @@ class Fp8Recipe:
 
     def project(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         """x [..., H] W^T + b -> [..., F]."""
-        of = _EngineProjection if library_of(weight) == TRANSFORMER_ENGINE else _Projection
+        if library_of(weight) != TRANSFORMER_ENGINE:
+            return self.project_all(x, [weight], [bias])[0]
         # a view of what the function returns, and not made within it, may be summed over ranks in place
-        rows: Tensor = of.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
+        rows: Tensor = _EngineProjection.apply(x.reshape(-1, x.shape[-1]), weight, bias, self)
         return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    def project_all(
+        self, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """x W_g^T + b_g [..., F_g] of each weight, with torch's library; x is cast once for all."""
+        rows, shared = x.reshape(-1, x.shape[-1]), [SharedCasts(len(weights)) for _ in range(2)]
+        results = [_Projection.apply(rows, w, b, self, *shared) for w, b in zip(weights, biases, strict=True)]
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in results)
+
+    def project_gathered(
+        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, dim: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        """The positions of all ranks of x [.., L/N, .., H], which lie along ``dim``, W^T + b."""
+        result: Tensor = _GatheredProjection.apply(x, weight, bias, self, dim, group)
+        return result
 
 
 #: by the names that Megatron-LM and torchao give them. Tensorwise: TransformerEngine's Float8CurrentScaling,
@@ -126,7 +149,9 @@ def mark_recipe(module: nn.Module, name: str) -> None:
 
 
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y.add_(bias.flatten())
+    if bias is None:
+        return y
+    return y + bias.flatten() if keeping() else y.add_(bias.flatten())
 
 
 def weight_gradient_fp8(d_y_t: Quantized, x_t: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,26 +165,62 @@ def weight_gradient_fp8(d_y_t: Quantized, x_t: Quantized, weight: Tensor, dtype:
     return added_to_main_grad(weight)
 
 
+class SharedCasts:
+    """Casts of one input of several projections, each made once, as a compiled program makes it.
+
+    Args:
+        uses: after so many a cast is freed.
+    """
+
+    def __init__(self, uses: int) -> None:
+        self._uses, self._made = uses, dict[str, tuple[int, Any]]()
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned for that name, or returns now."""
+        used, made = self._made.pop(name, (0, None))
+        made = make() if used == 0 else made
+        if used + 1 < self._uses:
+            self._made[name] = used + 1, made
+        return made
+
+
 class _Projection(torch.autograd.Function):
-    """torchao's, of x [m, H]."""
+    """torchao's, of x [m, H]; ``forward_casts`` and ``backward_casts`` are shared with other projections of
+    x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, recipe: Fp8Recipe) -> Tensor:
-        whole = matrix(weight)
-        of_x, of_weight = recipe.largest(x, recipe.tile), recipe.largest(whole, recipe.weights)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        recipe: Fp8Recipe,
+        forward_casts: SharedCasts,
+        backward_casts: SharedCasts,
+    ) -> Tensor:
+        whole, of_x, of_weight = matrix(weight), None, None
+        if recipe.whole:
+            # torchtitan keeps these where it keeps other operators
+            of_x = forward_casts.once("largest", lambda: kept_number(lambda: fp8_amax(x)))
+            of_weight = kept_number(lambda: fp8_amax(whole))
+
+        def product() -> Tensor:
+            a = forward_casts.once("rows", lambda: recipe.cast(x, recipe.tile, E4M3, of_x))
+            b = recipe.cast(whole, recipe.weights, E4M3, of_weight)
+            return multiply_fp8(a, b.mT, x.dtype, by_engine=False)
+
+        y = kept_product(product)
         ctx.save_for_backward(x, of_x, of_weight)
-        ctx.weight, ctx.bias, ctx.recipe = weight, bias, recipe
-        a = recipe.cast(x, recipe.tile, E4M3, of_x)
-        b = recipe.cast(whole, recipe.weights, E4M3, of_weight)
-        return _with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=False), bias)
+        ctx.weight, ctx.bias, ctx.recipe, ctx.casts = weight, bias, recipe, backward_casts
+        return _with_bias(y, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, of_x, of_weight = ctx.saved_tensors
         weight, recipe, whole = ctx.weight, ctx.recipe, matrix(ctx.weight)
-        largest = recipe.largest(d_y, recipe.tile)
+        of_gradient = recipe.largest(d_y, recipe.tile)
         if recipe.whole:
-            a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, largest)
+            a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, of_gradient)
         else:
             a = recipe.cast(d_y, recipe.tile, recipe.gradients, None)
         d_x = None
@@ -169,12 +230,13 @@ class _Projection(torch.autograd.Function):
             b_t = recipe.cast(whole, tile, E4M3, of_weight, transposed=True)
             d_x = multiply_fp8(a, b_t.mT, x.dtype, by_engine=False)
         d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
+        others = None, None, None
         if recipe.wide_weight_gradient:
-            return d_x, weight_gradient(d_y, x, weight), d_bias, None
+            return d_x, weight_gradient(d_y, x, weight), d_bias, *others
         if not recipe.whole:
             a_t = recipe.cast(d_y, recipe.tile, recipe.gradients, None, transposed=True)
-        x_t = recipe.cast(x, recipe.tile, E4M3, of_x, transposed=True)
-        return d_x, weight_gradient_fp8(a_t, x_t, weight, x.dtype), d_bias, None
+        x_t = ctx.casts.once("columns", lambda: recipe.cast(x, recipe.tile, E4M3, of_x, transposed=True))
+        return d_x, weight_gradient_fp8(a_t, x_t, weight, x.dtype), d_bias, *others
 
 
 class _EngineProjection(torch.autograd.Function):
@@ -202,7 +264,95 @@ class _EngineProjection(torch.autograd.Function):
         return d_x, weight_gradient_fp8(a_t, x_t, weight, ctx.dtype), d_bias, None
 
 
+class _GatheredProjection(torch.autograd.Function):
+    """As TransformerEngine's layers with sequence parallelism: x is cast before it is gathered, one byte an
+    element, and this rank's part is kept and gathered again. A scale of all of x is that of the largest
+    magnitude on all ranks. Tiles of rows are cast anew for the weight's gradient, where TransformerEngine
+    keeps tiles of columns: as many bytes, rounded twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        recipe: Fp8Recipe,
+        dim: int,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        largest = recipe.largest(rows, recipe.tile)
+        if largest is not None:
+            all_reduce(largest, group, dist.ReduceOp.MAX)
+        own = recipe.cast(rows, recipe.tile, E4M3, largest)
+        b, b_t = cast_weight(weight, recipe)
+        ctx.save_for_backward(own.data, own.scale, b_t.data, b_t.scale)
+        ctx.weight, ctx.bias, ctx.recipe, ctx.dtype = weight, bias, recipe, x.dtype
+        ctx.shape, ctx.dim, ctx.group = x.shape, dim, group
+        a = gathered(own, x.shape, dim, group)
+        by_engine = library_of(weight) == TRANSFORMER_ENGINE
+        y = _with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=by_engine), bias)
+        return y.view(*_whole_shape(x.shape, dim, group), y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        data, scale, b_data, b_scale = ctx.saved_tensors
+        weight, recipe, dim, group = ctx.weight, ctx.recipe, ctx.dim, ctx.group
+        by_engine = library_of(weight) == TRANSFORMER_ENGINE
+        d_rows = d_y.reshape(-1, d_y.shape[-1])
+        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, recipe.largest(d_rows, recipe.tile))
+        x = gathered(Quantized(data, scale, recipe.tile), ctx.shape, dim, group)
+        b_t = Quantized(b_data, b_scale, recipe.weights)
+        whole_d_x = multiply_fp8(a, b_t.mT, ctx.dtype, by_engine=by_engine)
+        whole_d_x = whole_d_x.view(*_whole_shape(ctx.shape, dim, group), ctx.shape[-1])
+        d_x, departure = start_reduce_scatter(whole_d_x, dim, group)
+        if recipe.whole:
+            x_t = Quantized(fp8_transpose(x.data), x.scale, WHOLE)
+        else:
+            data, scale = fp8_recast(x.data, x.scale, recipe.tile, recipe.scales)
+            x_t = Quantized(data, scale, recipe.tile)
+        d_weight = weight_gradient_fp8(a_t, x_t, weight, ctx.dtype)
+        d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
+        departure.wait()
+        return d_x, d_weight, d_bias, None, None, None
+
+
+def _whole_shape(shape: torch.Size, dim: int, group: dist.ProcessGroup) -> list[int]:
+    """The shape of x of all ranks, without its last dim."""
+    return [n * group.size() if place == dim else n for place, n in enumerate(shape[:-1])]
+
+
+def gathered(own: Quantized, shape: torch.Size, dim: int, group: dist.ProcessGroup) -> Quantized:
+    """The rows of all ranks, from this rank's, which are those of x of that shape; scales with them, where
+    rows have some of their own."""
+
+    def of_all(x: Tensor) -> Tensor:
+        # bytes, which every library of collectives sends
+        parts, arrival = start_all_gather(x.view(*shape[:-1], -1).view(torch.uint8), group)
+        arrival.wait()
+        whole = joined(parts, dim)
+        return whole.reshape(-1, whole.shape[-1]).view(x.dtype)
+
+    scale = own.scale if own.tile == WHOLE else of_all(own.scale)
+    return Quantized(of_all(own.data), scale, own.tile)
+
+
+def begin_step(module: nn.Module, number: int) -> None:
+    """Have TransformerEngine's weights be cast anew: those whose tensors stay from step to step are cast in a
+    step's first micro-batch, and what that made stays until the next step's."""
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.spbench_fp8_step = number  # type: ignore[attr-defined]
+
+
 def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Quantized]:
     """The weight and its transpose in eight bits."""
-    whole = matrix(weight)
-    return recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+    whole, step = matrix(weight), getattr(weight, "spbench_fp8_step", None)
+    made_in, casts = getattr(weight, "spbench_fp8_casts", (None, None))
+    if casts is None or step is None or made_in != step:
+        casts = None
+        weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # their memory is taken again
+        casts = recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+        if step is not None:
+            weight.spbench_fp8_casts = step, casts  # type: ignore[attr-defined]
+    return casts

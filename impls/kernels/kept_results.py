@@ -18,11 +18,22 @@ Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
 class KeptResults:
-    """What a block's forward keeps, in the order in which it made it."""
+    """What a block's forward keeps, in the order in which it made it.
 
-    def __init__(self) -> None:
+    Args:
+        products: whether every other product of a projection is kept too.
+    """
+
+    def __init__(self, *, products: bool = False) -> None:
         self.results: deque[Tensor | tuple[Tensor, ...]] = deque()
-        self.again = False
+        self.again, self.products = False, products
+        # counted anew in each run: a block may have an odd number
+        self._counts = {False: 0, True: 0}
+
+    def keeps_next(self, *, again: bool) -> bool:
+        """Whether the product that the block makes now, or makes again, is one of those that are kept."""
+        self._counts[again] += 1
+        return self.products and self._counts[again] % 2 == 1
 
     @contextmanager
     def in_use(self, *, again: bool) -> Iterator[None]:
@@ -62,3 +73,17 @@ def kept(make: Callable[[], Result]) -> Result:
     alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
     keeper.results.append(alias)
     return result
+
+
+def kept_product(make: Callable[[], Result]) -> Result:
+    """As :func:`kept`, of a projection that is several operators, where the block keeps this product."""
+    keeper = _in_use.get()
+    if keeper is None or not keeper.keeps_next(again=keeper.again):
+        return make()
+    return kept(make)
+
+
+def kept_number(make: Callable[[], Tensor]) -> Tensor:
+    """As :func:`kept`, of a number that a projection needs, where the block keeps products."""
+    keeper = _in_use.get()
+    return make() if keeper is None or not keeper.products else kept(make)

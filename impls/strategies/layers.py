@@ -74,6 +74,9 @@ class SeparateLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         biases = [*self.biases] or [None] * len(self.weights)
+        if (recipe := getattr(self.weights[0], "spbench_fp8", None)) is not None:
+            by_recipe: tuple[Tensor, ...] = recipe.project_all(x, [*self.weights], biases)
+            return by_recipe
         return tuple(project(x, w, b) for w, b in zip(self.weights, biases, strict=True))
 
 

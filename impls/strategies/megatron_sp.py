@@ -16,6 +16,7 @@ Megatron-LM's data loader gives them whole to every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +146,16 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
         yield from super().savings()
 
 
+def _in_eight_bits(site: Site, nbytes: int) -> int:
+    """Bytes of the input of a projection, where it is gathered in eight bits with the scales of its rows;
+    ``nbytes`` where it is not."""
+    if "fp8_tile" not in site.dims:
+        return nbytes
+    d, tile = site.dims, site.dims["fp8_tile"]
+    of_scales = site.dims["fp8_scale_bytes"] * math.ceil(d["H"] / tile) if tile else 0
+    return d["B"] * d["L"] * (d["H"] + of_scales)
+
+
 class SequenceVocabEmbedding(VocabParallelEmbedding):
     """Token ids [B, L/N] -> [B, L/N, H], from the rows [V/N, H] that each rank has."""
 
@@ -231,10 +242,14 @@ class MegatronSP(GridChunks, TensorParallel):
             if site.kind in ("linear_in", "linear_out"):
                 hidden = site.dims["B"] * site.dims["L"] * site.dims["H"] * element_bytes
             if site.kind == "linear_in":
+                sent = _in_eight_bits(site, hidden)
                 for phase in forwards:
-                    yield Traffic(phase, "input of a block", "all_gather", count, hidden)
+                    yield Traffic(phase, "input of a block", "all_gather", count, sent)
+                    if site.dims.get("fp8_tile") == 0:
+                        largest = max(4, element_bytes)
+                        yield Traffic(phase, "largest of a block's input", "all_reduce", count, largest)
                 if not (site.dims.get("gathered_once") or site.dims.get("frozen")):
-                    yield Traffic("backward", "input of a block, again", "all_gather", count, hidden)
+                    yield Traffic("backward", "input of a block, again", "all_gather", count, sent)
                 yield Traffic("backward", "gradient of a block's input", "reduce_scatter", count, hidden)
             elif site.kind == "linear_out":
                 for phase in forwards:
@@ -277,6 +292,9 @@ class MegatronSP(GridChunks, TensorParallel):
         """x [B, L/N, H] -> [B, L, F/N], or the same along the cut dim of a grid."""
         if self.size == 1:
             return project(x, weight, bias)
+        if (recipe := getattr(weight, "spbench_fp8", None)) is not None:
+            by_recipe: Tensor = recipe.project_gathered(x, weight, bias, self.cut_dim(x), self.group)
+            return by_recipe
         # Megatron-LM's own layers gather into its global memory buffer
         reused = library_of(weight) == "megatron-local" or self.options.gathered == "reused"
         buffer = self.buffer if reused else None

@@ -171,6 +171,8 @@ class Odysseus(MegatronSP):
             raise Unsupported("mlp: gathered has no biases, which this model's MLPs have", "use mlp: whole")
         if gathered and self.size > 1 and any({"mlp", "frozen"} <= site.dims.keys() for site in sites):
             raise Unsupported("mlp: gathered has no adapters beside frozen weights", "use mlp: whole")
+        if gathered and self.size > 1 and any({"mlp", "fp8"} <= site.dims.keys() for site in sites):
+            raise Unsupported("mlp: gathered has no matmuls in eight bits", "use mlp: whole")
         super().check_sizes([site for site in sites if gathered or "mlp" not in site.dims])
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:

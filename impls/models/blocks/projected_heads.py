@@ -54,6 +54,7 @@ class ProjectedHeads(HeadSource):
         # a rank's part of split weights is followed by what sums or gathers over ranks
         whole = not self.mixer.strategy.splits_features
         again = self.mixer.model.recomputes("core_attn") or self.mixer.opening is not None
+        again = again or self.mixer.model.fp8 != "none"  # casts are of whole weights
         return whole and not again and not self.mixer.kind.needs_all_positions
 
     def attend_whole(self, x: Tensor) -> Tensor:

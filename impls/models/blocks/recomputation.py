@@ -16,14 +16,11 @@ from torch.utils.checkpoint import (
 )
 
 from spbench.impls.kernels.dropout import DropoutRandom
-from spbench.impls.kernels.fp8_casts import FP8_AMAX, FP8_MM
 from spbench.impls.kernels.kept_results import KeptResults, keeping
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.reentrant_frames import BackwardFrame
 
 Output = TypeVar("Output")
-#: matmuls of projections, in sixteen bits and in eight
-_PRODUCTS = (torch.ops.aten.mm.default, FP8_MM)
 
 
 def recomputed(
@@ -62,17 +59,14 @@ def recomputed(
 def _keeping() -> tuple[Any, Any]:
     """The contexts of a block's forward and of its second run, which share what is kept: every other matrix
     product, and what is :func:`kept`."""
-    # counted anew in each run: torch 2.12 asks in the second one too, and a block may have an odd number
-    products, results = {False: 0, True: 0}, KeptResults()
+    results = KeptResults(products=True)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         # none of those within a result that is kept, which are not run again
-        if operator is FP8_AMAX and keeping():
-            return CheckpointPolicy.MUST_SAVE  # of a few bytes, as torchtitan keeps it
-        if operator in _PRODUCTS and keeping():
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
+        # torch 2.12 asks in the second run too
+        of_projection = operator is torch.ops.aten.mm.default and keeping()
+        if of_projection and results.keeps_next(again=context.is_recompute):
+            return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     first, again = create_selective_checkpoint_contexts(policy)

@@ -151,6 +151,7 @@ def _in_eight_bits(x: Tensor, y: Tensor, main: Tensor) -> dict[str, tuple[Any, .
         "fp8_cast transposed": (x, None, e4m3, [1, 2], torch.float8_e8m0fnu, True),
         "fp8_cast_both": (x, None, e4m3, [1, 0], torch.float32),
         "fp8_transpose": (a,),
+        "fp8_recast": (a, of_a, [1, 4], torch.float32),
     }
     for prefix in ("", "te_"):
         arguments[f"{prefix}fp8_mm"] = (a, b.mT, of_a, of_b.mT, [1, 4, 4, 1], half)
@@ -180,6 +181,9 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
         "weighted_swiglu": (pairs, row_weights),
         "weighted_swiglu_backward": (x, pairs, row_weights),
     }
+    arguments["stacked_mm"] = (x, square, rows)
+    arguments["stacked_mm_weights"] = (x, y, rows)
+    arguments["stacked_accumulate_mm_"] = (square.double(), x, y, rows)
     for library in ("", "te_"):
         arguments[f"{library}grouped_mm"] = (x, weights, rows)
         arguments[f"{library}grouped_mm_weights"] = (x, y, rows)

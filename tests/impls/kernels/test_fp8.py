@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -11,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.kernels import fp8_casts
+from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
+from spbench.impls.kernels import fp8_casts, fp8_projection
 from spbench.impls.kernels.fp8_casts import (
     E4M3,
     E5M2,
@@ -25,7 +28,11 @@ from spbench.impls.kernels.fp8_casts import (
 )
 from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
 from spbench.impls.kernels.projection import project
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.training.step import initialize
 from tests.impls.kernels.made import bytes_kept, made
+from tests.impls.models.test_early_stop import kernels, trace
 
 #: half the distance of neighbours, as a share of a number, and of the least normal number
 HALF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
@@ -185,3 +192,101 @@ def test_what_is_kept_for_backward() -> None:
     of_blocks = elements // 128 * 4 + weights // 128**2 * 4
     assert kept["transformer-engine", "blockwise"] == elements + weights + of_blocks
     assert kept["transformer-engine", "mxfp8"] == (elements + weights) * 33 // 32
+
+
+def gathered_errors(mesh: DeviceMesh, name: str, reduced: bool) -> tuple[float, float]:
+    """How far the projection of all positions is from float64, forward and in its weight's gradient, as a
+    share of what casts can move."""
+    group, rank, n = mesh.get_group("tp"), mesh.get_local_rank("tp"), mesh.size()
+    recipe, whole = RECIPES[name], made(2, 8 * n, 128).detach()
+    whole[:, : whole.shape[1] // n] *= 100  # of one rank alone
+    weight, d_y = nn.Parameter(made(128, 128, seed=2).detach()), made(2, 8 * n, 128, seed=3).detach()
+    weight.spbench_fp8, weight.spbench_library = recipe, "transformer-engine"  # type: ignore[attr-defined]
+    unreduced = mock.patch.object(fp8_projection, "all_reduce", lambda x, *_: x)
+    with nullcontext() if reduced else unreduced:
+        x = whole.chunk(n, 1)[rank].clone().requires_grad_()
+        y = recipe.project_gathered(x, weight, None, 1, group)
+        (of_weight,) = torch.autograd.grad(y, [weight], d_y)
+    rows, d_rows, w = whole.flatten(0, 1), d_y.flatten(0, 1), weight.detach()
+    a, b = slack(rows, recipe, recipe.tile, E4M3), slack(w, recipe, recipe.weights, E4M3).T
+    bound = a @ w.T.abs() + rows.abs() @ b + a @ b
+    forward = ((y.detach().flatten(0, 1) - rows @ w.T).abs() / bound).max().item()
+    exact = d_rows.T @ rows
+    return forward, ((of_weight - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8"])
+def test_what_is_gathered_in_eight_bits_is_within_the_bound(name: str, ranks: int) -> None:
+    for forward, of_weight in LockstepRanks().run({"tp": ranks}, gathered_errors, name, True):
+        assert forward <= 1
+        assert of_weight < 0.1
+
+
+def test_scales_that_are_not_of_all_ranks_leave_the_bound() -> None:
+    worst = [each[0] for each in LockstepRanks().run({"tp": 2}, gathered_errors, "tensorwise", False)]
+    assert max(worst) > 10
+
+
+def loss_and_gradients(**options: Any) -> dict[str, Tensor]:
+    model = model_preset("causal-transformer-tiny", {"separate_projections": True, **options})
+    module = model.build(Strategy(), 16)
+    initialize(module, 0, deviation=0.3)
+    loss = module(model.inputs(2, 16, torch.Generator().manual_seed(1)))["loss"]
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in module.named_parameters()}}
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recompute", ["operators", "full"])
+def test_recomputation_changes_nothing(fp8: str, recompute: str) -> None:
+    plain, again = loss_and_gradients(fp8=fp8), loss_and_gradients(fp8=fp8, recompute=recompute)
+    exact = loss_and_gradients()
+    for name, gradient in plain.items():
+        assert torch.equal(again[name], gradient)
+    assert 1e-4 < (plain["loss"] - exact["loss"]).abs() / exact["loss"] < 0.05
+
+
+def test_casts_of_kept_matmuls_and_of_shared_inputs_are_made_once() -> None:
+    """7 weights a layer, with 4 inputs; the matmuls of 3 weights, with 3 inputs, run again."""
+    setting = {"model_options": {"separate_projections": True, "fp8": "tensorwise", "layers": 1}}
+    plain = kernels(trace(**setting))
+    setting["model_options"]["recompute"] = "operators"
+    again = kernels(trace(**setting))
+    assert plain["fp8_mm"] == 3 * 7
+    assert again["fp8_mm"] - plain["fp8_mm"] == 3
+    assert again["fp8_amax"] == plain["fp8_amax"] == 4 + 7 + 7
+    assert plain["fp8_cast"] == (4 + 7) + (4 + 7)
+    assert again["fp8_cast"] - plain["fp8_cast"] == 3 + 3
+
+
+def test_weights_are_cast_in_the_first_micro_batch_of_a_step() -> None:
+    options = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 1}
+    casts = []
+    for micro_batches, steps in ((1, 1), (3, 1), (3, 2)):
+        training = {"micro_batches": micro_batches, "steps": steps, "backend": "megatron"}
+        counted = kernels(trace(model_options=options, precision="bf16", batch=3, training=training))
+        casts.append(counted["fp8_cast_both"])
+    assert casts[0] == 4 + 4 + 4  # of inputs, of gradients, of weights
+    assert casts[1] == casts[2] == 3 * (4 + 4) + 4
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+def test_bytes_gathered_are_those_of_the_closed_form(name: str) -> None:
+    options = {"fp8": name, "library": "transformer-engine"}
+    traced = trace(strategy="megatron_sp", sizes={"tp": 2}, model_options=options, precision="bf16")
+    assert traced.measurement(None).formula_difference == []
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fp8": "rowwise", "library": "transformer-engine"}, "fp8: rowwise is torchao's"),
+        ({"fp8": "tensorwise", "library": "megatron-local"}, "fp8 needs library: torch"),
+        ({"fp8": "mxfp8", "mlp_tile": 7}, "leave mlp_tile out"),
+        ({"fp8": "fp8"}, "fp8"),
+    ],
+)
+def test_what_does_not_go_with_eight_bits_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        model_preset("causal-transformer-tiny", options)

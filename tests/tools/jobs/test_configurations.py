@@ -40,11 +40,27 @@ def test_presets_of_torchtitan() -> None:
     assert (small["training.wrap"], small["training.reduce_dtype"]) == ("embedding", "fp32")
     assert (large["strategy"], large["strategy_options.loss"]) == ("megatron_sp", "parallel")
     assert (large["sizes.dp"], large["sizes.tp"], large["batch"]) == (8, 8, 64)
-    with pytest.raises(UserError, match=r"model.converters = \[\"float8\"\]: .*eight bits"):
-        read("torchtitan", ["llama3_405b.toml"], gpus=128).cell()
-    whole = read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('["float8"]', "[]")}, gpus=128)
+    with pytest.raises(UserError, match=r"model.converters = \[\"mx\"\]: .*eight bits"):
+        read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('"float8"', '"mx"')}, gpus=128).cell()
+    whole = read("torchtitan", ["llama3_405b.toml"], gpus=128)
+    assert settings(whole)["model_options.fp8"] == "tensorwise"
+    assert any("gathered in sixteen bits" in each.detail for each in whole.of("approximated"))
+    none = read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('["float8"]', "[]")}, gpus=128)
+    assert "model_options.fp8" not in settings(none)
     assert settings(whole)["model"] == "llama3-405b"
     assert any("Inductor" in remark for remark in whole.remarks)
+
+
+def test_matmuls_in_eight_bits_of_torchtitan() -> None:
+    old = {"llama3_8b_2024.toml": ("enable_float8_linear = false", "enable_float8_linear = true")}
+    assert (
+        settings(read("torchtitan", ["llama3_8b_2024.toml"], old, gpus=8))["model_options.fp8"]
+        == "tensorwise"
+    )
+    rows = {"llama3_405b.toml": ('filter_fqns = ["output"]', 'recipe_name = "rowwise"')}
+    by_rows = read("torchtitan", ["llama3_405b.toml"], rows, gpus=128)
+    assert settings(by_rows)["model_options.fp8"] == "rowwise"
+    assert any("the head is not" in remark for remark in by_rows.remarks)
 
 
 def test_the_version_of_torchtitan_is_told_by_its_keys() -> None:
