@@ -84,7 +84,8 @@ class Fp8Recipe:
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None, *, transposed: bool = False
     ) -> Quantized:
         """x [r, c] in eight bits, or x^T."""
-        return Quantized(*fp8_cast(x, largest, dtype, tile, self.scales, transposed), tile)
+        data, scale = fp8_cast(x, largest, dtype, tile, self.scales, transposed)
+        return Quantized(data, scale, tile)
 
     def cast_both(
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None
@@ -308,7 +309,8 @@ class _GatheredProjection(torch.autograd.Function):
         if recipe.whole:
             x_t = Quantized(fp8_transpose(x.data), x.scale, WHOLE)
         else:
-            x_t = Quantized(*fp8_recast(x.data, x.scale, recipe.tile, recipe.scales), recipe.tile)
+            data, scale = fp8_recast(x.data, x.scale, recipe.tile, recipe.scales)
+            x_t = Quantized(data, scale, recipe.tile)
         d_weight = weight_gradient_fp8(a_t, x_t, weight, ctx.dtype)
         d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
         departure.wait()
