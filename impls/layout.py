@@ -153,6 +153,24 @@ class Shard:
         return shape
 
 
+@dataclass(frozen=True)
+class StackShard(Shard):
+    """How a parameter that stacks ``experts`` along its first dim lies on the mesh: this rank holds ``held``
+    of them from ``first`` on, and of each the part that :class:`Shard` says."""
+
+    first: int
+    held: int
+    experts: int
+
+    def of(self, full: Tensor) -> Tensor:
+        """This rank's part of the full tensor (a view)."""
+        return super().of(full.narrow(0, self.first, self.held))
+
+    def full_shape(self, local: torch.Size) -> list[int]:
+        """The shape of the full tensor, from this rank's part of it."""
+        return [self.experts, *super().full_shape(local)[1:]]
+
+
 def shard_of(parameter: Tensor) -> Shard | None:
     """The :class:`Shard` of a parameter, or None where every rank holds it whole."""
     return getattr(parameter, "spbench_shard", None)
@@ -164,12 +182,19 @@ def mark_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     return parameter
 
 
-def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
-    """Record on a parameter that it is one of a routed expert's, which the ranks along ep share out."""
+def mark_expert(parameter: nn.Parameter, stacked: bool = False) -> nn.Parameter:
+    """Record on a parameter that it is one of a routed expert's, or stacks those of several, which the ranks
+    along ep share out."""
     parameter.spbench_expert = True  # type: ignore[attr-defined]
+    parameter.spbench_stacked = stacked  # type: ignore[attr-defined]
     return parameter
 
 
 def is_expert(parameter: Tensor) -> bool:
     """Whether a parameter is one of a routed expert's."""
     return getattr(parameter, "spbench_expert", False)
+
+
+def stacks_experts(parameter: Tensor) -> bool:
+    """Whether the first dim of a parameter counts experts."""
+    return getattr(parameter, "spbench_stacked", False)

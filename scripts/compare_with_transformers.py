@@ -145,25 +145,27 @@ def of_mlp(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tens
 
 def of_experts(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of routed experts, which lie one by one or, as gpt-oss's, in one tensor with columns of
-    gate and projection in turns."""
+    gate and projection in turns; ours are stacked."""
     ours: dict[str, Tensor] = {}
-    for i in itertools.count():
-        for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        opens, closes = [], []
+        for i in itertools.count():
             names = [f"{other}experts.{i}.{name}.weight" for name in (gate, up, down)]
-            if names[0] in theirs:
-                opens, closes = torch.stack([theirs[name] for name in names[:2]]), theirs[names[2]]
-                ours |= {f"{own}experts.{i}.opens.weight": opens, f"{own}experts.{i}.closes.weight": closes}
-        if f"{own}experts.{i}.opens.weight" not in ours:
-            break
-    whole = theirs.get(f"{other}experts.gate_up_proj", torch.empty(0))
-    for i in range(len(whole)):
-        opens, closes = (theirs[f"{other}experts.{name}"][i] for name in ("gate_up_proj", "down_proj"))
-        biases = [theirs[f"{other}experts.{name}_bias"][i] for name in ("gate_up_proj", "down_proj")]
+            if names[0] not in theirs:
+                break
+            opens.append(torch.stack([theirs[name] for name in names[:2]]))
+            closes.append(theirs[names[2]])
+        if opens:
+            ours |= {f"{own}experts.opens.weight": torch.stack(opens)}
+            ours |= {f"{own}experts.closes.weight": torch.stack(closes)}
+    if f"{other}experts.gate_up_proj" in theirs:
+        opens, closes = (theirs[f"{other}experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+        biases = [theirs[f"{other}experts.{name}_bias"] for name in ("gate_up_proj", "down_proj")]
         ours |= {
-            f"{own}experts.{i}.opens.weight": opens.mT.unflatten(0, (-1, 2)).transpose(0, 1),
-            f"{own}experts.{i}.opens.bias": biases[0].unflatten(0, (-1, 2)).mT,
-            f"{own}experts.{i}.closes.weight": closes.mT,
-            f"{own}experts.{i}.closes.bias": biases[1],
+            f"{own}experts.opens.weight": opens.mT.unflatten(1, (-1, 2)).transpose(1, 2),
+            f"{own}experts.opens.bias": biases[0].unflatten(1, (-1, 2)).mT,
+            f"{own}experts.closes.weight": closes.mT,
+            f"{own}experts.closes.bias": biases[1],
         }
     return ours
 

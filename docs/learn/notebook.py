@@ -2,6 +2,7 @@
 
     python docs/learn/notebook.py          # write it again and run it, which takes some minutes
     python docs/learn/notebook.py --text   # write its text again, where no code has changed
+    python docs/learn/notebook.py CHAPTER  # likewise, and run the cells of this chapter, which may be new
 
 Text becomes Markdown cells, commands cells of Bash, and blocks with a title are written to their files.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nbformat
@@ -48,9 +49,9 @@ def chapters() -> list[Path]:
     ]
 
 
-def cells() -> Iterator[NotebookNode]:
-    """The cells of all pages, without outputs."""
-    for number, page in enumerate(chapters()):
+def cells(pages: Sequence[Path]) -> Iterator[NotebookNode]:
+    """The cells of these pages, without outputs."""
+    for page in pages:
         rest = _COMMENT.sub("", page.read_text())
         for before, language, title, code in _parts(rest):
             text = _LINK.sub(r"\1", before).replace("](images/", "](../learn/images/").strip()
@@ -58,7 +59,7 @@ def cells() -> Iterator[NotebookNode]:
                 yield new_markdown_cell(text)
             if code:
                 yield from _of_block(language, title, code)
-        if number == 0:
+        if page.name == "index.md":
             yield new_code_cell(SETUP)
 
 
@@ -91,10 +92,11 @@ def _shortened(command: str) -> str:
     return f"({command}){shown}" if "||" in command else command + shown
 
 
-def written() -> NotebookNode:
-    """The notebook without outputs; the ids of its cells are their numbers, so that it changes little."""
+def written(pages: Sequence[Path]) -> NotebookNode:
+    """The notebook of these pages without outputs; the ids of its cells are their numbers, so that it changes
+    little."""
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    notebook = new_notebook(cells=[*cells()], metadata=kernel)
+    notebook = new_notebook(cells=[*cells(pages)], metadata=kernel)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
     return notebook
@@ -102,21 +104,42 @@ def written() -> NotebookNode:
 
 def differs() -> bool:
     """Whether the committed notebook has other cells than the pages."""
-    committed = nbformat.read(NOTEBOOK, as_version=4)
-    return [(c.cell_type, c.source) for c in committed.cells] != [(c.cell_type, c.source) for c in cells()]
+    committed = nbformat.read(NOTEBOOK, as_version=4).cells
+    return [(c.cell_type, c.source) for c in committed] != [
+        (c.cell_type, c.source) for c in cells(chapters())
+    ]
 
 
-def kept(notebook: NotebookNode) -> None:
-    """Give its cells the outputs of the committed notebook.
+def kept(notebook: NotebookNode, chapter: str = "") -> None:
+    """Give its cells the outputs of the committed notebook; those of a chapter are run.
 
     Raises:
-        SystemExit: they have other code.
+        SystemExit: others have other code.
     """
-    old, new = ([c for c in n.cells if c.cell_type == "code"] for n in (nbformat.read(NOTEBOOK, 4), notebook))
-    if [c.source for c in old] != [c.source for c in new]:
-        sys.exit("the code has changed: run the notebook, without --text")
-    for cell, before in zip(new, old, strict=True):
+    pages = chapters()
+    names = [page.stem for page in pages]
+    if chapter and chapter not in names:
+        sys.exit(f"no chapter {chapter}: {', '.join(names)}")
+    parts = [[c for c in cells([page]) if c.cell_type == "code"] for page in pages]
+    of_page = [name for name, part in zip(names, parts, strict=True) for _ in part]
+    new = [c for c in notebook.cells if c.cell_type == "code"]
+    old = [c for c in nbformat.read(NOTEBOOK, 4).cells if c.cell_type == "code"]
+    if len(old) == len(new):  # with the chapter as it was
+        old = [c for c, name in zip(old, of_page, strict=True) if name != chapter]
+    others = [c for c, name in zip(new, of_page, strict=True) if name != chapter]
+    if [c.source for c in old] != [c.source for c in others]:
+        sys.exit("the code has changed: run the notebook, without arguments")
+    ran = list(old)
+    if chapter:
+        alone = written([pages[names.index(chapter)]])
+        alone.cells.insert(0, new_code_cell(SETUP))
+        run(alone)
+        ran += [c for c in alone.cells if c.cell_type == "code"][1:]
+    own = [c for c, name in zip(new, of_page, strict=True) if name == chapter]
+    for cell, before in zip([*others, *own], ran, strict=True):
         cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    for number, cell in enumerate(new, 1):
+        cell.execution_count = number
 
 
 def run(notebook: NotebookNode) -> None:
@@ -138,6 +161,9 @@ def run(notebook: NotebookNode) -> None:
 
 
 if __name__ == "__main__":
-    notebook = written()
-    (kept if "--text" in sys.argv[1:] else run)(notebook)
+    notebook, named = written(chapters()), sys.argv[1:]
+    if named:
+        kept(notebook, "" if named == ["--text"] else named[0])
+    else:
+        run(notebook)
     nbformat.write(notebook, NOTEBOOK)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -33,7 +34,10 @@ from spbench.bench.measure.engines import tracing  # noqa: F401  registers the f
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.impls.axes import Place
 from spbench.impls.collectives import Ring, ring
+from spbench.impls.dispatchers.all_to_all import AllToAll
+from spbench.impls.dispatchers.dispatcher import Counts
 from spbench.impls.kernels.decay import DecayMask
+from spbench.impls.routing import RoutingPlan
 from spbench.impls.strategies.dsp import DynamicSequenceParallel
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.ring_attention import RingAttention
@@ -54,6 +58,8 @@ BARS: dict[str, dict[str, Any]] = {
     "sending": {"fc": "#2f8a5b", "hatch": "//////", "ec": "#d5e8dd"},
 }
 WIDTH_INCHES, DPI = 5.0, 150
+#: rows and columns of the panels of experts
+SIDES = ("expert", "position")
 
 
 @dataclass
@@ -193,6 +199,41 @@ def of_dsp(mesh: DeviceMesh) -> Iterator[Held]:
         yield Held(names[stage], cells, lambda time, _: time, sides=("time", "place"))
 
 
+def of_experts(mesh: DeviceMesh) -> Iterator[Held]:
+    """Four experts, one a rank, of which each position goes to two."""
+    place = Place.on(mesh, {"sp": RANKS, "ep": RANKS})
+    plan = RoutingPlan("zipf:1:3", HEAD_COUNT, per_token=2)
+    experts = torch.from_numpy(plan.of_positions(POSITIONS))
+    chosen = torch.zeros(POSITIONS, HEAD_COUNT, dtype=torch.bool).scatter_(1, experts, value=True)
+    parts = torch.arange(POSITIONS).chunk(RANKS)
+    sent = np.stack([chosen[part].sum(0).numpy() for part in parts])
+    own = Ulysses(place).shard(torch.arange(POSITIONS), 0)
+    dispatcher, x = AllToAll(place, HEAD_COUNT, "plain"), own[:, None].float()
+    there = dispatcher.dispatch(x, torch.ones(len(own), HEAD_COUNT), chosen[own], Counts(sent))
+
+    def panel(moment: str, held: Callable[[int, int], bool], note: str) -> Held:
+        return Held(moment, _cells(held), lambda _, position: _home(0, position), note=note, sides=SIDES)
+
+    mine, rows = set(own.tolist()), set(there.rows.flatten().int().tolist())
+    yield panel(
+        "What the router chooses for own positions: two experts each",
+        lambda expert, position: position in mine and bool(chosen[position, expert]),
+        f"sends {2 * len(own)} rows",
+    )
+    yield panel(
+        "After dispatch: the rows of the rank's own expert",
+        lambda expert, position: expert == dispatcher.ep_rank and position in rows,
+        f"{len(there.rows)} row{'s' * (len(there.rows) != 1)}",
+    )
+    back = dispatcher.to_tokens(
+        dispatcher.send_back(dispatcher.to_ranks(there.rows, there.state), there.state), there.state
+    )
+    home = set((back / 2).flatten().int().tolist())
+    cells = _cells(lambda _, position: position in home, rows=1)
+    sides = ("", "position")
+    yield Held("After they are back: the sums for own positions", cells, _home, note=" ", sides=sides)
+
+
 def draw_held(of_rank: Callable[[DeviceMesh], Iterator[Held]], axis: str) -> Figure:
     """A row of panels for each moment, a panel for each rank."""
     by_rank = LockstepRanks().run({axis: RANKS}, _listed, of_rank)
@@ -269,6 +310,7 @@ CHAPTERS = {
         "sp", {"lasp": of_lasp}, {"lasp": ["--strategy", "lasp"], "lasp2": ["--strategy", "lasp2"]}
     ),
     "dsp": Chapter("sp", {"dsp": of_dsp}, {"dsp": ["--strategy", "dsp"]}),
+    "experts": Chapter("sp", {"experts": of_experts}, {"experts": ["--variant", "skewed"]}),
 }
 
 

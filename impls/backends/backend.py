@@ -149,6 +149,8 @@ class Backend(ABC):
         settings = self.optimizer_settings(shard_groups)
         if self.on_host and parameters:
             return HostOptimizer(parameters, self.precision, self.host_layout, **settings)
+        if isinstance(self.options, OptimizerOptions):
+            settings["foreach"] = self.options.update == "foreach"
         return Optimizer(
             parameters,
             self.precision if masters else replace(self.precision, master=False),

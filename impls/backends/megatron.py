@@ -61,7 +61,7 @@ from spbench.impls.backends.planned_buffers import (
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, trained_parameters
-from spbench.impls.layout import Unsupported, is_expert, shard_of
+from spbench.impls.layout import Unsupported, is_expert, shard_of, stacks_experts
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -165,8 +165,8 @@ class Megatron(Backend):
         for main in filter(self._by_muon, self.mains):
             assert main.values.numel() == main.parameter.numel(), "a matrix is cut over ranks"
             shard = shard_of(main.parameter) if self.options.muon_tp_mode == "duplicated" else None
-            group = self.strategy.place.group(shard.axis) if shard else None
-            matrices.append(Matrix(main.values, main.parameter.shape, group, shard.dim if shard else 0))
+            cut = (self.strategy.place.group(shard.axis), shard.dim) if shard else (None, 0)
+            matrices.append(Matrix(main.values, main.parameter.shape, *cut, stacks_experts(main.parameter)))
         return Muon(
             matrices,
             others,

@@ -68,12 +68,14 @@ class Matrix:
         shape: of these.
         group: the ranks that hold its parts along ``dim``, which are orthogonalised together; None: this rank
             orthogonalises what it holds.
+        stacked: its first dim counts matrices, those of experts, each of which is orthogonalised alone.
     """
 
     values: Tensor
     shape: torch.Size
     group: dist.ProcessGroup | None = None
     dim: int = 0
+    stacked: bool = False
 
 
 class Muon(Optimizer):
@@ -122,12 +124,19 @@ class Muon(Optimizer):
         x = moment.view(matrix.shape)
         if matrix.group is not None:
             x = all_gather(x, matrix.dim, matrix.group)
-        rows = x.flatten(0, -2)
-        update = orthogonalised(rows, self.steps, self.coefficients) * max(rows.shape) ** 0.5 * SCALE
-        update = update.view(x.shape)
+        if matrix.stacked:
+            update = torch.stack([self._orthogonal(each) for each in x])
+        else:
+            update = self._orthogonal(x)
         if matrix.group is not None:
             update = update.chunk(matrix.group.size(), matrix.dim)[matrix.group.rank()]
         return update.flatten()
+
+    def _orthogonal(self, x: Tensor) -> Tensor:
+        """The update of one matrix [..., N]."""
+        rows = x.flatten(0, -2)
+        update = orthogonalised(rows, self.steps, self.coefficients) * max(rows.shape) ** 0.5 * SCALE
+        return update.view(x.shape)
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *(moment for moment in self.moments if moment is not None)]

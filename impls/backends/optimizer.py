@@ -4,9 +4,10 @@ on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from spbench.impls.collectives import all_reduce
+from spbench.impls.layout import Unsupported
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Optimizer:
         overflow_groups: an overflow on one rank must skip the step on all ranks that hold other parts of the
             weights: the ranks of all these groups (None: this rank alone).
         device: of the loss; None: the device of the weights.
+        foreach: the update is torch's own default, see :func:`update_all`.
+
+    Raises:
+        Unsupported: that and a loss scale.
     """
 
     def __init__(
@@ -72,7 +78,13 @@ class Optimizer:
         overflow_groups: Sequence[dist.ProcessGroup | None] = (),
         lr: float = 1e-4,
         device: torch.device | None = None,
+        foreach: bool = False,
     ):
+        if foreach and precision.loss_scale:
+            raise Unsupported(
+                "update: foreach heeds no overflow of a loss scale", "use update: fused, or bf16"
+            )
+        self.foreach, self.updates = foreach, 0
         self.parameters = parameters
         self.precision = precision
         self.master_gradients = master_gradients
@@ -95,11 +107,10 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
         if with_moments:
             for p in self.masters:
-                self.adam.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
+                # torch's own default has counts of steps on the host
+                step = {} if foreach else {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.adam.state[p] = {**step, **moments}
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the steps from now on."""
@@ -140,7 +151,15 @@ class Optimizer:
 
     def update(self) -> None:
         """Update the masters from their gradients."""
-        self.adam.step()
+        if not self.foreach:
+            self.adam.step()
+            return
+        self.updates += 1
+        for p in self.masters if self.updates == 1 else ():
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.adam.state[p].setdefault(name, torch.zeros_like(p))
+        states = [self.adam.state[p] for p in self.masters]
+        update_all(self.masters, self.gradients(), states, self.updates, self.adam.param_groups[0])
 
     def tensors(self) -> list[Tensor]:
         """The tensors held between steps."""
@@ -155,3 +174,31 @@ class Optimizer:
             all_reduce(overflow, group, ReduceOp.MAX)
         self.adam.found_inf = overflow  # type: ignore[attr-defined]  # fused Adam skips the step on it
         torch._amp_update_scale_(self.scale, self.since_growth, overflow, 2.0, 0.5, 1000)
+
+
+@torch.no_grad()
+def update_all(
+    weights: Sequence[Tensor],
+    gradients: list[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    count: int,
+    settings: Mapping[str, Any],
+) -> None:
+    """Update weights as torch's AdamW does by default on GPUs (_multi_tensor_adam of torch/optim/adam.py):
+    each operation on all weights at once.
+
+    Args:
+        states: of each weight the moments ``exp_avg`` and ``exp_avg_sq``.
+        count: of this update, from 1 on.
+        settings: lr, betas, eps and weight_decay.
+    """
+    first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    (beta1, beta2), lr, held = settings["betas"], settings["lr"], list(weights)
+    torch._foreach_mul_(held, 1 - lr * settings["weight_decay"])
+    torch._foreach_lerp_(first, gradients, 1 - beta1)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+    roots = torch._foreach_sqrt(second)
+    torch._foreach_div_(roots, (1 - beta2**count) ** 0.5)
+    torch._foreach_add_(roots, settings["eps"])
+    torch._foreach_addcdiv_(held, first, roots, -lr / (1 - beta1**count))

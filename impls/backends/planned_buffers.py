@@ -78,7 +78,8 @@ def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffi
         own = _own(buffer, options, ranks, rank)
         for (name, p), mine in zip(buffer.parameters.items(), own, strict=True):
             shard = shard_of(p)
-            if mine and shard and is_matrix(name, p) and options.muon_tp_mode == "duplicated":
+            gathered = mine and is_matrix(name, p) and options.muon_tp_mode == "duplicated"
+            if gathered and shard and shard.parts > 1:
                 whole[shard.axis] += p.numel() * shard.parts
         if options.deals:
             parts[buffer.axes] += sum(buffer.elements)

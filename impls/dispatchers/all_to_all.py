@@ -48,6 +48,7 @@ class AllToAll(Dispatcher):
     name = "all_to_all"
     summary = "all-to-all of a row for each expert of each token"
     source = "arXiv 2006.16668"
+    overlaps = True
 
     def _lengths(self, sent: np.ndarray) -> _Lengths:
         by_rank = sent.reshape(self.ep, self.etp, self.experts)
@@ -60,7 +61,8 @@ class AllToAll(Dispatcher):
         assert counts is not None
         lengths = self._lengths(counts.sent)
         own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
-        received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
+        with self.sending():
+            received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
         row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
         rows = all_gather_rows(received, lengths.gathered, self.etp_group)
         row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
@@ -79,7 +81,8 @@ class AllToAll(Dispatcher):
 
     def send_back(self, rows: Tensor, state: Any) -> Tensor:
         lengths: _Lengths = state.lengths
-        return all_to_all_rows(rows, lengths.received, lengths.sent, self.group)
+        with self.sending():
+            return all_to_all_rows(rows, lengths.received, lengths.sent, self.group)
 
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         return unpermute(rows, state.places, state.tokens, self.permutation)

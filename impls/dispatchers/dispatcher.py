@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from spbench.impls.axes import Place
 from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.dispatchers.beside_dispatch import BesideDispatch
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.traffic import Traffic
 
@@ -101,6 +103,8 @@ class Dispatcher(ABC):
     source: ClassVar[str] = ""
     #: whether what is sent depends on how many tokens each expert gets
     by_counts: ClassVar[bool] = True
+    #: whether shared experts can run beside what it sends, inside :meth:`sending`
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
         self.place, self.experts, self.permutation = place, experts, permutation
@@ -108,6 +112,8 @@ class Dispatcher(ABC):
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
         #: experts of a rank
         self.held = experts // self.ep
+        #: shared experts that run beside what it sends; None: there are none
+        self.beside: BesideDispatch | None = None
         #: where gathered tokens lie, if not in memory that is made for them
         self.buffer: ReusedBuffer | None = None
         # before a step, which is metered by the names that groups have got
@@ -122,6 +128,10 @@ class Dispatcher(ABC):
     def parts(self) -> tuple[int, ...]:
         """Into how many runs the experts are divided of which it must know how many tokens meet each."""
         return ()
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Inside, tokens are sent out, and in a second use back, beside what shared experts do."""
+        return nullcontext() if self.beside is None else self.beside.next_part()
 
     @abstractmethod
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:

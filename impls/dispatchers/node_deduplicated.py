@@ -7,6 +7,10 @@ all ranks that share experts are on one node, there is the second alone. A rank 
 and sums what they return before it goes back. The kernels of DeepEP do both at once, and overlap them; here
 they are two collectives.
 
+What tells a rank where rows go differs: DeepEP sends the k indices and weights of each row, HybridEP
+all-gathers the choices of all ranks, T E bytes each (hybrid_ep_buffer.py of DeepEP's branch hybrid-ep), and
+sends weights of all experts of a node or rank; here both the choices and the weights of these go with a row.
+
 Letters beside those of dispatchers: N nodes, M ranks of a node along ep.
 """
 
@@ -58,6 +62,7 @@ class NodeDeduplicated(Dispatcher):
     name = "node_deduplicated"
     summary = "all-to-alls of a row for each node, and each rank there, that a token meets"
     source = "github.com/deepseek-ai/DeepEP; arXiv 2603.07685"
+    overlaps = True
 
     def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
         super().__init__(place, experts, permutation, node_ranks)
@@ -93,13 +98,14 @@ class NodeDeduplicated(Dispatcher):
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
         assert counts is not None
         lengths, places = self._lengths(counts.met), []
-        if lengths.between is not None:
+        with self.sending():
+            if (between := lengths.between) is not None:
+                x, weights, chosen, place = self._hop(x, weights, chosen, self.nodes, between, self.between)
+                places.append(place)
             x, weights, chosen, place = self._hop(
-                x, weights, chosen, self.nodes, lengths.between, self.between
+                x, weights, chosen, self.on_node, lengths.within, self.within
             )
             places.append(place)
-        x, weights, chosen, place = self._hop(x, weights, chosen, self.on_node, lengths.within, self.within)
-        places.append(place)
         received = x
         x = all_gather_rows(x, lengths.gathered, self.etp_group)
         weights = all_gather_rows(weights, lengths.gathered, self.etp_group)
@@ -138,11 +144,12 @@ class NodeDeduplicated(Dispatcher):
 
     def send_back(self, rows: Tensor, state: Any) -> Tensor:
         lengths, places, _ = state
-        rows = all_to_all_rows(rows, lengths.within.received, lengths.within.sent, self.within)
-        if lengths.between is None:
-            return rows
-        rows = unpermute(rows, places[1].rows, places[1].tokens, self.permutation)
-        return all_to_all_rows(rows, lengths.between.received, lengths.between.sent, self.between)
+        with self.sending():
+            rows = all_to_all_rows(rows, lengths.within.received, lengths.within.sent, self.within)
+            if lengths.between is None:
+                return rows
+            rows = unpermute(rows, places[1].rows, places[1].tokens, self.permutation)
+            return all_to_all_rows(rows, lengths.between.received, lengths.between.sent, self.between)
 
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         _, places, _ = state

@@ -1,6 +1,7 @@
 """Activations of MLPs, each as one operator that keeps its inputs alone.
 
 - :func:`swiglu` (arXiv 2002.05202), with a bias or without, as Megatron-LM's bias_swiglu.
+- :func:`silu_times` of two projections, as torch.compile fuses SiLU and product.
 - :func:`swiglu_in_place` of two projections, whose gradients are made in their memory, as Liger's kernel does
   (liger_kernel/ops/swiglu.py, ``LigerSiLUMulFunction``): no SiLU is kept, and backward allocates nothing. It
   can run once only.
@@ -59,6 +60,34 @@ class _SwiGLUInPlace(torch.autograd.Function):
 def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up [..., F] of gate and up [..., F], which nothing else may read after forward."""
     return _SwiGLUInPlace.apply(gate, up)
+
+
+@torch.library.custom_op("spbench::silu_times_backward", mutates_args=())
+def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return gradient * up * (sigmoid + silu * (1 - sigmoid)), gradient * silu
+
+
+@_silu_times_backward.register_fake
+def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gradient), torch.empty_like(gradient)
+
+
+class _SiLUTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _silu_times(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return _silu_times_backward(gradient, *ctx.saved_tensors)
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up [..., F] of gate and up [..., F], as torch.compile fuses it: it keeps both."""
+    return _SiLUTimes.apply(gate, up)
 
 
 @torch.library.custom_op("spbench::squared_relu", mutates_args=())

@@ -1,5 +1,6 @@
 """A matmul of each expert's rows with the expert's own weight, all in one call (grouped GEMM).
 
+The weights are one parameter an expert, or one for all experts of a rank, stacked (torch's ``_grouped_mm``).
 The rows of all experts lie one after another. How many each has is known on the host, as libraries need it:
 TransformerEngine's GroupedLinear takes a list of them, torch's ``_grouped_mm`` offsets.
 
@@ -28,10 +29,13 @@ GROUPED_MATMULS = {
     "te_grouped_mm_weights": 0,
     "grouped_accumulate_mm_": 1,
     "te_grouped_accumulate_mm_": 1,
+    "stacked_mm": 0,
+    "stacked_mm_weights": 0,
+    "stacked_accumulate_mm_": 1,
 }
 
 
-def _multiply(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+def _multiply(x: Tensor, weights: Sequence[Tensor] | Tensor, rows: Sequence[int]) -> Tensor:
     y = x.new_empty(x.shape[0], weights[0].shape[1])
     for part, weight, out in zip(x.split(list(rows)), weights, y.split(list(rows)), strict=True):
         torch.mm(part, weight, out=out)
@@ -42,7 +46,7 @@ def _weight_gradients(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> list[Tenso
     return [d.mT @ part for d, part in zip(d_y.split(list(rows)), x.split(list(rows)), strict=True)]
 
 
-def _accumulate(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
+def _accumulate(into: Sequence[Tensor] | Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
     for total, d, part in zip(into, d_y.split(list(rows)), x.split(list(rows)), strict=True):
         total.addmm_(d.mT.to(total.dtype), part.to(total.dtype))
 
@@ -81,6 +85,81 @@ _TORCH = _products("")
 _ENGINE = _products("te_")
 
 
+@torch.library.custom_op("spbench::stacked_mm", mutates_args=())
+def _stacked_mm(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
+    return _multiply(x, weights, rows)
+
+
+@_stacked_mm.register_fake
+def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[-1])
+
+
+@torch.library.custom_op("spbench::stacked_mm_weights", mutates_args=())
+def _stacked_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
+    gradients = x.new_empty(len(rows), d_y.shape[1], x.shape[1])
+    for out, d, part in zip(gradients, d_y.split(list(rows)), x.split(list(rows)), strict=True):
+        torch.mm(d.mT, part, out=out)
+    return gradients
+
+
+@_stacked_mm_weights.register_fake
+def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
+    return x.new_empty(len(rows), d_y.shape[1], x.shape[1])
+
+
+@torch.library.custom_op("spbench::stacked_accumulate_mm_", mutates_args={"into"})
+def _stacked_accumulate_mm_(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
+    _accumulate(into, d_y, x, rows)
+
+
+@_stacked_accumulate_mm_.register_fake
+def _(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
+    return None
+
+
+class _StackedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Sequence[int], weights: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.rows, ctx.weights = rows, weights  # as they are, with what is marked on them
+        result: Tensor = _stacked_mm(x, _matrices(weights).mT, rows)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, None, Tensor]:
+        (x,) = ctx.saved_tensors
+        weights: nn.Parameter = ctx.weights
+        d_y = d_y.contiguous()
+        d_x = _stacked_mm(d_y, _matrices(weights), ctx.rows) if ctx.needs_input_grad[0] else None
+        if getattr(weights, "main_grad", None) is None:
+            return d_x, None, _stacked_mm_weights(d_y, x, ctx.rows).view(weights.shape)
+        into: Tensor = getattr(weights, "main_grad")  # noqa: B009
+        _stacked_accumulate_mm_(_matrices(into), d_y, x, ctx.rows)
+        return d_x, None, _added_to_main_grad(weights)
+
+
+def _matrices(weights: Tensor) -> Tensor:
+    """Stacked weights [n, ..., F, H] as [n, F of all, H], a view."""
+    return weights if weights.ndim == 3 else weights.flatten(1, -2)
+
+
+def _added_to_main_grad(weight: nn.Parameter) -> Tensor:
+    """What autograd is given in place of a gradient that has been added to a buffer."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    placeholder: Tensor = weight.spbench_placeholders.like(weight)  # type: ignore[attr-defined]
+    return placeholder
+
+
+def stacked_project(x: Tensor, weights: nn.Parameter, rows: Sequence[int]) -> Tensor:
+    """x [R, H], whose next ``rows[i]`` rows are of expert i, times W_i^T of weights [n, ..., F, H] -> [R, all
+    F]. One operator, and one gradient."""
+    result: Tensor = _StackedProjection.apply(x, tuple(rows), weights)
+    return result
+
+
 class _GroupedProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Sequence[int], *weights: nn.Parameter) -> Tensor:
@@ -109,11 +188,7 @@ def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn
     if getattr(weights[0], "main_grad", None) is None:
         return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
     accumulate([matrix(getattr(weight, "main_grad")) for weight in weights], d_y, x, rows)  # noqa: B009
-    for weight in weights:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(weights[0], "zero_out_wgrad", False):
-        return [torch.zeros_like(weight) for weight in weights]
-    return [weight.spbench_placeholders.like(weight) for weight in weights]  # type: ignore[attr-defined]
+    return [_added_to_main_grad(weight) for weight in weights]
 
 
 def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int]) -> Tensor:

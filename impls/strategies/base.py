@@ -29,6 +29,7 @@ from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import ALONE, MESH_AXES, Place, union
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.kernels.side_stream import SideStream
 from spbench.impls.layout import (
     MEETINGS,
     SequenceDim,
@@ -136,6 +137,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         self.losses: AuxiliaryLosses = AuxiliaryLosses(place.size("dp")) if within is None else within.losses
         #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
         self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
+        #: of what layers compute beside what they send
+        self.side_stream: SideStream = SideStream() if within is None else within.side_stream
         #: what positions of a sequence attend to, where placements must know it; see :meth:`pack`
         self.packed: Attended = CAUSAL
         self._around: weakref.ref[Strategy] | None = None

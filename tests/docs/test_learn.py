@@ -13,7 +13,7 @@ from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from tests.docs.blocks import ROOT
 
 LEARN = ROOT / "docs" / "learn"
-METHODS = ("tensor_parallelism", "ring_self_attention", "ring_attention", "ulysses", "lasp", "dsp")
+METHODS = ("tensor_parallelism", "ring_self_attention", "ring_attention", "ulysses", "lasp", "dsp", "experts")
 
 
 @pytest.fixture
@@ -55,3 +55,12 @@ def test_panels_of_ulysses_have_a_head_of_all_positions_during_attention(picture
         held = [[place for place in row if place] for row in during.text]
         assert held == [[*"01234567"] if head == rank else [] for head in range(4)]
         assert before.text == after.text
+
+
+def test_panels_of_experts_count_the_rows_that_each_rank_gets(pictures: ModuleType) -> None:
+    by_rank = LockstepRanks().run({"sp": 4}, pictures._listed, pictures.of_experts)
+    assert [after.note for _, after, _ in by_rank] == ["1 row", "4 rows", "5 rows", "6 rows"]
+    for rank, (chosen, after, back) in enumerate(by_rank):
+        assert sum(cell != "" for row in chosen.text for cell in row) == 4
+        assert [number for number, row in enumerate(after.text) if any(row)] == [rank]
+        assert [*filter(None, back.text[0])] == [str(2 * rank), str(2 * rank + 1)]

@@ -1,33 +1,46 @@
-"""Ranks in the middle of an interleaved pipeline, which differ only in how many forwards they run ahead.
+"""Ranks of an interleaved pipeline, by what they do in a step: of each kind of rank a short step is traced,
+and those of all ranks are put together from its actions (:mod:`measure.engines.pipeline_stages`).
 
-They run the same forwards and backwards, by the same numbers; so the trace of one that runs further ahead is
-put together from another's (:mod:`measure.engines.pipeline_stages`). A forward that only the first of them
-runs in its warm-up is a copy of a forward of the other's warm-up through the same chunk; a backward after its
-last forward likewise.
+A short step is that of a rank of the same kind (the first, the last, one between them) in a pipeline of fewer
+ranks with a few micro-batches. It warms up, alternates and ends as a longer one does. An action is a copy of
+one of the short step that goes through the same chunk, in the same stretch of the step, with the first, the
+last, or another micro-batch. What it frees or waits for is of an action near it, of its micro-batch's
+forward, of the micro-batch before it in its chunk, or of the first or last ones of a chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.impls.training.turns import Action, Turns
+from spbench.impls.training.turns import Action, Turn, Turns
 
 _FORWARD, _BACKWARD = ("forward", "pass_on"), ("backward", "pass_back")
-#: what a rank begins with, in two phases: a step, and to gather the weights of its first chunks
+#: what a rank begins with: a step, and to gather the weights of its first chunks
 _BEGINS: Action = ("begins", -1)
-#: by how many numbers an action may differ from another whose tensors it frees or waits for, in its direction
+#: by how many numbers an action may come after another of its direction whose tensors it frees or waits for
 _NEAR = 2
+#: micro-batches of a group of short steps: a first and a last one, and others
+_SHORT_GROUPS = (3, 4)
+#: groups of a short step: a first and a last one, and another
+_GROUPS = 3
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)
 
 
 @dataclass(frozen=True)
 class InterleavedTurns:
     """The actions of a rank of an interleaved pipeline, by their places in a step; see :class:`Turns` of
-    :mod:`measure.engines.pipeline_stages`."""
+    :mod:`measure.engines.pipeline_stages`. ``begins``: whether a phase of its own comes before them."""
 
     of: Turns
+    begins: bool = False
 
     @property
     def ahead(self) -> int:
@@ -35,17 +48,35 @@ class InterleavedTurns:
         return self.of.ahead
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def _order(self) -> tuple[int, ...]:
         """By chunk, whether its first forward of a group comes after the backward of its last forward (-1),
         right after it (0), or before it (1). Megatron-LM keeps a chunk's last input, with its gradient, until
-        the next one, so these die elsewhere."""
-        apart = (self.ahead - 2 * chunk * self.of.group for chunk in range(self.of.chunks))
-        return tuple((by > 0) - (by < 0) for by in apart)
+        the next one, so these die elsewhere. Last, whether the rank warms up beyond its last chunk."""
+        group, beyond = self.of.group, _sign(self.ahead - self.of.period)
+        return (*(_sign(self.ahead - 2 * chunk * group) for chunk in range(self.of.chunks)), beyond)
 
     @property
-    def complete(self) -> bool:
-        """Whether the rank is neither the first nor the last, and alternates for longer than it warms up."""
-        return 0 < self.of.rank < self.of.ranks - 1 and len(self.of) > 2 * self.ahead
+    def _end(self) -> int:
+        """Which end of the pipeline the rank is; 0: none."""
+        return (self.of.rank == self.of.ranks - 1) - (self.of.rank == 0)
+
+    def short(self) -> InterleavedTurns | None:
+        """The step from which this one is put together; None: there is none that is shorter."""
+        of = self.of
+        if of.group != of.ranks or of.micro_batches % of.group:
+            return None
+        # a whole step runs three periods once it alternates
+        least = min(len(of), self.ahead + 3 * of.period)
+        for group, more in product(_SHORT_GROUPS, range(2)):
+            count, ranks = _GROUPS * group, group + more
+            for rank in range(ranks):
+                turns = Turns(rank, ranks, of.chunks, count, group, of.overlapped)
+                short = replace(self, of=turns)
+                if (more and short._end) or 3 * len(turns) > 2 * least:
+                    continue
+                if (short._end, short._order) == (self._end, self._order):
+                    return short
+        return None
 
     @cached_property
     def actions(self) -> list[Action]:
@@ -69,10 +100,19 @@ class InterleavedTurns:
         return [*latest, (forward, backward)]
 
     @cached_property
-    def _forward_of(self) -> list[int]:
-        """Of each backward, the number of its forward."""
-        numbers = {turn: number for number, turn in enumerate(self.of.forwards)}
-        return [numbers[turn] for turn in self.of.backwards]
+    def _numbers(self) -> tuple[dict[Turn, int], dict[Turn, int]]:
+        """The number of each forward and of each backward."""
+        forwards, backwards = (
+            {turn: number for number, turn in enumerate(turns)}
+            for turns in (self.of.forwards, self.of.backwards)
+        )
+        return forwards, backwards
+
+    @cached_property
+    def _gathers(self) -> dict[int, int]:
+        """The number of the forward that begins to gather the weights of each chunk."""
+        gathered = ((self.of.gathered(number), number) for number in range(len(self.of)))
+        return {chunk: number for chunk, number in gathered if chunk is not None}
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -80,66 +120,108 @@ class InterleavedTurns:
     def phases(self, place: int) -> list[str]:
         """The phases of an action."""
         name, number = action = self.actions[place]
-        if action == _BEGINS or (name == "forward" and self.of.gathered(number) is not None):
+        if action == _BEGINS:
+            return ["forward"] * (1 + self.begins)
+        if name == "forward" and self.of.gathered(number) is not None:
             return ["forward", "forward"]
         return ["backward" if name in _BACKWARD else "forward"]
 
+    def _turn(self, action: Action) -> Turn:
+        name, number = action
+        return (self.of.forwards if name in _FORWARD else self.of.backwards)[number]
+
+    def _kind(self, action: Action) -> Hashable:
+        """What an action has in common with one that is a copy of it."""
+        (name, number), of = action, self.of
+        if number < 0:
+            return action, of.received(*action) if name != "begins" else None
+        chunk, micro_batch = self._turn(action)
+        outside = name in _FORWARD and number < self.ahead
+        ends = micro_batch == 0, name in _BACKWARD and micro_batch == of.micro_batches - 1
+        received = of.received(name, number) if name in ("pass_on", "pass_back") else None
+        by = None if received is None else received - number
+        return name, chunk, outside, ends, by, of.gathered(number) if name == "forward" else None
+
+    def _where(self, action: Action) -> tuple[Hashable, ...]:
+        """What it has in common with the best of those, the most important first."""
+        if action[1] < 0:
+            return ()
+        of, micro_batch = self.of, self._turn(action).micro_batch
+        place, outside = micro_batch % of.group, action[1] >= len(of) - self.ahead
+        last = micro_batch == of.micro_batches - 1
+        in_group = last, place == 0, place == of.group - 1
+        ends = micro_batch < of.group, micro_batch >= of.micro_batches - of.group
+        return *in_group, outside, min(micro_batch, _NEAR), *ends
+
+    @cached_property
+    def _of_kind(self) -> dict[Hashable, list[Action]]:
+        alike = defaultdict(list)
+        for action in self.actions:
+            alike[self._kind(action)].append(action)
+        return alike
+
     def like(self, place: int, other: InterleavedTurns) -> int:
-        """The place of the action of another rank that does what this rank does at a place.
+        """The place of the action of a short step that does what this step does at a place.
 
         Raises:
-            NotAlike: the other runs further ahead, or has none.
+            NotAlike: there is none.
         """
         if place == len(self):
             return len(other)
+        action = self.actions[place]
+        where = self._where(action)
+
+        def in_common(like: Action) -> list[bool]:
+            return [a == b for a, b in zip(where, other._where(like), strict=True)]
+
+        alike = other._of_kind.get(self._kind(action))
+        if not alike:
+            raise NotAlike(f"no action of the short step is as {action[0]} {action[1]}")
+        return other._places[max(alike, key=in_common)]
+
+    def _near(self, place: int, forwards: bool) -> Iterator[tuple[int | None, int]]:
+        """Numbers of forwards (else of backwards) by which those are told that the action at a place refers
+        to, and how far before each they may be."""
         name, number = self.actions[place]
-        if other.ahead > self.ahead:
-            raise NotAlike("another rank does not run as far ahead")
-        count = len(self.of)
-        if name == "forward" and self.of.gathered(number) is not None:
-            return other._places[name, number + self.of.rank - other.of.rank]
-        gathers = name == "forward" and other.of.gathered(number) is not None
-        if name in _FORWARD and (gathers or other.ahead <= number < self.ahead):
-            chunk = self.of.forwards[number].chunk
-            # the first micro-batch of a chunk may wait for its weights
-            alike = (i for i in range(other.ahead) if other.of.forwards[i] == (chunk, 1))
-        elif name in _BACKWARD and count - self.ahead <= number < count - other.ahead:
-            chunk, last = self.of.backwards[number].chunk, self.of.micro_batches - 2
-            alike = (i for i in range(count - other.ahead, count) if other.of.backwards[i] == (chunk, last))
-        else:
-            return other._places[name, number]
-        if (same := next(alike, None)) is None:
-            raise NotAlike(f"no {name} of chunk {chunk} is alike")
-        return other._places[name, same]
+        own = (name in _FORWARD) == forwards
+        turn = self._turn(self.actions[place]) if number >= 0 else None
+        numbers = self._numbers[not forwards]
+        yield (number if own else None), _NEAR
+        yield (numbers[turn] if turn and forwards and not own else None), 1
+        yield (None if own else self._latest[place][not forwards]), 1
+        before = turn._replace(micro_batch=turn.micro_batch - 1) if turn else None
+        yield (numbers.get(before) if before else None), 1
 
     def moved(self, place: int, of: int, other: InterleavedTurns, to: int) -> int:
-        """The place that the action at place ``to`` of another rank refers to, where its like, at ``place``
-        of this rank, refers to place ``of``.
+        """The place that the action at place ``to`` of another step refers to, where its like, at ``place``
+        of this one, refers to place ``of``.
 
         Raises:
             NotAlike: the other has no such action.
         """
         if of == len(self):
             return len(other)
-        name, number = self.actions[of]
+        action = name, number = self.actions[of]
+        if number >= 0:
+            action = name, self._moved(place, name, number, other, to)
+        if action not in other._places:
+            raise NotAlike(f"there is no {action[0]} {action[1]}")
+        return other._places[action]
+
+    def _moved(self, place: int, name: str, number: int, other: InterleavedTurns, to: int) -> int:
         forwards = name in _FORWARD
         if place < len(self):
-            acts, at = self.actions[place]
-            there = other.actions[to][1]
-            if forwards and acts in _BACKWARD and at >= 0:
-                mine, theirs = self._forward_of[at], other._forward_of[there]
-            elif (acts in _FORWARD) == forwards:
-                mine, theirs = at, there
-            else:
-                mine, theirs = (each[not forwards] for each in (self._latest[place], other._latest[to]))
-            near = abs(number - mine) <= _NEAR
-            if not near and forwards and acts in _BACKWARD:
-                mine, theirs = self._latest[place][0], other._latest[to][0]
-                near = abs(number - mine) <= _NEAR
-            if near:
-                number += theirs - mine
-            elif name == "forward" and self.of.gathered(number) is not None:
-                number += self.of.rank - other.of.rank
-        if (name, number) not in other._places:
-            raise NotAlike(f"there is no {name} {number}")
-        return other._places[name, number]
+            near = zip(self._near(place, forwards), other._near(to, forwards), strict=True)
+            for (mine, most), (theirs, _) in near:
+                if mine is not None and theirs is not None and 0 <= mine - number <= most:
+                    return theirs + number - mine
+        elif number >= len(self.of) - _NEAR:
+            return number - len(self.of) + len(other.of)
+        chunk = self.of.gathered(number) if name == "forward" else None
+        if chunk in other._gathers:
+            return other._gathers[chunk]
+        turn = self._turn((name, number))
+        count, there = self.of.micro_batches, other.of.micro_batches
+        last = there - count + turn.micro_batch
+        micro_batch = turn.micro_batch if 2 * turn.micro_batch < count else last
+        return other._numbers[not forwards][turn._replace(micro_batch=micro_batch)]

@@ -146,7 +146,14 @@ def listed_log(log: MemoryLog, sizes: np.ndarray, ends: Sequence[int]) -> Listed
     references = np.full(len(events), -1)
     references[dies] = np.flatnonzero(~dies)[number[dies]]
     columns = [dies, sizes, *(each[number] for each in of_storages)]
-    return Listed.of(columns, references, [*((None, end) for end in ends), *log.marks], ~dies)
+    # each step has the same phases, of which some may have no entry
+    phases = len(log.marks) // len(ends) if ends else 0
+    marks: list[Mark] = [
+        mark
+        for step, end in enumerate(ends)
+        for mark in (*log.marks[step * phases : (step + 1) * phases], (None, end))
+    ]
+    return Listed.of(columns, references, [*marks, *log.marks[phases * len(ends) :]], ~dies)
 
 
 def log_in_order(log: MemoryLog, order: Order, sizes: np.ndarray | None = None) -> MemoryLog:

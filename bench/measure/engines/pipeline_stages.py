@@ -8,28 +8,21 @@ Stages whose modules have the same form do the same in a turn of the same kind, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
-import numpy as np
 from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.cell_schedule import turns_of
+from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
-from spbench.bench.measure.engines.listed import (
-    Listed,
-    NotAlike,
-    listed_log,
-    listed_program,
-    log_in_order,
-    program_in_order,
-)
-from spbench.bench.measure.engines.plan import RankClass, stage_module
+from spbench.bench.measure.engines.listed import NotAlike, listed_program, program_in_order
+from spbench.bench.measure.engines.plan import RankClass, check_sizes, stage_module
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.tracing import trace
-from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.engines.tracing import takes_plain_path, trace
+from spbench.bench.measure.engines.turn_parts import OF_TURNS, AnyTurns, TurnParts, put_together
 from spbench.impls.registries import backend_class
 from spbench.impls.training.pipeline import forwards_ahead
 
@@ -38,12 +31,7 @@ from spbench.impls.training.pipeline import forwards_ahead
 _APART = 2
 #: the fewest micro-batches held by a stage whose parts others are put together from
 _FEWEST = 2 * _APART
-#: the phases of a turn; all others come after the last turn
-OF_TURNS = ("forward", "backward")
-
-#: (step, turn); the last turn of a step is followed by its end, and set-up is before the first
-_Key = tuple[int, int]
-_SET_UP = (-1, 0)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,11 +42,6 @@ class Turns:
     count: int
     ahead: int
     begins: bool = False
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """All stages that run ahead are put together from one."""
-        return ()
 
     def __len__(self) -> int:
         return self.count + self.ahead
@@ -112,131 +95,6 @@ class Turns:
         raise NotAlike(f"turn {turn} refers to turn {of}")
 
 
-class AnyTurns(Protocol):
-    """:class:`Turns` of one stage a rank, or :class:`InterleavedTurns` of several."""
-
-    @property
-    def ahead(self) -> int: ...
-
-    @property
-    def order(self) -> tuple[int, ...]: ...
-
-    @property
-    def complete(self) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def phases(self, turn: int) -> list[str]: ...
-
-    def like(self, turn: int, other: Any) -> int: ...
-
-    def moved(self, turn: int, of: int, other: Any, to: int) -> int: ...
-
-
-class _Parts:
-    """A list cut into set-up, the turns of each step, and the ends of steps.
-
-    Attributes:
-        keys: of the parts, in order.
-        starts: the first entry of each part, and the length of the list.
-        first: of each part the number of targets before it, and the number of all.
-
-    Raises:
-        NotAlike: the phases are not those of turns.
-    """
-
-    def __init__(self, listed: Listed, turns: AnyTurns, steps: int):
-        self.listed, self.turns, self.steps, self.keys = listed, turns, steps, _keys(turns, steps)
-        places = np.flatnonzero(listed.is_mark)
-        names = listed.words_of(places)
-        self.starts, at = [0], 0
-        for _, turn in self.keys[1:]:
-            end = at
-            if turn < len(turns):
-                end += len(turns.phases(turn))
-                if names[at:end] != turns.phases(turn):
-                    raise NotAlike(f"turn {turn} is {', '.join(map(str, names[at:end]))}")
-            else:
-                while end < len(names) and names[end] not in OF_TURNS:
-                    end += 1
-            self.starts.append(int(places[at]) if at < end else len(listed))
-            at = end
-        if at < len(names):
-            raise NotAlike(f"{names[at]} comes after the last step")
-        self.starts.append(len(listed))
-        self._targets = np.flatnonzero(listed.targets)
-        self._numbers = np.concatenate(([0], np.cumsum(listed.targets)))
-        self.first = self._numbers[self.starts]
-
-    def entries(self, part: int) -> np.ndarray:
-        """The entries of a part."""
-        return np.arange(self.starts[part], self.starts[part + 1])
-
-    def in_turns(self, turns: AnyTurns) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """The list of a stage with other turns.
-
-        Returns:
-            (of each entry, the one of this list that it is a copy of; what it refers to, -1: nothing; for
-            each part of the other turns, the part that it is a copy of)
-
-        Raises:
-            NotAlike: it cannot be told what one refers to.
-        """
-        keys, part_of = _keys(turns, self.steps), {key: part for part, key in enumerate(self.keys)}
-        likes = [part_of[step, turns.like(turn, self.turns) if step >= 0 else turn] for step, turn in keys]
-        place_of = {key: place for place, key in enumerate(keys)}
-        begins = np.cumsum([0, *(self.first[part + 1] - self.first[part] for part in likes)])
-        like = np.concatenate([self.entries(part) for part in likes])
-        targets, pieces = np.flatnonzero(self.listed.targets[like]), []
-        for (step, turn), part in zip(keys, likes, strict=True):
-            refers = self.listed.references[self.entries(part)]
-            numbers = self._numbers[refers[refers >= 0]]
-            owners = np.searchsorted(self.first[1:], numbers, side="right")
-            for owner in np.unique(owners).tolist():
-                key = self._referred(owner, self.keys[part], (step, turn), turns)
-                if key not in place_of:
-                    raise NotAlike(f"there is no turn {key}")
-                copied = likes[place_of[key]]
-                if copied != owner and not np.array_equal(self._kinds(copied), self._kinds(owner)):
-                    raise NotAlike(f"parts {self.keys[copied]} and {self.keys[owner]} differ")
-                numbers[owners == owner] += begins[place_of[key]] - self.first[owner]
-            pieces.append(refers.copy())
-            pieces[-1][refers >= 0] = targets[numbers]
-        return like, np.concatenate(pieces), likes
-
-    def _kinds(self, part: int) -> np.ndarray:
-        """What may be referred to in a part."""
-        return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
-
-    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: AnyTurns) -> _Key:
-        """The part of other turns that the one ``of`` refers to, where its like refers to ``owner``."""
-        (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
-        if step < 0:
-            return self.keys[owner]
-        if step < there:  # as seen from the end of that step
-            at, to = len(self.turns), len(turns)
-        return step, self.turns.moved(at, turn, turns, to)
-
-
-def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
-    return [_SET_UP, *((step, turn) for step in range(steps) for turn in range(len(turns) + 1))]
-
-
-def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
-    """The trace of a stage with other turns than the traced one, which has ``held``; both complete.
-
-    Raises:
-        NotAlike: it cannot be told from that trace.
-    """
-    program = None
-    if trace.program is not None:
-        parts = _Parts(listed_program(trace.program), held, 1)
-        like, references, _ = parts.in_turns(turns)
-        program = program_in_order(trace.program, parts.listed.order(like, references))
-    memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
-    return replace(trace, memory=memory, host_memory=on_host, program=program)
-
-
 def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace]) -> list[Trace]:
     """The traces of rank classes with programs of one micro-batch less than the cell has: one that is neither
     the first nor the last in any of a step's stretches. Memory stays that of the cell.
@@ -251,28 +109,11 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
         assert traced.program is not None
         held = _turns(cell, each)
         assert isinstance(held, Turns)
-        parts = _Parts(listed_program(traced.program), held, 1)
-        like, references, _ = parts.in_turns(replace(held, count=count - 1))
+        parts = TurnParts(listed_program(traced.program), held, 1)
+        like, references = parts.in_turns(replace(held, count=count - 1))
         program = program_in_order(traced.program, parts.listed.order(like, references))
         fewer.append(replace(traced, program=program))
     return fewer
-
-
-def _memory(log: MemoryLog, held: AnyTurns, turns: AnyTurns) -> MemoryLog:
-    sizes = np.asarray(log.sizes, dtype=np.int64)
-    listed = listed_log(log, sizes[np.abs(np.asarray(log.events, dtype=np.int64)) - 1], ())
-    parts = _Parts(listed, held, len(log.step_ends))
-    like, references, likes = parts.in_turns(turns)
-    together = log_in_order(log, listed.order(like, references))
-    # of each part its first event, in both logs; a step ends as long after its last part begins
-    begins = np.concatenate(([0], np.cumsum(~listed.is_mark)))[parts.starts]
-    begins_there = np.cumsum([0, *(begins[part + 1] - begins[part] for part in likes)])
-    last = [place for place, (_, turn) in enumerate(_keys(turns, parts.steps)) if turn == len(turns)]
-    together.ends = [
-        int(begins_there[place] + end - begins[likes[place]])
-        for place, end in zip(last, log.ends, strict=False)
-    ]
-    return together
 
 
 def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> list[Trace]:
@@ -281,42 +122,72 @@ def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> l
     alike: dict[Hashable, dict[AnyTurns, list[int]]] = {}
     for each in classes:
         alike.setdefault(_form(cell, each), {}).setdefault(_turns(cell, each), []).append(each.first)
+    interleaved = cell.training.schedule == "interleaved"
     traces = {
         rank: replace(made, rank=rank)
         for by_turns in alike.values()
-        for ranks, made in _by_ahead(by_turns, cell, events)
+        for ranks, made in (_by_short_step if interleaved else _by_ahead)(by_turns, cell, events)
         for rank in ranks
     }
     return [traces[each.first] for each in classes]
 
 
+def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort: Effort = "proved") -> Trace:
+    """The trace of the first rank of a class alone; arguments as of :func:`trace`."""
+    if cell.training.schedule == "interleaved" and not cell.meters and not takes_plain_path():
+        check_sizes(cell)
+        return stage_traces(cell, [ranks], events=events)[0]
+    return trace(cell, ranks.first, events=events, effort=effort)
+
+
 def _turns(cell: Cell, each: RankClass) -> AnyTurns:
-    turns, training = turns_of(cell, each.stage), cell.training
-    if turns is not None:
-        return InterleavedTurns(turns)
+    training, begins = cell.training, backend_class(cell.training.backend).zeroes_in_step
+    if (turns := turns_of(cell, each.stage)) is not None:
+        return InterleavedTurns(turns, begins)
     count = training.micro_batches
-    begins = backend_class(training.backend).zeroes_in_step
     return Turns(count, forwards_ahead(training.schedule, each.stage, count), begins)
 
 
+def _by_short_step(
+    ranks: Mapping[InterleavedTurns, Sequence[int]], cell: Cell, events: bool
+) -> Iterator[tuple[Sequence[int], Trace]]:
+    """Ranks of an interleaved pipeline whose stages have the same form, and the trace of each of them. A rank
+    whose trace cannot be told from one of a short step is traced.
+
+    Args:
+        ranks: by their turns.
+    """
+    by_short: dict[InterleavedTurns, Trace] = {}
+    for turns, alike in ranks.items():
+        short = turns.short()
+        try:
+            if short is None:
+                raise NotAlike("there is no shorter step")
+            if short not in by_short:
+                # its program says which calls communicate in which turn
+                by_short[short] = trace(cell, alike[0], events=True, checked=True, turns=short.of)
+            together = put_together(by_short[short], short, turns)
+            yield alike, together if events else replace(together, program=None)
+        except NotAlike as error:
+            _log.info("ranks %s of %s are traced whole: %s", alike, cell.key, error)
+            yield alike, trace(cell, alike[0], events=events, checked=True)
+
+
 def _by_ahead(
-    ranks: Mapping[AnyTurns, Sequence[int]], cell: Cell, events: bool
+    ranks: Mapping[Turns, Sequence[int]], cell: Cell, events: bool
 ) -> Iterator[tuple[Sequence[int], Trace]]:
     """Ranks whose stages have the same form, and the trace of each of them.
 
     The two traced stages with the fewest micro-batches give the proof: the trace of the second, put together
     from that of the first, must equal the traced one in every field. If it does not, each stage is traced.
-    Those of another :attr:`InterleavedTurns.order` are put together from one of their own.
 
     Args:
         ranks: by their turns; ranks that run as many micro-batches ahead have one trace.
     """
-    source: tuple[Trace, AnyTurns] | None = None
+    source: tuple[Trace, Turns] | None = None
     proved = False
     for turns in sorted(ranks, key=lambda turns: turns.ahead):
         made = None
-        if source is not None and source[1].order != turns.order:
-            source = None
         if source is not None and turns.complete:
             try:
                 made = put_together(*source, turns)

@@ -40,6 +40,7 @@ from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
 from spbench.impls.registries import versions
+from spbench.impls.training.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ _NOT_TRACED = frozenset(
 _REST = "rest"
 #: fields of a trace that are logs of memory, and lists of these that are arrays in a file
 _MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places", "streams")
-_PROGRAM = "program."
+_PROGRAM, _CALLS = "program.", "calls"
 #: of SHA-256
 _DIGEST_BYTES = 32
 
@@ -168,17 +169,18 @@ class Kept:
 
 
 @contextmanager
-def making(cell: Cell, rank: int, events: bool) -> Iterator[Kept]:
+def making(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Iterator[Kept]:
     """The trace of a rank of a cell as an earlier run has kept it, and if there is none, the place for the
     one that is made inside; one process at a time is inside for the same trace.
 
     Args:
         events: whether the trace has a program.
+        turns: of the traced step, where they are not the cell's.
     """
     if _cache is None:
         yield Kept()
         return
-    key = trace_key(cell, rank, events)
+    key = trace_key(cell, rank, events, turns)
     with _cache.making(key):
         kept = Kept(earlier := _read(_cache, key, cell))
         yield kept
@@ -197,7 +199,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
-def trace_key(cell: Cell, rank: int, events: bool) -> str:
+def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> str:
     """A digest of all that a trace depends on."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
     for name in (*VARIABLES, "alloc_retries"):  # as a cluster's figures, they count afterwards
@@ -206,6 +208,7 @@ def trace_key(cell: Cell, rank: int, events: bool) -> str:
         "cell": settings,
         "rank": rank,
         "events": events,
+        "turns": None if turns is None else asdict(turns),
         "code": code_digest(),
         "torch": torch.__version__,
         "peers": versions(requirements(cell.strategy)),
@@ -222,7 +225,8 @@ def to_bytes(trace: Trace) -> bytes:
     """All of a trace but its cell; see :func:`from_bytes`. It has nothing of further meters."""
     assert not trace.found, "results of further meters are not kept"
     meter, program = trace.communication, trace.program
-    arrays: dict[str, np.ndarray] = {}
+    numbers = {operation: number for number, operation in enumerate(meter.counts)}
+    arrays = {_CALLS: np.array([numbers[operation] for operation in meter.calls], dtype=np.int64)}
     logs: dict[str, Any] = {}
     for memory in _MEMORIES:
         log: MemoryLog = getattr(trace, memory)
@@ -279,6 +283,8 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
     memory, host_memory = (_memory_log(name, rest[name], arrays) for name in _MEMORIES)
     meter = CommunicationMeter(rest["axes"])
     meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})
+    operations = [*meter.counts]
+    meter.calls += [operations[number] for number in arrays.pop(_CALLS).tolist()]
     program = None if rest["program"] is None else _program(rest["program"], arrays)
     return Trace(cell, rest["rank"], memory, meter, program, {}, host_memory)
 

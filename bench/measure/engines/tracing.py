@@ -36,6 +36,7 @@ from spbench.bench.measure.trace.torch_internals import (
 )
 from spbench.impls.axes import device_mesh, whole_mesh
 from spbench.impls.layout import Unsupported
+from spbench.impls.training.turns import Turns
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
@@ -90,7 +91,13 @@ def fake_mesh(
 
 
 def trace(
-    cell: Cell, rank: int = 0, *, events: bool = False, effort: Effort = "proved", checked: bool = False
+    cell: Cell,
+    rank: int = 0,
+    *,
+    events: bool = False,
+    effort: Effort = "proved",
+    checked: bool = False,
+    turns: Turns | None = None,
 ) -> Trace:
     """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
     cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
@@ -102,6 +109,7 @@ def trace(
             else all. "few": the model of 3 layers alone in place of a guess, which says as well which program
             runs. Further meters, and the plain path (:data:`PLAIN_TRACE`), see all layers.
         checked: whether the cell was planned already, which takes as long as to build all of its modules.
+        turns: see :func:`record_step`.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -109,10 +117,11 @@ def trace(
     if not checked:
         plan(cell)
     if cell.meters or takes_plain_path():
-        rank_trace = _traced(cell, rank, events)
+        rank_trace = _traced(cell, rank, events, turns)
     else:
         # what is put together is not kept: that takes longer than putting it together again
-        rank_trace = _put_together(cell, rank, events, effort) or _kept(cell, rank, events)
+        together = None if turns else _put_together(cell, rank, events, effort)
+        rank_trace = together or _kept(cell, rank, events, turns)
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
@@ -135,15 +144,15 @@ def _put_together(cell: Cell, rank: int, events: bool, effort: Effort) -> Trace 
         return None
 
 
-def _kept(cell: Cell, rank: int, events: bool) -> Trace:
+def _kept(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
     """The trace with all layers of the cell, from disk if it is there."""
-    with making(cell, rank, events) as kept:
+    with making(cell, rank, events, turns) as kept:
         if kept.trace is None:
-            kept.trace = _traced(cell, rank, events)
+            kept.trace = _traced(cell, rank, events, turns)
     return kept.trace
 
 
-def _traced(cell: Cell, rank: int, events: bool) -> Trace:
+def _traced(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
     check_internals()
     further = meter_classes(cell.meters)
     with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():
@@ -156,5 +165,5 @@ def _traced(cell: Cell, rank: int, events: bool) -> Trace:
             # what it remembers stands before the mode's own cache, which would only cost its entries
             recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
         with mode, recorder, cache, too_large_unsupported():
-            record_step(cell, mesh, recorder)
+            record_step(cell, mesh, recorder, turns=turns)
         return Trace.of(cell, rank, recorder)

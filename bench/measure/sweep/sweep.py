@@ -209,9 +209,10 @@ def sweep(
         UserError: a row cannot be written, or the executor's machines cannot go on.
         KeyboardInterrupt: passed on.
     """
-    # the longest first: none is left at the end
+    # the shortest, so that there is a row soon; then the longest first: none is left at the end
     digest_of = digest_of or digests_of_a_run()
     todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
+    todo = [*todo[-1:], *todo[:-1]]
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest_of(cell) for cell in todo}
     project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
@@ -294,7 +295,7 @@ def as_row(
 
 
 #: groups of micro-batches after which those of an interleaved pipeline repeat, about
-_GROUPS_TRACED = 5
+_GROUPS_TRACED = 3
 
 
 def _relative_cost(cell: Cell) -> int:

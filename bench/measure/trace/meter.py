@@ -206,6 +206,8 @@ class CommunicationMeter(Meter):
         self.axes = dict(axes)
         self.current_phase = "setup"
         self.counts: Counter[Operation] = Counter()
+        #: what was counted, in order
+        self.calls: list[Operation] = []
 
     def phase(self, name: str) -> None:
         self.current_phase = name
@@ -215,7 +217,9 @@ class CommunicationMeter(Meter):
         if communication is not None:
             axis = self.axes.get(communication.group.group_name, "world")
             size, nbytes = communication.group.size(), communication.payload_bytes
-            self.counts[Operation(self.current_phase, communication.collective, axis, size, nbytes)] += 1
+            operation = Operation(self.current_phase, communication.collective, axis, size, nbytes)
+            self.counts[operation] += 1
+            self.calls.append(operation)
 
     def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
         """Bytes that one rank sent (mean over its group), by phase and collective."""

@@ -124,10 +124,10 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
 
 
 def _grouped_flops(args: Sequence[Any]) -> int:
-    """FLOPs of the matmuls of all experts, from rows [R, k] and weights of [k, n], or from d_y [R, n] and
-    rows [R, k]: as many as one matmul of all rows has."""
+    """FLOPs of the matmuls of all experts, from rows [R, k] and weights of [k, n], stacked or in a list, or
+    from d_y [R, n] and rows [R, k]: as many as one matmul of all rows has."""
     rows, other = args[0], args[1]
-    columns = other.shape[1] if isinstance(other, Tensor) else other[0].shape[1]
+    columns = (other if isinstance(other, Tensor) else other[0]).shape[-1]
     return 2 * rows.numel() * int(columns)
 
 

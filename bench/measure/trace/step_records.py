@@ -283,23 +283,19 @@ class EventRecord:
 
 
 class MessageRecord:
-    """The counts of communication."""
+    """The calls that communicate, and their counts."""
 
     def __init__(self, meter: CommunicationMeter):
         self.meter = meter
-        self._ends = [dict(meter.counts)]
+        self._calls = _Column[Operation](meter.calls)
 
     def end_step(self) -> None:
-        self._ends.append(dict(self.meter.counts))
-
-    def _of_step(self, number: int) -> dict[Operation, int]:
-        """What the step with that number was counted with; -1 is the last."""
-        before, after = self._ends[number - 1 : number + 1 or None]
-        return {key: n - before.get(key, 0) for key, n in after.items() if n != before.get(key, 0)}
+        self._calls.end_step()
 
     def repeats(self) -> bool:
-        return len(self._ends) > 2 and self._of_step(-1) == self._of_step(-2)
+        return len(self._calls.ends) > 2 and self._calls.repeats()
 
     def repeat(self, times: int) -> None:
-        for operation, n in self._of_step(-1).items():
-            self.meter.counts[operation] += n * times
+        for operation in self._calls.of_step(-1):
+            self.meter.counts[operation] += times
+        self._calls.repeat(times)

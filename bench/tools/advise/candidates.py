@@ -122,6 +122,8 @@ class Candidate:
             training["micro_batches"] = batch // (layout.dp * layout.micro_batch)
         if layout.virtual_stages > 1:
             training |= {"schedule": "interleaved", "virtual_stages": layout.virtual_stages}
+        if layout.stage_layers:
+            training["stage_layers"] = [*layout.stage_layers]
         return asked.model_copy(
             update={
                 "mesh": ordered(layout.sizes),

@@ -67,6 +67,7 @@ class Layout:
     Attributes:
         micro_batch: samples of one.
         fold: of the experts; None: the model has none.
+        stage_layers: layers of each stage; empty: all have as many.
     """
 
     way: Way
@@ -75,6 +76,7 @@ class Layout:
     micro_batch: int
     virtual_stages: int = 1
     fold: Fold | None = None
+    stage_layers: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -174,7 +176,7 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
         what = f"{way} dp{dp} pp{pp}"
         if batch % dp:
             refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
-        elif pp > 1 and layers % pp:
+        elif pp > 1 and (sizes := unequal_stages(question, layers, pp)) is None:
             refused.add(what, f"{layers} layers are no whole number for {pp} stages")
         elif given and not folded(question, Layout(way, dp, pp, 1)):
             refused.add(what, f"{given} fits neither the experts nor the {dp * way.ranks} ranks of a stage")
@@ -184,7 +186,23 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
                 for virtual in _VIRTUAL_STAGES:
                     parts = batch // (dp * samples)
                     if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
-                        yield Layout(way, dp, pp, samples, virtual)
+                        yield Layout(way, dp, pp, samples, virtual, None, sizes if pp > 1 else ())
+
+
+def unequal_stages(question: Question, layers: int, stages: int) -> tuple[int, ...] | None:
+    """The layers of each stage where these do not divide them, as Megatron-LM's pipeline layouts have them:
+    the embedding, the loss and each head that predicts a further token count as a layer, and the first stages
+    between the ends get what is left over. Empty: they divide them. None: there is no such division, or kinds
+    of layers repeat."""
+    if layers % stages == 0:
+        return ()
+    last = 1 + getattr(question.model, "mtp_layers", 0)
+    each, more = divmod(layers + 1 + last, stages)
+    if each <= last or question.model.period > 1:
+        return None
+    between = [each + (n < more) for n in range(stages - 2)]
+    first = each - 1 + (more > stages - 2)
+    return (first, *between, layers - first - sum(between))
 
 
 def folded(question: Question, layout: Layout) -> list[Layout]:
@@ -196,7 +214,7 @@ def folded(question: Question, layout: Layout) -> list[Layout]:
     fixed, width = question.fixed, question.model.expert_width  # type: ignore[attr-defined]
     own = layout.way, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages
     return [
-        Layout(*own, Fold(ep, etp))
+        Layout(*own, Fold(ep, etp), layout.stage_layers)
         for etp in dict.fromkeys((1, layout.way.axes.get("tp", 1)))
         if layout.stage_ranks % etp == 0 and width % etp == 0 and fixed.get("etp", etp) == etp
         for ep in divisors(math.gcd(experts, layout.stage_ranks // etp))

@@ -120,7 +120,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     begun = time.process_time()
     if depth == "few_layers":
         cell = _with_one_leading(cell)
-    (layers, unit), leading, depths = stage_layers(cell), leading_runs(cell), _depths(cell)
+    layers, leading, depths = _fewest_layers(cell), leading_runs(cell), _depths(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
         planned = plan(cell)
@@ -133,7 +133,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
     else:
         check_sizes(cell)
-        at = [(d + leading) * unit for d in depths]
+        at = [d + leading for d in depths]
         by_depth = [_traced(cell, n) for n in at]
         deepest = [traces[max(traces)] for traces in by_depth]
         more = (layers - leading - depths[0]) / (depths[1] - depths[0])
@@ -149,6 +149,11 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     measurement.mfu = utilization(cell, step.seconds["step"])
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
+
+
+def _fewest_layers(cell: Cell) -> int:
+    """Layers of the stage that has fewest, counted as by :func:`stage_layers`."""
+    return min(cell.training.stage_layers or [stage_layers(cell)[0]])
 
 
 def _depths(cell: Cell) -> tuple[int, int]:
@@ -174,8 +179,9 @@ def _counts(cell: Cell) -> tuple[int, int] | tuple[int]:
 
 
 def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
-    """Traces of the cell with so many layers, None: with all, by their numbers of micro-batches. Those of
-    fewer are cut out of those of more, where these say it; memory then is that of more."""
+    """Traces of the cell with so many layers in the stage that has fewest, None: with all, by their numbers
+    of micro-batches. Those of fewer are cut out of those of more, where these say it; memory then is that of
+    more."""
     counts = _counts(cell)
     most = virtual.trace_classes(_with(cell, layers, counts[-1]), events=True)
     if len(counts) == 1:
@@ -192,12 +198,19 @@ def _steps(by_count: Mapping[int, ClassTraces]) -> dict[int, ShallowStep]:
 
 
 def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
-    """The cell with other numbers of layers and micro-batches, these as large as they are."""
+    """The cell with other numbers of layers, as of :func:`_traced`, and of micro-batches, which are as large
+    as they are."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     batch, _ = cell.shape
     batch = batch // cell.training.micro_batches * micro_batches
     other = cell.model_copy(update={"training": training, "batch": batch})
-    return other if layers is None else with_layers(other, layers)
+    if layers is None:
+        return other
+    if sizes := training.stage_layers:
+        sizes = [n - min(sizes) + layers for n in sizes]
+        training = training.model_copy(update={"stage_layers": sizes})
+        return with_layers(other.model_copy(update={"training": training}), sum(sizes))
+    return with_layers(other, layers * stage_layers(cell)[1])
 
 
 def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
@@ -284,7 +297,7 @@ def _sent(cell: Cell, layers: Sequence[int], traces: ClassTraces, more: float) -
     """What the ranks send that send most, by closed forms of few layers, for to build all layers takes long.
 
     Args:
-        layers: of the model at both depths.
+        layers: as of :func:`_traced`, at both depths.
         traces: of the deeper one; they were held to their own closed forms.
         more: as for :func:`deep_peak`.
     """

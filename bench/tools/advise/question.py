@@ -20,6 +20,7 @@ from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_atten
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.folding import FOLDED_AXES
+from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.layout import HEEDED
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.nesting import PLUS
@@ -193,6 +194,8 @@ def question(
         remarks += [said] if said else []
     gpus = asked.gpus or cell.sizes.world
     plain = _of_every_layout(cell)
+    if kind == "model" and not program:
+        plain = _with_stacked_experts(plain)
     if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
         raise UserError(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
@@ -268,6 +271,17 @@ def _of_every_layout(cell: Cell) -> Cell:
             "variant": "",
         }
     )
+
+
+def _with_stacked_experts(cell: Cell) -> Cell:
+    """The cell with one parameter for the experts of a rank, as programs without TransformerEngine have them,
+    where nothing is said of that."""
+    model = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0) or "stacked_experts" in cell.model_options:
+        return cell
+    if (model.library, model.experts_matmul) != (LIBRARIES[0], "grouped"):  # type: ignore[attr-defined]
+        return cell
+    return cell.model_copy(update={"model_options": {**cell.model_options, "stacked_experts": True}})
 
 
 def _said(remarks: Sequence[str]) -> list[str]:

@@ -12,7 +12,8 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.pipeline_stages import trace_of_class
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.run_cell import run_cell
@@ -275,8 +276,8 @@ def examine(cell: Cell) -> Measurement:
 
 def trace_stage(cell: Cell, stage: int) -> Measurement:
     """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
-    first = next(each.first for each in rank_classes(cell) if each.stage.index == stage)
-    tracing.trace(cell, first, events=can_time(cell))
+    ranks = next(each for each in rank_classes(cell) if each.stage.index == stage)
+    trace_of_class(cell, ranks, events=can_time(cell))
     return Measurement()
 
 
@@ -288,7 +289,7 @@ def attempt(cell: Cell) -> Measurement:
     usable = usable_memory_bytes(cell)
     if usable is not None:
         # where no guess can be put together, this is the whole trace, which is kept on disk for `examine`
-        guess = tracing.trace(cell, rank_classes(cell)[0].first, events=can_time(cell), effort="guess")
+        guess = trace_of_class(cell, rank_classes(cell)[0], events=can_time(cell), effort="guess")
         peak = guess.memory.peak().nbytes
         if peak > _PLAINLY_TOO_MUCH * usable:
             reason = f"needs about {peak / GIB:.0f} GiB"

@@ -137,13 +137,13 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     is kept.
 
     From the last one back every second one: who examines a cell begins with the first, and goes on with the
-    second last. The stages between differ in their micro-batches alone, and two of them are traced; so no
-    more are taken here, unless each differs.
+    second last. The stages between differ in their micro-batches alone, and few of them are traced; so no
+    more are taken here.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []
     return [
         Task(cell.model_copy(), partial(trace_stage, stage=stage))
         for cell in cells
-        for stage in range(cell.sizes.pp - 1, 0, -2)[: None if cell.training.schedule == "interleaved" else 2]
+        for stage in range(cell.sizes.pp - 1, 0, -2)[:2]
     ]

@@ -3,9 +3,9 @@ cost in time.
 
 Each switch is traced alone. What it takes off the peak of each phase, and what it adds to the step, are the
 coefficients of an integer program, in which the savings of switches add up. Its solution is traced; where it
-needs more than the program took it to, it is ruled out and the next one is solved for. Then each switch of
-the solution is left out in turn, and pairs that cost less and may fit are traced too, since savings do not
-add up exactly.
+needs more than the program took it to, it is ruled out and the next one is solved for. Since savings do not
+add up exactly, parts of the solution and pairs that may fit are traced too, the cheapest first, until none is
+left that would be cheaper.
 """
 
 from __future__ import annotations
@@ -112,6 +112,17 @@ class _Search:
     def fits(self, verdict: Verdict) -> bool:
         return _fits(verdict, self.budget_bytes)
 
+    def cheaper(self, sets: Iterable[tuple[float, Sequence[Change]]]) -> None:
+        """Trace sets of switches, with the seconds of their steps if costs add up, the cheapest first, until
+        none is left that would be cheaper than what fits."""
+        waiting = iter(sets)
+        while several := [*itertools.islice(waiting, self.asking.jobs)]:
+            best = self.cheapest()
+            limit = math.inf if best is None else best.step_s or math.inf
+            if not (cheaper := [changes for seconds, changes in several if seconds < limit]):
+                return
+            self.trace(_as_one(cheaper))
+
     def cheapest(self) -> Verdict | None:
         """Of all that were traced and fit, the one with the shortest step; of equals the fewest settings."""
 
@@ -140,13 +151,12 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         return BudgetPlan(budget_bytes, before, before, (), 1)
     alone = [each for each in search.trace(switches(cell)) if each.step_s]
     program = _Program(before, alone, budget_bytes)
-    for parts in itertools.islice(program.solutions(), _MOST_SOLVED):
-        tried = search.trace(_as_one([parts]))
-        if any(map(search.fits, tried)):
-            fewer = [part for n in range(2, len(parts)) for part in itertools.combinations(parts, n)]
-            search.trace(_as_one(fewer))
+    solutions = itertools.islice(program.solutions(), _MOST_SOLVED)
+    while (parts := next(solutions, None)) is not None:
+        if any(map(search.fits, search.trace(_as_one([parts])))):
+            search.cheaper(program.fewer(parts))
             break
-    search.trace(_as_one(program.cheaper_pairs(search.cheapest())))
+    search.cheaper(program.pairs())
     alone.sort(key=lambda verdict: verdict.step_s or math.inf)
     return BudgetPlan(budget_bytes, before, search.cheapest(), alone, len(search.verdicts))
 
@@ -204,22 +214,30 @@ class _Program:
             row = np.where(answer.x > 0.5, 1.0, -1.0)  # not this one again
             rules.append(LinearConstraint(row, -np.inf, len(taken) - 1))
 
-    def cheaper_pairs(self, chosen: Verdict | None) -> Iterator[Sequence[Change]]:
-        """Pairs that cost less than what was chosen if costs add up, and fit if the two take off somewhat
-        more together than apart."""
-        seconds = math.inf if chosen is None else chosen.step_s or math.inf
-        before = self._seconds_before()
+    def pairs(self) -> Iterator[tuple[float, Sequence[Change]]]:
+        """Pairs that may fit, with the seconds of their steps if costs add up, the cheapest first."""
         apart = {*self.apart}
-        pairs = [pair for pair in itertools.combinations(range(len(self.changes)), 2) if pair not in apart]
-        for a, b in sorted(pairs, key=lambda pair: self.costs[[*pair]].sum()):
-            saved = self.saved[:, [a, b]].sum(axis=1) * _MORE_TOGETHER
-            if before + self._least_cost(a, b) < seconds and np.all(saved >= self.excess):
-                yield [self.changes[a], self.changes[b]]
+        pairs = (pair for pair in itertools.combinations(range(len(self.changes)), 2) if pair not in apart)
+        return self._promising(pairs)
 
-    def _least_cost(self, a: int, b: int) -> float:
-        """What two switches cost together; the larger of the two where they share a setting."""
-        costs = self.costs[[a, b]]
-        shared = {*self.changes[a].settings} & {*self.changes[b].settings} - {MODULES, RECOMPUTE}
+    def fewer(self, parts: Sequence[Change]) -> Iterator[tuple[float, Sequence[Change]]]:
+        """Parts of a set of switches that may fit, as :meth:`pairs`."""
+        places = [self.changes.index(part) for part in parts]
+        sizes = range(2, len(parts))
+        return self._promising(each for n in sizes for each in itertools.combinations(places, n))
+
+    def _promising(self, sets: Iterable[Sequence[int]]) -> Iterator[tuple[float, Sequence[Change]]]:
+        """The sets that fit if switches take off somewhat more together than apart."""
+        priced = sorted((self._seconds_before() + self._least_cost(taken), taken) for taken in sets)
+        for seconds, taken in priced:
+            if np.all(self.saved[:, [*taken]].sum(axis=1) * _MORE_TOGETHER >= self.excess):
+                yield seconds, [self.changes[at] for at in taken]
+
+    def _least_cost(self, taken: Sequence[int]) -> float:
+        """What switches cost together; the largest of them where two share a setting."""
+        costs = self.costs[[*taken]]
+        settings = [{*self.changes[at].settings} - {MODULES, RECOMPUTE} for at in taken]
+        shared = sum(map(len, settings)) > len(set[str]().union(*settings))
         return float(costs.max() if shared else costs.sum())
 
     def _seconds_before(self) -> float:

@@ -193,6 +193,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
     settings |= _of(
         "training", training.model_dump(include={*TrainingOptions.model_fields} - _OF_MEASUREMENT)
     )
+    if len({*(training.stage_layers or ())}) == 1:
+        settings["training.stage_layers"] = None  # as many as the others
     backend = backends()[training.backend].options_type()
     return settings | _of(
         "training", asdict(set_options(backend, training.backend_options, training.backend))

@@ -47,8 +47,7 @@ def set_experts(a: Account, layers: int | None) -> None:
         a.set("model_options.expert_inner", width, "--moe-ffn-hidden-size")
     if a.value(shared := "--moe-shared-expert-intermediate-size"):
         a.map(shared)
-        a.map_given("--moe-shared-expert-gate")
-        a.leave("time", "shared experts run beside the dispatch", "--moe-shared-expert-overlap")
+        a.map_given("--moe-shared-expert-gate", "--moe-shared-expert-overlap")
     a.ignore("there are no shared experts", "--moe-shared-expert-gate", "--moe-shared-expert-overlap")
     _set_layers(a, layers)
     _set_router(a)

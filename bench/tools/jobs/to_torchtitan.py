@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from itertools import groupby
@@ -11,6 +12,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
 from spbench.bench.tools.jobs.torchtitan_models import FLAVORS
+from spbench.bench.tools.jobs.torchtitan_pipeline import LESS, SCHEDULES, stage_layers
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
 
@@ -29,7 +31,8 @@ def flags(cell: Cell) -> Flags:
     rows = [("model.name", name, "model"), ("model.flavor", flavor, "model")]
     rows += [*table.values_of(_settings(model, cell)), *_derived(model, cell)]
     order = {name: place for place, name in enumerate(table.arguments)}
-    rows.sort(key=lambda row: order[row[0]])
+    sections = [*dict.fromkeys(name.partition(".")[0] for name in order)]
+    rows.sort(key=lambda row: (sections.index(row[0].partition(".")[0]), order[row[0]]))
     lines = [Flag(key, json.dumps(value), setting) for key, value, setting in rows if value is not None]
     heading = f"# {table.program}, on {cell.sizes.world} GPUs"
     text = f"{heading}; data, learning rate and checkpoints are yours to add\n"
@@ -46,7 +49,12 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
         "seq_len": cell.shape[1],
         "precision": "bf16" if cell.precision == "bf16" else "fp32",
         "training.parameters": cell.training.backend_options.get("parameters"),
-        **{f"sizes.{axis}": mesh.get(axis, 1) for axis in ("dp", "tp", "pp", "sp")},
+        **{f"sizes.{axis}": mesh.get(axis, 1) for axis in ("tp", "pp", "sp")},
+        **(
+            {f"sizes.{axis}": cell.sizes.by_axis.get(axis, 1) for axis in ("ep", "etp")}
+            if model.experts
+            else {}
+        ),
         "strategy_options.loss": cell.strategy_options.get("loss", "parallel"),
         "model_options.recompute_early_stop": model.recompute_early_stop,
     }
@@ -55,8 +63,17 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
 def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, Any, str]]:
     """Keys that say several settings, or a part of one."""
     batch, parts, training = cell.shape[0], cell.training.micro_batches, cell.training
-    yield "training.local_batch_size", batch // (parts * cell.sizes.dp), "batch"
-    yield "training.global_batch_size", batch if parts > 1 else None, "training.micro_batches"
+    stages, copies = cell.sizes.pp, training.backend_options.get("data_parallel_replicate_degree", 1)
+    copied = "training.data_parallel_replicate_degree"
+    yield "parallelism.data_parallel_replicate_degree", copies if copies > 1 else None, copied
+    yield "parallelism.data_parallel_shard_degree", cell.sizes.dp // copies, "sizes.dp"
+    at_once = 1 if stages > 1 else parts  # a pipeline runs its micro-batches at once
+    yield "training.local_batch_size", batch // (at_once * cell.sizes.dp), "batch"
+    yield "training.global_batch_size", batch if at_once > 1 else None, "training.micro_batches"
+    forced = True if model.experts and model.routing == "even" else None
+    yield "debug.moe_force_load_balance", forced, "model_options.routing"
+    if stages > 1:
+        yield from _pipeline(model, cell)
     freed = "always" if training.backend_options.get("reshard_rest", True) else "default"
     freed = "never" if training.backend == "zero2" else freed
     yield "parallelism.fsdp_reshard_after_forward", freed, "training.backend"
@@ -66,6 +83,24 @@ def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, A
     mode, every = _recomputation(model)
     yield "activation_checkpoint.mode", mode, "model_options.recompute"
     yield "activation_checkpoint.selective_ac_option", every, "model_options.recompute_layers"
+
+
+def _pipeline(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, Any, str]]:
+    """Keys of a pipeline: its schedule, and how many layers its ends have less."""
+    training, ranks = cell.training, cell.sizes.pp
+    names = {ours: theirs for theirs, ours in SCHEDULES.items()}
+    yield "parallelism.pipeline_parallel_schedule", names[training.schedule], "training.schedule"
+    size = cell.shape[0] // (cell.sizes.dp * training.micro_batches)
+    yield "parallelism.pipeline_parallel_microbatch_size", size, "training.micro_batches"
+    stages = ranks * training.virtual_stages
+    sizes = training.stage_layers or [model.layers // stages] * stages
+    ends = itertools.product(range(max(sizes) + 1), repeat=2)
+    fitting = (less for less in ends if stage_layers(model.layers, stages, *less) == sizes)
+    less = next(fitting, (1, 1))
+    yield from ((name, each, "training.stage_layers") for name, each in zip(LESS, less, strict=True))
+    if training.virtual_stages > 2:
+        each = -(-(model.layers + sum(less)) // stages)
+        yield "parallelism.pipeline_parallel_layers_per_stage", each, "training.virtual_stages"
 
 
 def _models() -> Iterator[tuple[tuple[str, str], Model]]:

@@ -16,6 +16,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan_files import content_of
 from spbench.bench.tools.jobs.torchtitan_fp8 import set_fp8
 from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel
+from spbench.bench.tools.jobs.torchtitan_pipeline import micro_batches, set_pipeline
 from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
@@ -80,8 +81,8 @@ class TorchtitanJob(TorchtitanModel):
         copies, tp, pp, cp = (k.count(name) for name in names)
         shard_name = self.named("data_parallel_shard_degree")
         shards, others = k.value(shard_name), copies * tp * pp * cp
-        if pp > 1:
-            k.refuse("a pipeline whose stages shard their weights", names[2])
+        self.stages = pp
+        set_pipeline(self, pp, names[2])
         k.problems += self.files.machine_problems(others * shards if shards > 0 else None)
         if shards == 0 or shards < -1:
             k.problems.append(f"{shard_name}: {shards} is neither -1 nor a number of ranks")
@@ -105,10 +106,11 @@ class TorchtitanJob(TorchtitanModel):
         k.set("sizes.dp", copies * shards, *names[:1] * (copies > 1), shard_name, note=note)
         if copies > 1:
             k.set("training.data_parallel_replicate_degree", copies, names[0])
-        for axis, size, name in (("sp", cp, names[3]), ("tp", tp, names[1])):
+        for axis, size, name in (("pp", pp, names[2]), ("sp", cp, names[3]), ("tp", tp, names[1])):
             if size > 1:
                 k.set(f"sizes.{axis}", size, name)
-        k.set("mesh", ["dp", "sp", "tp"], note="the order of torchtitan's meshes")
+        mesh = ["pp"] * (pp > 1) + ["dp", "sp", "tp"]
+        k.set("mesh", mesh, note="the order of torchtitan's meshes")
         self._backend()
         self.replicas = shards * copies
         return True
@@ -152,7 +154,9 @@ class TorchtitanJob(TorchtitanModel):
             self.value(policy, "default"),
             [policy] if policy in self.keys.program_arguments else [],
         )
-        k.set("training.backend", "zero2" if freed == "never" else "zero3", *names, note="FSDP2")
+        kept = freed == "never" or (freed == "default" and self.stages > 1)
+        note = "FSDP2, which keeps a stage's weights between micro-batches" if self.stages > 1 else "FSDP2"
+        k.set("training.backend", "zero2" if kept else "zero3", *names, note=note)
         if self.recent:
             k.set("training.wrap", "embedding", note="units: embedding, each layer, norm and output")
         if freed != "always":
@@ -169,7 +173,8 @@ class TorchtitanJob(TorchtitanModel):
         if local % length:
             k.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
             return
-        at_once = local * self.replicas
+        parts, parts_name = micro_batches(self, local) if self.stages > 1 else (1, "")
+        at_once = local * self.replicas * parts
         total = at_once if total < 0 else total
         if total == 0 or total % at_once:
             k.problems.append(
@@ -178,8 +183,7 @@ class TorchtitanJob(TorchtitanModel):
             return
         note = f"sequences of {length} tokens, {self.replicas} replicas"
         k.set("batch", total // length, local_name, total_name, length_name, note=note)
-        if total > at_once:
-            k.set("training.micro_batches", total // at_once, total_name, local_name)
+        self._micro_batches(total // at_once, parts, total_name, local_name, parts_name)
         k.set("seq_len", length, length_name)
         if chunks := self.value(name := "loss.num_chunks", 0):
             parts = k.count(self.named("context_parallel_degree"))
@@ -209,10 +213,22 @@ class TorchtitanJob(TorchtitanModel):
         else:
             k.set("batch", total, total_name)
             k.took(f"batch: {total}", name)
-            if total > at_once:
-                k.set("training.micro_batches", total // at_once, total_name, name)
+        parts, parts_name = micro_batches(self, local) if self.stages > 1 else (1, "")
+        self._micro_batches(max(1, total // at_once), parts, total_name, name, parts_name)
         k.set("seq_len", k.count("training.seq_len"), "training.seq_len")
         k.map("training.mixed_precision_param")
+
+    def _micro_batches(
+        self, runs: int, parts: int, total_name: str, local_name: str, parts_name: str
+    ) -> None:
+        """Set the micro-batches of a step: those of a pipeline, or runs whose gradients are added up."""
+        if parts_name and runs > 1:
+            self.keys.refuse_given("a pipeline that runs several times a step: not modelled", total_name)
+        if runs > 1:
+            self.keys.set("training.micro_batches", runs, total_name, local_name)
+        elif parts > 1:
+            self.keys.set("training.micro_batches", parts, local_name, parts_name)
+        self.keys.took("one micro-batch" if parts == 1 else f"micro_batches: {parts}", parts_name)
 
     def _recomputation(self) -> None:
         k, stops = self.keys, "activation_checkpoint.early_stop"

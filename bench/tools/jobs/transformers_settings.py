@@ -31,7 +31,7 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
     if _count(k, step.length, "tokens of a sequence"):
         k.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
     k.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
-    set_sharding_of(k, step)
+    set_sharding_of(k, step, fields)
     set_kernels(k, step, fields)
     k.first_steps()
 

@@ -3,7 +3,11 @@ and which of them are trained."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.adapter_settings import set_adapters
 from spbench.bench.tools.jobs.transformers_step import TransformersStep
 
 #: by TransformersStep.sharding
@@ -15,12 +19,11 @@ _BACKENDS = {
     "fsdp, kept": "zero2",
     "ddp": "ddp",
 }
-#: bytes beside a weight of half precision that is trained: a gradient, a float32 master and two moments
-_TRAINED = 2 + 12
 
 
-def set_sharding_of(k: Account, step: TransformersStep) -> None:
-    """Set the backend, dtypes, what the host holds, and what stands for adapters and other optimizers."""
+def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+    """Set the backend, dtypes, what the host holds, and what stands for other optimizers; ``fields``
+    are those of the model's config.json."""
     kind, names = step.sharding.value, step.sharding.names
     of_torch = kind.startswith("fsdp")
     whole = kind in ("ddp", "zero1")
@@ -52,7 +55,7 @@ def set_sharding_of(k: Account, step: TransformersStep) -> None:
         k.stand_in("an optimizer without float32", "memory", because, *step.half.names)
     k.took("float32 masters and moments", *step.half.names)
     _host(k, step, of_torch)
-    _trained(k, step)
+    _trained(k, step, fields)
 
 
 def _host(k: Account, step: TransformersStep, of_torch: bool) -> None:
@@ -69,8 +72,8 @@ def _host(k: Account, step: TransformersStep, of_torch: bool) -> None:
     k.ignore("the device holds all", *names)
 
 
-def _trained(k: Account, step: TransformersStep) -> None:
-    """Say what stands for another optimizer, and for weights that are not trained."""
+def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+    """Set which weights are trained, and say what stands for another optimizer."""
     optimizer, names = step.optimizer.value, step.optimizer.names
     if optimizer == "adam 8 bits":
         because = "moments are counted in float32, 6 bytes a weight, over the replicas, more than in 8 bits"
@@ -78,19 +81,7 @@ def _trained(k: Account, step: TransformersStep) -> None:
     elif optimizer != "adam":
         k.refuse("another optimizer than Adam", *names)
     k.took("Adam, the optimizer that there is", *names)
-    if step.lora.value:
-        states = "on the host" if step.host.value else "on the device"
-        because = (
-            f"all weights are trained here: {_TRAINED} bytes a weight of gradients and optimizer, over the "
-            f"ranks and {states}, and a third of the matmuls, of weights' gradients, are too much"
-        )
-        k.stand_in(
-            "adapters beside weights that are not trained (LoRA)",
-            "time and memory",
-            because,
-            *step.lora.names,
-        )
-    k.ignore("all weights are trained", *step.lora.names)
+    set_adapters(k, step.lora, fields, on_host=bool(step.host.value))
     if step.quantized.value:
         because = f"frozen weights are counted in half precision, not in {step.quantized.value} bits"
         k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *step.quantized.names)

@@ -25,7 +25,8 @@ def of_classes(kind: str) -> dict[str, str]:
     texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
     if kind == "models":
         texts |= {
-            each.name: f"{each.parameters} parameters, by its config.json" for each in published_models()
+            each.name: f"{each.parameters or 'uncounted'} parameters, by its config.json"
+            for each in published_models()
         }
     return texts
 
@@ -114,7 +115,7 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(model: Published) -> dict[str, Any]:
-    return {"name": model.name, "parameters": _rounded(_count(model)), **_sizes(model.config)}
+    return {"name": model.name, "parameters": _range([model]), **_sizes(model.config)}
 
 
 def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
@@ -123,20 +124,23 @@ def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
     for model in models:
         owners[model.name.partition("/")[0]].append(model)
     for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
-        counts = sorted(map(_count, own))
-        sizes = dict.fromkeys(map(_rounded, (counts[0], counts[-1])))
         families = dict.fromkeys(_MEMBER.sub("", model.name.partition("/")[2]) for model in own)
         yield {
             "owner": owner,
             "names": len(own),
-            "parameters": " to ".join(sizes),
+            "parameters": _range(own),
             "families": ", ".join(sorted(families)),
         }
 
 
-def _count(model: Published) -> float:
-    """How many parameters it has: 671B and all digits of a number alike."""
-    text = model.parameters
+def _range(models: Sequence[Published]) -> str:
+    """How many parameters the smallest and the largest have; "" where no count is published."""
+    counts = sorted(_count(model.parameters) for model in models if model.parameters)
+    return " to ".join(dict.fromkeys(map(_rounded, counts[:1] + counts[-1:])))
+
+
+def _count(text: str) -> float:
+    """The number that a text is: 671B and all digits of a number alike."""
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
 
 

@@ -118,6 +118,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "checkpointing": False,
         "library": "torch",
         "unfused": (),
+        "fusions": (),
         "fp8": "none",
         "attention_views": False,
         "recompute": "none",
@@ -126,7 +127,9 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "checkpoints": "device",
         "mlp_tile": 0,
         "loss_tile": 0,
+        "vocabulary_tile": 0,
         "dispatcher": "all_gather",
+        "shared_overlap": False,
         "experts_matmul": "sequential",
         "permutation": "plain",
     }
@@ -179,8 +182,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         recompute = {"recompute", "recompute_early_stop", "recompute_reentrant", "checkpoints"}
         others = {"checkpointing", "unfused"} | recompute
         plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
-        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse; one of
-        # keys and values is held by all ranks
+        # only strategies that split heads refuse 3 over 2 or 4 ranks; all ranks hold one of keys and values
         one = {"kv_heads": 1} if self.grouped else {}
         as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
@@ -190,10 +192,10 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             {"recompute": "full", "recompute_reentrant": True, "checkpoints": "host"}
             | {"mlp_tile": 7, "loss_tile": 7}
             | one,
-            plain | {"heads": 3} | one,
+            plain | {"heads": 3, "vocabulary_tile": 40} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
-            {"documents": (7, 1, 11, 5)} | one,
+            {"documents": (7, 1, 11, 5), "fusions": ("swiglu", "rope")} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
@@ -245,8 +247,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
                 # what drops the output's elements keeps a mask, which the last matmul runs again for; tiles
                 # are one function, which runs whole; the layer of a prediction has a norm behind it
                 stops = layer == run[-1] and self.recompute_early_stop and layer in layers
-                spared = stops and not self.dropout and not self.mlp_tiling.dims
-                spared = spared and not self.adapts([MLP_CLOSING])
+                spared = stops and not (self.dropout or self.mlp_tiling.dims or self.adapts([MLP_CLOSING]))
                 asked = self._layer_sites(layer, batch, seq_len, again, spared)
                 if self.lora_rank:
                     asked = chain(frozen(asked), adapter_sites(self, layer, batch, seq_len, again))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
+from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.models.blocks.adapters import freeze, with_gradient
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
@@ -20,6 +21,7 @@ from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.models.blocks.token_prediction import TokenPrediction
 from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.layers import full_precision
 
 if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder import DecoderModel
@@ -39,6 +41,8 @@ class Decoder(nn.Module):
         self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
         self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
         strategy.pack(self.attended)
+        if model.vocabulary_tile and strategy.vocabulary_parts > 1:
+            raise Unsupported("vocabulary_tile needs a head that no ranks split", "use loss_tile")
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.shares_embedding):  # a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
@@ -58,6 +62,8 @@ class Decoder(nn.Module):
         #: whether a step's first micro-batch casts weights, which the others use
         self.casts_weights = model.fp8 != "none" and model.library == TRANSFORMER_ENGINE
         self._places: Places | None = None
+        #: as the variable of a training loop
+        self._logits: Tensor | None = None
         self._way: str | CrossEntropy = model.cross_entropy
         if model.autotune_flush_kib:
             tuning = Autotuning(model.autotune_flush_kib * 2**10, model.autotune_copies)
@@ -159,7 +165,11 @@ class Decoder(nn.Module):
         return (token_loss * weights).sum(), token_loss
 
     def _token_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        if rows := self.model.vocabulary_tile:
+            return token_losses(x, weight, labels, rows)
         logits = self.strategy.vocabulary_logits(x, weight, None)
+        if self.model.logits_held:
+            self._logits = logits = full_precision(logits)
         way, self._way = self._way, self.model.cross_entropy  # the first call is over
         return self.strategy.cross_entropy(logits, labels, way=way)
 

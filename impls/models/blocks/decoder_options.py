@@ -22,6 +22,9 @@ from spbench.impls.tiles import Tiling
 #: bias, dropout and addition to the hidden states, and RoPE
 FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 
+#: what torch.compile fuses in a layer of torch's operators, by the names of FUSIONS
+COMPILED = {"swiglu": "bias_swiglu", "rope": "rope"}
+
 #: what of a layer ``recompute: selective`` can run again
 RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
 
@@ -80,6 +83,10 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         fp8: the matmuls of the projections of layers are in eight bits, by one of
             :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
+        fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
+            "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
+            queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
+            all weights by the backend's update: fused.)
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             parts of layers, if nothing else is said softmax attention between its projections (arXiv
@@ -108,6 +115,10 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         loss_tile: head and loss are computed in tiles of at most that many tokens of a rank, gradients with
             them; "liger": of the length that Liger's fused linear cross entropy chooses. 0: at once. See
             :func:`loss_in_tiles`.
+        vocabulary_tile: head and loss are computed in tiles of that many rows of the vocabulary, each made
+            again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
+        logits_held: logits in float32, made from those of half precision, live until the next micro-batch's
+            are there, as where a training loop's variable has them.
         documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
@@ -130,6 +141,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     separate_projections: bool = False
     attention_views: bool = False
     library: str = "torch"
+    fusions: Sequence[str] = ()
     unfused: Sequence[str] = ()
     fp8: str = "none"
     recompute: str = "none"
@@ -142,6 +154,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
+    vocabulary_tile: int = 0
+    logits_held: bool = False
     documents: Documents = ()
     documents_seed: int = 0
 
@@ -162,6 +176,14 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
                 raise ValueError(
                     f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
                 )
+        object.__setattr__(self, "fusions", tuple(self.fusions))
+        for name in self.fusions:
+            if name not in COMPILED:
+                raise ValueError(f"fusions has words of {', '.join(COMPILED)}, not {name!r}")
+        if self.fusions and self.fused:
+            raise ValueError(f"fusions are of library: torch; {self.library} has its own, see unfused")
+        if "swiglu" in self.fusions and self.swiglu == "in_place":
+            raise ValueError("swiglu: in_place is a kernel of its own; leave swiglu out of fusions")
         for name in self.unfused:
             if name not in FUSIONS:
                 raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
@@ -196,6 +218,12 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
         if self.mlp_tile and self.keeps_operators:
             raise ValueError("recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out")
+        if self.vocabulary_tile < 0 or (self.vocabulary_tile and (self.loss_tile or self.logits_held)):
+            raise ValueError(
+                "vocabulary_tile is at least 0, and with it loss_tile and logits_held are left out"
+            )
+        if self.logits_held and (self.loss_tile or self.cross_entropy != "plain"):
+            raise ValueError("logits_held needs cross_entropy: plain, and no loss_tile")
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
@@ -276,8 +304,10 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         return self.library != "torch"
 
     def fuses(self, name: str) -> bool:
-        """Whether the library's kernel for one of :data:`FUSIONS` is used."""
-        return self.fused and name not in self.unfused
+        """Whether the library's kernel for one of :data:`FUSIONS` is used, or the compiler's."""
+        if not self.fused:
+            return name in {COMPILED[each] for each in self.fusions}
+        return name not in self.unfused
 
     @property
     def grouped(self) -> bool:

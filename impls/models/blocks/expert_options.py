@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.impls.kernels.permutation import PERMUTATIONS
+from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.options import check_choices
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
@@ -32,6 +33,8 @@ class ExpertOptions:
         expert_inner: width of an expert; None: ``inner``.
         shared_inner: width of all experts together that every token meets; 0: there are none.
         shared_gate: these have a sigmoid gate, a number a token (Qwen2-MoE, arXiv 2407.10671).
+        shared_overlap: the experts that every token meets run on a stream of their own while tokens are
+            sent; see :mod:`spbench.impls.dispatchers.beside_dispatch`.
         dense_layers: the first so many layers have an MLP instead.
         expert_pattern: 1 for a layer with experts, 0 for one with an MLP, again and again.
         expert_biases: of the experts' projections (gpt-oss, arXiv 2508.10925).
@@ -60,6 +63,8 @@ class ExpertOptions:
         dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
         node_ranks: of "node_deduplicated", the ranks of a node.
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
+        stacked_experts: a rank's experts are one parameter, as in torchtitan's GroupedExperts, and not each a
+            parameter, as in Megatron-LM's TEGroupedMLP.
         permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
     """
 
@@ -68,6 +73,7 @@ class ExpertOptions:
     expert_inner: int | None = None
     shared_inner: int = 0
     shared_gate: bool = False
+    shared_overlap: bool = False
     dense_layers: int = 0
     expert_pattern: Sequence[int] = (1,)
     expert_biases: bool = False
@@ -90,6 +96,7 @@ class ExpertOptions:
     dispatcher: str = "all_to_all"
     node_ranks: int = 8
     experts_matmul: str = "grouped"
+    stacked_experts: bool = False
     permutation: str = "plain"
 
     def check_experts(self) -> None:
@@ -117,11 +124,30 @@ class ExpertOptions:
             raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
         if self.dispatcher == "node_deduplicated" and self.capacity is not None:
             raise ValueError("node_deduplicated sends every token; leave capacity out, or use all_to_all")
+        if self.shared_overlap:
+            self._check_overlap()
         if self.capacity_padded and self.capacity is None:
             raise ValueError("capacity_padded pads to capacity; set that, or leave it out")
+        if self.stacked_experts and self.library != LIBRARIES[0]:  # type: ignore[attr-defined]
+            raise ValueError(f"stacked_experts needs library {LIBRARIES[0]}, not {self.library}")  # type: ignore[attr-defined]
         if self.capacity is not None and self.capacity <= 0:
             raise ValueError(f"capacity is above 0, not {self.capacity}")
         _ = self.routing_plan
+
+    def _check_overlap(self) -> None:
+        if not self.shared_inner:
+            raise ValueError(
+                "shared_overlap runs shared experts beside the dispatch; set shared_inner, or leave it out"
+            )
+        if not dispatchers()[self.dispatcher].overlaps:
+            able = ", ".join(name for name, each in dispatchers().items() if each.overlaps)
+            raise ValueError(
+                f"shared_overlap needs a dispatcher that sends beside it: {able}; not {self.dispatcher}"
+            )
+        if self.recomputes("shared_experts"):  # type: ignore[attr-defined]
+            raise ValueError(
+                "shared_overlap keeps what shared experts save; take shared_experts out of recompute_modules"
+            )
 
     def shrunk_experts(self) -> dict[str, Any]:
         """The options of experts in small sizes, for verification; none without experts."""
@@ -147,7 +173,8 @@ class ExpertOptions:
         return [
             # DeepSeek-V3's router, shared experts with Qwen's gate, the first layer dense
             {"router": "sigmoid", "router_normalized": True, "router_scale": 2.5, **groups, **balanced}
-            | {"shared_inner": 48, "shared_gate": True, "dense_layers": 1},
+            | {"shared_inner": 48, "shared_gate": True, "shared_overlap": True, "dense_layers": 1}
+            | {"stacked_experts": True},
             # Mixtral's, uneven, one expert after another
             {"routing": "zipf:1.5", "router_scores": "chosen", "experts_matmul": "sequential"}
             | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},

@@ -13,19 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.dispatchers.beside_dispatch import BesideDispatch
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
-from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project
 from spbench.impls.kernels.projection import LIBRARIES, project
-from spbench.impls.layout import Shard, mark_expert, mark_shard
+from spbench.impls.models.blocks.expert_weights import (
+    ExpertTensors,
+    SeparateExperts,
+    SharedBias,
+    StackedExperts,
+)
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.remade import remade
@@ -34,7 +39,7 @@ from spbench.impls.registries import dispatchers
 from spbench.impls.routing import LEARNED
 from spbench.impls.row_collectives import gather_flags
 from spbench.impls.strategies.base import Site, Strategy
-from spbench.impls.strategies.layers import GroupedLinear, Linear
+from spbench.impls.strategies.layers import Linear
 
 if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder import DecoderModel
@@ -87,24 +92,6 @@ def call_of(model: DecoderModel) -> ExpertCall:
     )
 
 
-class Expert(nn.Module):
-    """The weights of one routed expert, or of this rank's part of its features: ``opens`` [1 or 2, F, H] and
-    ``closes`` [H, F], with biases or without."""
-
-    def __init__(self, model: DecoderModel, strategy: Strategy):
-        super().__init__()
-        place = strategy.place
-        parts, index = place.size("etp"), place.rank("etp")
-        features, bias = model.expert_width // parts, model.expert_biases
-        self.opens = GroupedLinear(model.hidden, features, model.mlp_projections, bias=bias)
-        self.closes = Linear(features, model.hidden, bias=bias)
-        for parameter in self.parameters():
-            mark_expert(parameter)
-        if parts > 1:
-            for parameter in (*self.opens.parameters(), self.closes.weight):
-                mark_shard(parameter, Shard("etp", 1, index, parts))
-
-
 class MixtureModule(nn.Module):
     """x [B, L, H] -> [B, L, H]."""
 
@@ -118,7 +105,8 @@ class MixtureModule(nn.Module):
             # use_global_buffer of Megatron-Core's MoEAllGatherTokenDispatcher
             self.dispatcher.buffer = strategy.buffer
         held = range(model.experts)[self.dispatcher.mine]
-        self.experts = nn.ModuleDict({str(number): Expert(model, strategy) for number in held})
+        weights = StackedExperts if model.stacked_experts else SeparateExperts
+        self.experts: StackedExperts | SeparateExperts = weights(model, strategy, held)
         self.shared = MlpModule(model, strategy, model.shared_inner) if model.shared_inner else None
         self.shared_gate = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
         self.call = call_of(model)
@@ -135,9 +123,16 @@ class MixtureModule(nn.Module):
         batch, here, hidden = x.shape
         length = here * self.strategy.sequence_parts
         tokens = x.reshape(-1, hidden)
-        shared = None if self.shared is None else self._of_shared(x)
+        beside, shared = self._beside(x), None
+        if beside is not None:
+            tokens = self.strategy.side_stream.awaited(tokens)
+        elif self.shared is not None:
+            shared = self._of_shared(x)
+        self.dispatcher.beside = beside
         routed = self.router(tokens, batch, self._forced(batch, length, tokens))
         y = self._of_routed(tokens, routed, batch, length).view(x.shape)
+        if beside is not None:
+            shared, self.dispatcher.beside = beside.result(), None
         return y if shared is None else y + shared
 
     def _of_shared(self, x: Tensor) -> Tensor:
@@ -149,6 +144,22 @@ class MixtureModule(nn.Module):
         assert self.shared is not None
         y: Tensor = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
+
+    def _beside(self, x: Tensor) -> BesideDispatch | None:
+        """The shared experts as the dispatcher runs them; None: there are none, or they run before it."""
+        shared, gate = self.shared, self.shared_gate
+        if shared is None or not self.model.shared_overlap:
+            return None
+
+        def opens(x: Tensor) -> tuple[Tensor, ...]:
+            gated = () if gate is None else (gate(x).sigmoid(),)
+            return (shared.opened(x), *gated)
+
+        def closes(features: Tensor, *gated: Tensor) -> tuple[Tensor]:
+            y = shared.closed(features)
+            return (y * gated[0] if gated else y,)
+
+        return BesideDispatch(self.strategy.side_stream, x, opens, closes)
 
     def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
         counts = self._counts(routed.chosen, batch, length)
@@ -199,36 +210,21 @@ class MixtureModule(nn.Module):
         return self._matmuls(x, weights, lengths)
 
     def _matmuls(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
-        experts: list[Expert] = [*self.experts.values()]  # type: ignore[list-item]
         if self.model.experts_matmul == "grouped":
-            return self._grouped(experts, x, weights, lengths)
+            y = self.experts.opened(x, lengths)
+            y = self._activated_and(y, weights, lambda activated: self.experts.closed(activated, lengths))
+            return self.experts.with_bias(y, lengths, weights)
         parts = x.split([*lengths])
         each = weights.split([*lengths]) if weights is not None else [None] * len(parts)
-        return torch.cat([self._one(*given) for given in zip(experts, parts, each, strict=True)])
+        return torch.cat([self._one(*given) for given in zip(self.experts.each(), parts, each, strict=True)])
 
-    def _one(self, expert: Expert, x: Tensor, weights: Tensor | None) -> Tensor:
-        y = project(x, expert.opens.weight, expert.opens.bias).unflatten(-1, expert.opens.weight.shape[:2])
-        y = self._activated_and(y, weights, lambda activated: project(activated, expert.closes.weight))
-        return y if expert.closes.bias is None else y + self._closing_bias(expert.closes.bias, weights)
-
-    def _grouped(
-        self, experts: list[Expert], x: Tensor, weights: Tensor | None, lengths: Sequence[int]
-    ) -> Tensor:
-        y = grouped_project(x, [each.opens.weight for each in experts], lengths)
-        if self.model.expert_biases:
-            opening = [each.opens.bias.flatten() for each in experts]  # type: ignore[union-attr]
-            y = add_grouped_bias(y, opening, lengths)
-        y = y.unflatten(-1, experts[0].opens.weight.shape[:2])
-        closing = [each.closes.weight for each in experts]
-        y = self._activated_and(y, weights, lambda activated: grouped_project(activated, closing, lengths))
-        if not self.model.expert_biases:
+    def _one(self, expert: ExpertTensors, x: Tensor, weights: Tensor | None) -> Tensor:
+        y = project(x, expert.opens, expert.opens_bias).unflatten(-1, expert.opens.shape[:2])
+        y = self._activated_and(y, weights, lambda activated: project(activated, expert.closes))
+        if expert.closes_bias is None:
             return y
-        biases = [_Shared.apply(each.closes.bias, self.dispatcher.etp) for each in experts]
-        return add_grouped_bias(y, biases, lengths, weights)
-
-    def _closing_bias(self, bias: Tensor, weights: Tensor | None) -> Tensor:
-        bias = _Shared.apply(bias, self.dispatcher.etp)
-        return bias if weights is None else bias * weights.to(bias.dtype)[:, None]
+        bias = SharedBias.apply(expert.closes_bias, self.dispatcher.etp)
+        return y + (bias if weights is None else bias * weights.to(bias.dtype)[:, None])
 
     def _activated_and(self, y: Tensor, weights: Tensor | None, use: Callable[[Tensor], Tensor]) -> Tensor:
         """``use`` of :meth:`_activated`, which backward makes again if the model says so."""
@@ -255,18 +251,6 @@ class MixtureModule(nn.Module):
         if model.fused:  # Megatron-LM rounds the product, not the weights
             return (y * weights[:, None]).to(y.dtype)
         return y * weights.to(y.dtype)[:, None]
-
-
-class _Shared(torch.autograd.Function):
-    """A bias that each of ``parts`` ranks adds a part of; each has its whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
-        return bias / parts
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def has_values(x: Tensor) -> bool:

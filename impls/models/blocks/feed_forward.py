@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.activations import bias_gelu, squared_relu, swiglu, swiglu_in_place
+from spbench.impls.kernels.activations import bias_gelu, silu_times, squared_relu, swiglu, swiglu_in_place
 from spbench.impls.models.blocks.adapter_options import MLP_CLOSING
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
@@ -162,12 +162,15 @@ class MlpModule(nn.Module):
         return self._whole(x)
 
     def _whole(self, x: Tensor) -> Tensor:
-        x = self._inner(x)
+        return self.closed(self.opened(x))
+
+    def closed(self, x: Tensor) -> Tensor:
+        """The last projection of features [B, L, F]."""
         y = self.out.project(x)
         return y if self.closing is None else self.closing(x, y)
 
-    def _inner(self, x: Tensor) -> Tensor:
-        """[B, L, F]."""
+    def opened(self, x: Tensor) -> Tensor:
+        """The features [B, L, F] that the last projection takes."""
         project, fuses = self.project, self.model.fuses
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
@@ -180,14 +183,16 @@ class MlpModule(nn.Module):
             if self.opening is not None:
                 y = y + self.opening.together(x).squeeze(-2)
             return bias_gelu(y, bias, fused=True)
-        opened = self._opened(x)
+        opened = self._projected(x)
         x, *factors = opened if self.opening is None else self.opening(x, opened)
         if self.model.swiglu == "in_place":
             return swiglu_in_place(x, factors[0])
+        if self.activation == "silu" and factors and fuses("bias_swiglu"):
+            return silu_times(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
         return x * FACTORS.get(self.activation, _unchanged)(factors[0]) if factors else x
 
-    def _opened(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """The projections that open the MLP, each [B, L, F]."""
         project = self.project
         if isinstance(project, SeparateLinear):

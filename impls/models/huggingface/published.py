@@ -15,14 +15,16 @@ class Published(NamedTuple):
 
     Attributes:
         name: as its authors write it.
-        parameters: how many, in all digits or rounded as 8.2B, without modules of multi-token prediction, and
-            of text alone. It has no cited source: a check of the sizes, not a reference.
+        parameters: how many, in all digits or rounded as 8.2B, without modules of multi-token prediction;
+            None where no count was found.
+        counted: where that count was read.
         source: where the sizes were read; not always the model's own config.json.
         config: ``model_type`` and the fields that count.
     """
 
     name: str
-    parameters: str
+    parameters: str | None
+    counted: str | None
     source: str
     config: Mapping[str, Any]
 
@@ -34,7 +36,7 @@ def _by_name() -> Mapping[str, Published]:
     models: dict[str, Published] = {}
     for name, entry in table.items():
         for each in (name, *entry.get("also", ())):
-            models[each.lower()] = Published(each, entry["parameters"], entry["source"], entry["config"])
+            models[each.lower()] = Published(each, *(entry[field] for field in Published._fields[1:]))
     return models
 
 

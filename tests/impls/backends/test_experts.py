@@ -51,14 +51,17 @@ def with_experts(
 
 
 def cells(*always: str, **changed: Any) -> Iterator[Any]:
-    """Each backend on each mesh, and options on the first; by default some backends on one mesh each."""
+    """Each backend on each mesh, and options on the first; by default some backends on one mesh each. Experts
+    are a parameter each on every second mesh and with the options, else one."""
+    given = changed.pop("model_options", {})
     for number, name in enumerate(backends()):
         for place, (strategy, sizes, n) in enumerate(MESHES):
-            asked = with_experts({"backend": name}, strategy, sizes, n, **changed)
+            options = {**given, "stacked_experts": place % 2 == 0}
+            asked = with_experts({"backend": name}, strategy, sizes, n, model_options=options, **changed)
             often = place == number % 3 and name in always
             yield pytest.param(asked, id=f"{name}-{asked.mesh_text}", marks=() if often else pytest.mark.slow)
     for number, training in enumerate(OPTIONS):
-        asked = with_experts(training, *MESHES[0], **changed)
+        asked = with_experts(training, *MESHES[0], model_options=given, **changed)
         name = "-".join(map(str, training.values()))
         yield pytest.param(asked, id=name, marks=() if number < 1 else pytest.mark.slow)
 

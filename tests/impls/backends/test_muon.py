@@ -17,6 +17,7 @@ from spbench.impls.backends.megatron import Megatron
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import DECAY, MOMENTUM, Matrix, Muon, is_matrix, orthogonalised
 from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.layout import stacks_experts
 from spbench.impls.training.step import Training
 from tests.impls.backends.one_device import LIMIT, assert_sends_its_closed_form, cell, errors_of_rank
 from tests.impls.backends.test_experts import with_experts
@@ -58,9 +59,14 @@ def by_torch(reference: Training) -> None:
     names = dict(reference.module.named_parameters())
     matrices = {name: p for name, p in names.items() if is_matrix(name, p)}
     others = [p for name, p in names.items() if name not in matrices]
-    flat = {name: torch.nn.Parameter(p.detach().flatten(0, -2)) for name, p in matrices.items()}
+
+    def flat_of(x: Tensor, p: Tensor) -> list[Tensor]:
+        """The matrices of x, a weight p or its gradient; one that stacks experts has several."""
+        return [each.flatten(0, -2) for each in (x if stacks_experts(p) else [x])]
+
+    flat = {n: [torch.nn.Parameter(x) for x in flat_of(p.detach(), p)] for n, p in matrices.items()}
     muon = torch.optim.Muon(
-        flat.values(),
+        [x for each in flat.values() for x in each],
         weight_decay=DECAY,
         momentum=MOMENTUM,
         nesterov=False,
@@ -72,20 +78,22 @@ def by_torch(reference: Training) -> None:
     def step() -> None:
         for name, p in matrices.items():
             assert p.grad is not None
-            flat[name].data, flat[name].grad = p.data.flatten(0, -2), p.grad.flatten(0, -2)
+            for x, values, gradient in zip(flat[name], flat_of(p.data, p), flat_of(p.grad, p), strict=True):
+                x.data, x.grad = values, gradient
         for group in (*muon.param_groups, *adam.param_groups):
             group["lr"] = 0.01
         with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
             muon.step()
         adam.step()
         for name, p in matrices.items():
-            p.data.copy_(flat[name].detach().view(p.shape))
+            p.data.copy_(torch.stack([x.detach() for x in flat[name]]).view(p.shape))
 
     reference.optimizer.step = step  # type: ignore[method-assign]
 
 
 def asked(options: dict[str, Any], strategy: str, sizes: dict[str, int], **changed: Any) -> Cell:
     if "ep" in sizes:
+        changed.setdefault("model_options", {"stacked_experts": "etp" in sizes})
         return with_experts({"backend": "megatron", **options}, strategy, sizes, 2, **changed)
     training = {"backend": "megatron", "micro_batches": 2, **options}
     return cell("megatron", strategy, sizes=sizes, mesh=[*sizes], **{"training": training, **changed})

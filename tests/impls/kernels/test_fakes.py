@@ -181,6 +181,9 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
         "weighted_swiglu": (pairs, row_weights),
         "weighted_swiglu_backward": (x, pairs, row_weights),
     }
+    arguments["stacked_mm"] = (x, square, rows)
+    arguments["stacked_mm_weights"] = (x, y, rows)
+    arguments["stacked_accumulate_mm_"] = (square.double(), x, y, rows)
     for library in ("", "te_"):
         arguments[f"{library}grouped_mm"] = (x, weights, rows)
         arguments[f"{library}grouped_mm_weights"] = (x, y, rows)

@@ -11,6 +11,7 @@ from tests.impls.models.mixture_runs import Setting, worst_of_rank
 
 TWICE = {"dispatcher": "node_deduplicated", "permutation": "fused"}
 EVEN = {"routing": "even"}
+BESIDE = {"shared_inner": 48, "shared_gate": True, "shared_overlap": True, "routing": "zipf:1.5"}
 #: a weight that is normalized alone would be 1, and have no gradient
 ONE_EXPERT = {"routing": "zipf:40", "experts_per_token": 1, "router_normalized": False}
 
@@ -46,6 +47,15 @@ SETTINGS = {
             "router_linear_bias": True,
             "routing": "even",
         },
+    ),
+    "stacked": Setting({"sp": 2, "ep": 2}, options={"stacked_experts": True, "routing": "zipf:40"}),
+    "stacked biases under etp": Setting(
+        {"sp": 4, "ep": 2, "etp": 2},
+        options={"stacked_experts": True, "expert_biases": True, "mlp": "clamped_swiglu"},
+    ),
+    "shared experts beside it": Setting({"sp": 4, "ep": 4}, options=BESIDE),
+    "shared experts beside it, tp": Setting(
+        {"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={**BESIDE, **TWICE}
     ),
     "zigzag": Setting({"sp": 4, "ep": 2}, "ring_attention", options={"routing": "zipf:1.5"}, zigzag=True),
     "tp": Setting(

@@ -25,6 +25,7 @@ WHAT = {
 #: options that change how, which the oracle may keep, with the reason
 HARMLESS = {
     "separate_projections": "names and shapes of parameters differ, which the oracle must share",
+    "stacked_experts": "shapes of parameters differ; the oracle multiplies with one expert's after another's",
     "mask_shape": "a shape of the padding mask, which an input has",
     "loader_mask": "a tensor that no operator reads",
     "padded_values": "zeros that add nothing; a variant compares them with gradients of all weights",
@@ -32,6 +33,7 @@ HARMLESS = {
     "autotune_flush_kib": "of a compiler that the plain loss does not call",
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
+    "logits_held": "how long a tensor lives that the plain loss has anyway",
     "node_ranks": "of a dispatcher that the oracle does not use",
     "recompute_modules": "of recomputation, which is off",
 }

@@ -47,19 +47,31 @@ def test_every_turn_is_taken_once(turns: Turns) -> None:
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 5])
-def test_a_rank_further_ahead_finds_each_of_its_actions_in_another(chunks: int) -> None:
-    """Of the same name, through the same chunk; a rank that runs less far ahead does not."""
-    ahead, behind = (InterleavedTurns(Turns(rank, 6, chunks, 24)) for rank in (1, 4))
-    assert ahead.complete
-    assert behind.complete
-    assert len(ahead) == len(behind)
-    for place, (name, number) in enumerate(ahead.actions):
-        other = behind.actions[ahead.like(place, behind)]
+@pytest.mark.parametrize("rank", range(8))
+def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) -> None:
+    """Of the same name, through the same chunk, with as many phases; the first and the last micro-batch of a
+    backward are copies of such ones."""
+    whole = InterleavedTurns(Turns(rank, 8, chunks, 64))
+    short = whole.short()
+    assert short is not None
+    assert 5 * len(short) < 2 * len(whole)
+    for place, (name, number) in enumerate(whole.actions):
+        like = whole.like(place, short)
+        other = short.actions[like]
         assert other[0] == name
-        assert ahead.phases(place) == behind.phases(ahead.like(place, behind))
+        assert whole.phases(place) == short.phases(like)
         if number >= 0:
             turns = "backwards" if "back" in name else "forwards"
-            mine, theirs = (getattr(each.of, turns)[n] for each, n in ((ahead, number), (behind, other[1])))
+            mine, theirs = (getattr(each.of, turns)[n] for each, n in ((whole, number), (short, other[1])))
             assert mine.chunk == theirs.chunk
-    with pytest.raises(ValueError, match="as far ahead"):
-        behind.like(0, ahead)
+            assert (mine.micro_batch == 0) == (theirs.micro_batch == 0)
+            if name == "backward":
+                last = [
+                    each.micro_batch == n - 1 for each, n in ((mine, 64), (theirs, short.of.micro_batches))
+                ]
+                assert last[0] == last[1]
+
+
+def test_a_step_that_is_short_is_run_whole() -> None:
+    assert InterleavedTurns(Turns(1, 4, 2, 8)).short() is None
+    assert InterleavedTurns(Turns(1, 4, 2, 64, 6)).short() is None

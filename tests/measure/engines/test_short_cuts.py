@@ -240,9 +240,9 @@ def test_a_guess_is_put_together_without_a_proof(monkeypatch: pytest.MonkeyPatch
     traced: list[int] = []
     made = tracing._traced
 
-    def counting(cell: Cell, rank: int, events: bool) -> Trace:
+    def counting(cell: Cell, *others: Any) -> Trace:
         traced.append(cell.model_options["layers"])
-        return made(cell, rank, events)
+        return made(cell, *others)
 
     monkeypatch.setattr(tracing, "_traced", counting)
     guess, proved, whole = (

@@ -42,10 +42,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     cells: list[Cell] = []
     traced = tracing._traced
 
-    def counted(asked: Cell, rank: int, events: bool) -> Trace:
+    def counted(asked: Cell, *others: Any) -> Trace:
         if asked.strategy != "single":
             cells.append(asked)
-        return traced(asked, rank, events)
+        return traced(asked, *others)
 
     monkeypatch.setattr(tracing, "_traced", counted)
     return cells

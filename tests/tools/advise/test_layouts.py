@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from spbench.bench.tools.advise.layouts import (
     layouts,
     searched_strategies,
     strategy_settings,
+    unequal_stages,
     ways,
 )
 from spbench.bench.tools.advise.possible import absence
@@ -116,10 +117,31 @@ def test_backends_that_are_asked_for() -> None:
     assert (Counter(names())["megatron"], Counter(names())["zero3"]) == (3, 3)  # one, and two, on the host
 
 
+@pytest.mark.parametrize(
+    ("layers", "heads", "stages", "expected"),
+    [
+        (8, 0, 4, ()),
+        (6, 0, 4, (1, 2, 2, 1)),
+        (61, 1, 8, (7, *[8] * 6, 6)),  # DeepSeek-V3's
+        (61, 1, 16, (3, *[4] * 14, 2)),
+        (7, 0, 2, (4, 3)),
+        (61, 1, 32, None),  # the last stage would have no layer
+    ],
+)
+def test_embedding_and_loss_count_as_layers_of_unequal_stages(
+    layers: int, heads: int, stages: int, expected: tuple[int, ...] | None
+) -> None:
+    about = question(("mla-tiny",), Asked("dgx-h100", 8, None, {"seq_len": 256, "batch": 8}))
+    about = replace(about, cell=about.cell.model_copy(update={"model_options": {"mtp_layers": heads}}))
+    sizes = unequal_stages(about, layers, stages)
+    assert sizes == expected
+    assert not sizes or sum(sizes) == layers
+
+
 def test_why_a_layout_cannot_be() -> None:
     _, refused = every(asked(8, batch=12), layers=6)
     assert refused.reasons["single 1 dp8 pp1"] == "12 sequences are no whole number for 8 replicas"
-    assert refused.reasons["single 1 dp2 pp4"] == "6 layers are no whole number for 4 stages"
+    assert refused.reasons["single 1 dp1 pp8"] == "6 layers are no whole number for 8 stages"
     assert "single 1 dp4 pp2" not in refused.reasons
 
 

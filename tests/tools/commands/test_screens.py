@@ -17,6 +17,9 @@ SPBENCH = [sys.executable, "-m", "spbench"]
 QUICK = [("list cluster l20", 60)]
 SLOW = [
     ("list", 30),
+    ("list models", 75),
+    ("list models qwen3", 40),
+    ("list strategies mega", 10),
     ("list cluster dgx-h100", 70),
     ("run --scenario gate --dry-run --strategy lasp", 30),
     ("run --scenario max_seqlen --jobs 2", 45),

@@ -39,9 +39,9 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
     ranks: list[int] = []
     made: Callable[..., Trace] = tracing._traced
 
-    def noted(cell: Cell, rank: int, events: bool) -> Trace:
+    def noted(cell: Cell, rank: int, *others: Any) -> Trace:
         ranks.append(rank)
-        return made(cell, rank, events)
+        return made(cell, rank, *others)
 
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_traced", noted)

@@ -36,7 +36,7 @@ class Landscape:
     and adds to the step, the savings of two together up to 20% more or less than their sum."""
 
     def __init__(self, seed: int):
-        self.seed, self.traced = seed, 0
+        self.seed, self.traced, self.jobs = seed, 0, 2
 
     def drawn(self, *names: object) -> random.Random:
         return random.Random(repr((self.seed, *names)))

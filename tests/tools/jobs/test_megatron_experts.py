@@ -86,6 +86,12 @@ def test_a_pattern_that_is_none_is_refused_in_a_line(pattern: str) -> None:
         (f"{EXPERTS} --moe-permute-fusion", "model_options.permutation", "fused"),
         (f"{EXPERTS} --moe-ffn-hidden-size 96", "model_options.expert_inner", 96),
         (f"{EXPERTS} --moe-shared-expert-intermediate-size 64", "model_options.shared_inner", 64),
+        (
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+            "model_options.shared_overlap",
+            True,
+        ),
+        (f"{EXPERTS} --moe-shared-expert-overlap", "model_options.shared_overlap", None),
         # the router: by default the softmax is of the chosen logits, in the model's numbers
         (EXPERTS, "model_options.router_scores", "chosen"),
         (f"{EXPERTS} --moe-router-pre-softmax", "model_options.router_scores", "all"),
@@ -208,6 +214,8 @@ def expert_cells(draw: st.DrawFn) -> Cell:
     }.items():
         model[name] = draw(st.sampled_from(values))
     model["shared_gate"] = bool(model["shared_inner"]) and draw(st.booleans())
+    beside = bool(model["shared_inner"]) and model["dispatcher"] != "all_gather"
+    model["shared_overlap"] = beside and draw(st.booleans())
     kind = draw(st.sampled_from(["softmax", "sigmoid", "sinkhorn"]))
     if kind == "softmax":
         model["router_scores"] = draw(st.sampled_from(["all", "chosen"]))

@@ -23,7 +23,6 @@ HERE = (
     "verl",
     "ms-swift",
 )
-_LORA = "adapters beside weights that are not trained (LoRA)"
 
 
 def lenient(name: str, change: tuple[str, str] = ("", ""), gpus: int = 8) -> Job:
@@ -70,13 +69,19 @@ def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> N
     assert settings | expected == settings
 
 
+def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
+    assert made("LLaMA-Factory")["model_options.lora_rank"] == 16
+    dense, experts = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
+    job = lenient("LLaMA-Factory", (dense, experts))
+    (argument,) = [each for each in job.arguments if each.name == "lora_rank"]
+    assert (argument.outcome, argument.missing) == ("approximated", "adapters (LoRA) of a model with experts")
+
+
 @pytest.mark.parametrize(
     ("name", "key", "missing"),
     [
         ("axolotl", "optimizer", "an optimizer in 8 bits"),
         ("axolotl", "sample_packing", "attention within the samples of a row"),
-        ("LLaMA-Factory", "lora_rank", _LORA),
-        ("verl", "model.lora_rank", _LORA),
         ("ms-swift", "rope_scaling", "positions that are scaled"),
     ],
 )

@@ -1,0 +1,235 @@
+"""A trace cut into the turns of a step, and put together in the order of another step's.
+
+What runs micro-batches through a stage does the same in turns of the same kind, however many there are. So
+the trace of a step is put together from copies of the parts of another. What a part refers to is in the turn
+that its like refers to, as seen from the other step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from spbench.bench.measure.engines.listed import (
+    Listed,
+    NotAlike,
+    listed_log,
+    listed_program,
+    log_in_order,
+    program_in_order,
+)
+from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Program
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trace.meter import CommunicationMeter
+
+#: the phases of a turn; all others come after the last turn
+OF_TURNS = ("forward", "backward")
+
+#: (step, turn); the last turn of a step is followed by its end, and set-up is before the first
+_Key = tuple[int, int]
+_SET_UP = (-1, 0)
+
+
+class AnyTurns(Protocol):
+    """The turns of a step: those of one stage a rank (:mod:`measure.engines.pipeline_stages`), or of several
+    (:mod:`measure.engines.interleaved_turns`)."""
+
+    def __len__(self) -> int: ...
+
+    def phases(self, turn: int) -> list[str]: ...
+
+    def like(self, turn: int, other: Any) -> int: ...
+
+    def moved(self, turn: int, of: int, other: Any, to: int) -> int: ...
+
+
+class TurnParts:
+    """A list cut into set-up, the turns of each step, and the ends of steps.
+
+    Attributes:
+        keys: of the parts, in order.
+        starts: the first entry of each part, and the length of the list.
+        first: of each part the number of targets before it, and the number of all.
+
+    Raises:
+        NotAlike: the phases are not those of turns.
+    """
+
+    def __init__(self, listed: Listed, turns: AnyTurns, steps: int):
+        self.listed, self.turns, self.steps, self.keys = listed, turns, steps, _keys(turns, steps)
+        places = np.flatnonzero(listed.is_mark)
+        names = listed.words_of(places)
+        self.starts, at = [0], 0
+        for _, turn in self.keys[1:]:
+            end = at
+            if turn < len(turns):
+                end += len(turns.phases(turn))
+                if names[at:end] != turns.phases(turn):
+                    raise NotAlike(f"turn {turn} is {', '.join(map(str, names[at:end]))}")
+            else:
+                while end < len(names) and names[end] not in OF_TURNS:
+                    end += 1
+            self.starts.append(int(places[at]) if at < end else len(listed))
+            at = end
+        if at < len(names):
+            raise NotAlike(f"{names[at]} comes after the last step")
+        self.starts.append(len(listed))
+        self._targets = np.flatnonzero(listed.targets)
+        self._numbers = np.concatenate(([0], np.cumsum(listed.targets)))
+        self.first = self._numbers[self.starts]
+
+    def entries(self, part: int) -> np.ndarray:
+        """The entries of a part."""
+        return np.arange(self.starts[part], self.starts[part + 1])
+
+    def in_turns(self, turns: AnyTurns) -> tuple[np.ndarray, np.ndarray]:
+        """The list of a stage with other turns.
+
+        Returns:
+            (of each entry, the one of this list that it is a copy of; what it refers to, -1: nothing)
+
+        Raises:
+            NotAlike: it cannot be told what one refers to.
+        """
+        keys, part_of = _keys(turns, self.steps), {key: part for part, key in enumerate(self.keys)}
+        likes = [part_of[step, turns.like(turn, self.turns) if step >= 0 else turn] for step, turn in keys]
+        place_of = {key: place for place, key in enumerate(keys)}
+        begins = np.cumsum([0, *(self.first[part + 1] - self.first[part] for part in likes)])
+        like = np.concatenate([self.entries(part) for part in likes])
+        targets, pieces = np.flatnonzero(self.listed.targets[like]), []
+        for (step, turn), part in zip(keys, likes, strict=True):
+            refers = self.listed.references[self.entries(part)]
+            numbers = self._numbers[refers[refers >= 0]]
+            owners = np.searchsorted(self.first[1:], numbers, side="right")
+            for owner in np.unique(owners).tolist():
+                key = self._referred(owner, self.keys[part], (step, turn), turns)
+                if key not in place_of:
+                    raise NotAlike(f"there is no turn {key}")
+                there, copied = place_of[key], likes[place_of[key]]
+                own = owners == owner
+                within = numbers[own] - self.first[owner]
+                numbers[own] = begins[there] + self._within(owner, copied, within)
+            pieces.append(refers.copy())
+            pieces[-1][refers >= 0] = targets[numbers]
+        return like, np.concatenate(pieces)
+
+    def _within(self, owner: int, copied: int, within: np.ndarray) -> np.ndarray:
+        """The places in a part of what is at these places in another, among what may be referred to in each:
+        what is the same, as the first, second and so on of its kind.
+
+        Raises:
+            NotAlike: there is more or less of it.
+        """
+        mine, theirs = self._kinds(owner), self._kinds(copied)
+        if copied == owner or np.array_equal(mine, theirs):
+            return within
+        places = []
+        for place in within.tolist():
+            here, there = (np.flatnonzero(kinds == mine[place]) for kinds in (mine, theirs))
+            if len(here) != len(there):
+                raise NotAlike(f"parts {self.keys[copied]} and {self.keys[owner]} differ")
+            places.append(there[np.searchsorted(here, place)])
+        return np.array(places, dtype=np.int64)
+
+    def _kinds(self, part: int) -> np.ndarray:
+        """What may be referred to in a part."""
+        return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
+
+    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: AnyTurns) -> _Key:
+        """The part of other turns that the one ``of`` refers to, where its like refers to ``owner``."""
+        (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
+        if step < 0:
+            return self.keys[owner]
+        if step < there:  # as seen from the end of that step
+            at, to = len(self.turns), len(turns)
+        return step, self.turns.moved(at, turn, turns, to)
+
+
+def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
+    return [_SET_UP, *((step, turn) for step in range(steps) for turn in range(len(turns) + 1))]
+
+
+def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
+    """The trace of a stage with other turns than the traced one, which has ``held``.
+
+    Raises:
+        NotAlike: it cannot be told from that trace.
+    """
+    program, communication = None, trace.communication
+    if trace.program is not None:
+        parts = TurnParts(listed_program(trace.program), held, 1)
+        like, references = parts.in_turns(turns)
+        order = parts.listed.order(like, references)
+        program = program_in_order(trace.program, order)
+        communication = _in_order(communication, trace.program, order.source)
+    memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
+    return replace(trace, memory=memory, host_memory=on_host, program=program, communication=communication)
+
+
+def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -> CommunicationMeter:
+    """What is counted in a program in another order.
+
+    Args:
+        source: as :attr:`Order.source`.
+    """
+    communicates = np.isin(program.kind, (COLLECTIVE, SEND, RECV))
+    number = np.cumsum(communicates) - 1
+    before = len(meter.calls) - int(communicates.sum())
+    calls = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
+    other = CommunicationMeter(meter.axes)
+    other.current_phase = meter.current_phase
+    other.calls += [meter.calls[call] for call in calls]
+    other.counts.update(other.calls)
+    return other
+
+
+def _memory(log: MemoryLog, held: AnyTurns, turns: AnyTurns) -> MemoryLog:
+    sizes = np.asarray(log.sizes, dtype=np.int64)
+    listed = listed_log(log, sizes[np.abs(np.asarray(log.events, dtype=np.int64)) - 1], log.ends)
+    parts = TurnParts(listed, held, len(log.step_ends))
+    like, references = parts.in_turns(turns)
+    like, references = _with_all_deaths(listed, like, references)
+    return log_in_order(log, listed.order(like, references))
+
+
+def _with_all_deaths(
+    listed: Listed, like: np.ndarray, references: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The list, with deaths of what is kept of each micro-batch to the end of a step, where it has more of
+    these than the list that it is put together from.
+
+    Raises:
+        NotAlike: something dies twice, or dies and its like does not.
+    """
+    dies, has_death = listed.references >= 0, np.zeros(len(listed), dtype=bool)
+    has_death[listed.references[dies]] = True
+    dies_here = references >= 0
+    targets, deaths = np.unique(references[dies_here], return_counts=True)
+    left = has_death[like]
+    if (deaths > 1).any() or not left[targets].all():
+        raise NotAlike("something dies twice, or dies and its like does not")
+    left[targets] = False
+    if not left.any():
+        return like, references
+    # where the like of each of them dies, after those that were made before it
+    death_of = np.full(len(listed), -1)
+    death_of[listed.references[dies]] = np.flatnonzero(dies)
+    born = np.flatnonzero(left)
+    where = np.empty_like(born)
+    for place, death in enumerate(death_of[like[born]].tolist()):
+        copies = np.flatnonzero(like == death)
+        if len(copies) != 1:
+            raise NotAlike("something dies within a step, and what is like it does not")
+        at = int(copies[0])
+        while references[at - 1] > born[place]:
+            at -= 1
+        while 0 <= references[at] < born[place]:
+            at += 1
+        where[place] = at
+    where.sort()
+    moved = np.arange(len(like)) + np.searchsorted(where, np.arange(len(like)), side="right")
+    references = np.insert(np.where(references < 0, -1, moved[references]), where, moved[born])
+    return np.insert(like, where, death_of[like[born]]), references

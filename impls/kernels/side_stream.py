@@ -1,0 +1,112 @@
+"""A stream beside the one that computes, for parts of a layer: forward, and what backward does for them.
+
+Autograd calls the functions of a part one after another, because they were made one after another. On GPUs it
+runs each on the stream of its forward by itself; elsewhere the ends of a part, :class:`_Enter` and
+:class:`_Leave`, switch streams. Kernels of both streams that run at once do not slow each other down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+class SideStream:
+    """A stream of a device beside that which computes, which is the current one."""
+
+    def __init__(self) -> None:
+        #: made on the device of the first tensor
+        self._module: Any = None
+        self._stream: Any = None
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def follow(self, x: Tensor) -> None:
+        """What is issued here later comes after all that the computing stream has been given; x is on the
+        device."""
+        if self._stream is None:
+            self._module = torch.get_device_module(x.device)
+            self._stream = self._module.Stream()
+        self._stream.wait_stream(self._module.current_stream())
+
+    def run(self, work: Callable[..., Tensors], *xs: Tensor) -> Tensors:
+        """``work(*xs)`` on this stream, which has followed another; its backward too, after all that the
+        computing stream has been given by then."""
+        with self._module.stream(self._stream):
+            if not any(x.requires_grad for x in xs):
+                return work(*xs)
+            results: Tensors = _Leave.apply(self, *work(*_Enter.apply(self, *xs)))
+            return results
+
+    def awaited(self, x: Tensor) -> Tensor:
+        """x, in whose backward the computing stream waits for this one."""
+        y: Tensor = _Await.apply(self, x)
+        return y
+
+    def wait(self) -> None:
+        """The computing stream goes on when this one has done what it was given."""
+        self._module.current_stream().wait_stream(self._stream)
+
+    def enter(self, gradient: Tensor) -> None:
+        """Backward of a part begins."""
+        if gradient.device.type == "cpu":
+            self.follow(gradient)
+            self._entered.append(self._module.stream(self._stream))
+            self._entered[-1].__enter__()
+
+    def leave(self) -> None:
+        """Backward of a part ends."""
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+
+def _same(xs: Tensors) -> Tensors:
+    return tuple(x.view_as(x) for x in xs)
+
+
+class _Enter(torch.autograd.Function):
+    """The first function of a part, and the last of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, side: SideStream, *xs: Tensor) -> Tensors:
+        ctx.side = side
+        ctx.set_materialize_grads(False)
+        return _same(xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.side.leave()
+        return None, *gradients
+
+
+class _Leave(torch.autograd.Function):
+    """The last function of a part, and the first of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, side: SideStream, *xs: Tensor) -> Tensors:
+        ctx.side = side
+        ctx.set_materialize_grads(False)
+        return _same(xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.side.enter(next(each for each in gradients if each is not None))
+        return None, *gradients
+
+
+class _Await(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, side: SideStream, x: Tensor) -> Tensor:
+        ctx.side = side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        if gradient.device.type == "cpu":
+            ctx.side.wait()
+        return None, gradient

@@ -1,0 +1,87 @@
+"""Head and cross entropy in tiles of the vocabulary, as FusedOutputLinear of prime-rl has them
+(src/prime_rl/trainer/models/layers/lm_head.py of PrimeIntellect-ai/prime-rl, January 2026).
+
+Each tile multiplies all tokens with some rows of the head's weight. Forward keeps the logsumexp of each token
+alone, and takes the entropy along, which has no gradient; backward makes each tile's logits again. The
+operators are those of the program, one by one, but for the label's logit: the program picks it by a mask that
+the host reads.
+
+Shape letters: N tokens, H hidden, V rows of the vocabulary, C rows of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _tiles(weight: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """The first row of each tile, and its part [C, H] of the weight."""
+    for start in range(0, len(weight), rows):
+        yield start, weight[start : start + rows]
+
+
+def _places(labels: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Where tokens' labels are in a tile [N, 1], and for which tokens they are [N]."""
+    return (labels - start).clamp(0, rows - 1).unsqueeze(-1), (labels >= start) & (labels < start + rows)
+
+
+def _updated(m: Tensor, s: Tensor, t: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token [N] the largest logit, the sum of exponentials, and that of exponentials times logits,
+    with those of a tile [N, C]."""
+    top = torch.maximum(m, torch.amax(logits, dim=-1))
+    before = torch.exp(m - top)
+    exponentials = torch.exp(logits - top.unsqueeze(-1))
+    s = s * before + exponentials.sum(dim=-1)
+    return top, s, t * before + (exponentials * logits).sum(dim=-1)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        dtype = _precise(x)
+        m = torch.full_like(labels, float("-inf"), dtype=dtype)
+        s, t, of_label = (torch.zeros_like(labels, dtype=dtype) for _ in range(3))
+        for start, part in _tiles(weight, rows):
+            logits = x @ part.t()
+            precise = logits.to(dtype).mul_(1.0)  # the temperature
+            m, s, t = _updated(m, s, t, precise)
+            place, here = _places(labels, start, len(part))
+            of_label = torch.where(here, precise.gather(-1, place).squeeze(-1), of_label)
+        log_sum = m + torch.log(s)
+        ctx.save_for_backward(x, weight, labels, log_sum)
+        ctx.rows = rows
+        entropy = log_sum - t / s
+        ctx.mark_non_differentiable(entropy)
+        return log_sum - of_label, entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, log_sum = ctx.saved_tensors
+        d_x, d_weight = torch.zeros_like(x), torch.zeros_like(weight)
+        g = -d_loss.to(log_sum.dtype)  # of the logarithm of a label's probability
+        for start, part in _tiles(weight, ctx.rows):
+            logits = x @ part.t()
+            precise = logits.to(log_sum.dtype).mul_(1.0)
+            probabilities = torch.exp(precise - log_sum.unsqueeze(-1))
+            d_logits = (-g).unsqueeze(-1) * probabilities
+            place, here = _places(labels, start, len(part))
+            d_logits.scatter_add_(-1, place, torch.where(here, g, 0).unsqueeze(-1))
+            d_logits.mul_(1.0)
+            d_x.add_(d_logits.to(x.dtype) @ part)
+            d_weight[start : start + len(part)].add_(d_logits.to(weight.dtype).t() @ x)
+        return d_x, d_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+def token_losses(x: Tensor, weight: Tensor, labels: Tensor, rows: int) -> Tensor:
+    """The cross entropy [B, L] of labels [B, L], in at least float32, by x [B, L, H] and the head's weight
+    [V, H], in tiles of ``rows`` rows."""
+    loss, _ = _TokenLosses.apply(x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1), rows)
+    return loss.view(labels.shape)

@@ -1,0 +1,153 @@
+"""The weights of a rank's routed experts, and what they multiply.
+
+Programs hold them in two ways. Megatron-LM's TEGroupedMLP and SequentialMLP have parameters for each expert
+(:class:`SeparateExperts`). torchtitan's GroupedExperts has one parameter for all experts of a rank
+(:class:`StackedExperts`), which FSDP gathers, and an optimizer updates, as one tensor.
+
+Letters: R rows, n experts of this rank, H hidden, F features of an expert, this rank's, P its opening
+projections, 1 or 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project, stacked_project
+from spbench.impls.layout import Shard, StackShard, mark_expert, mark_shard
+from spbench.impls.strategies.layers import GroupedLinear, Linear
+
+if TYPE_CHECKING:
+    from spbench.impls.models.blocks.decoder import DecoderModel
+    from spbench.impls.strategies.base import Strategy
+
+
+class ExpertTensors(NamedTuple):
+    """The weights of one expert: ``opens`` [P, F, H], ``closes`` [H, F], and their biases or None."""
+
+    opens: Tensor
+    opens_bias: Tensor | None
+    closes: Tensor
+    closes_bias: Tensor | None
+
+
+class Expert(nn.Module):
+    """The weights of one routed expert, or of this rank's part of its features: ``opens`` [P, F, H] and
+    ``closes`` [H, F], with biases or without."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy):
+        super().__init__()
+        place = strategy.place
+        parts, index = place.size("etp"), place.rank("etp")
+        features, bias = model.expert_width // parts, model.expert_biases
+        self.opens = GroupedLinear(model.hidden, features, model.mlp_projections, bias=bias)
+        self.closes = Linear(features, model.hidden, bias=bias)
+        for parameter in self.parameters():
+            mark_expert(parameter)
+        if parts > 1:
+            for parameter in (*self.opens.parameters(), self.closes.weight):
+                mark_shard(parameter, Shard("etp", 1, index, parts))
+
+
+class SeparateExperts(nn.ModuleDict):
+    """Parameters for each expert, by its number."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy, held: range):
+        super().__init__({str(number): Expert(model, strategy) for number in held})
+        self.parts = strategy.place.size("etp")
+
+    @property
+    def _experts(self) -> list[Expert]:
+        return [*self.values()]  # type: ignore[arg-type]
+
+    def each(self) -> list[ExpertTensors]:
+        """The experts one by one."""
+        return [
+            ExpertTensors(e.opens.weight, e.opens.bias, e.closes.weight, e.closes.bias) for e in self._experts
+        ]
+
+    def opened(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Rows x [R, H] of experts with that many each -> [R, P, F]."""
+        y = grouped_project(x, [each.opens.weight for each in self._experts], lengths)
+        biases = [each.opens.bias.flatten() for each in self._experts if each.opens.bias is not None]
+        y = add_grouped_bias(y, biases, lengths) if biases else y
+        return y.unflatten(-1, self._experts[0].opens.weight.shape[:2])
+
+    def closed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[R, F] -> [R, H], without the bias."""
+        return grouped_project(x, [each.closes.weight for each in self._experts], lengths)
+
+    def with_bias(self, y: Tensor, lengths: Sequence[int], weights: Tensor | None) -> Tensor:
+        """y [R, H] plus the closing bias, if there is one, times the weights [R] of rows."""
+        biases = [each.closes.bias for each in self._experts if each.closes.bias is not None]
+        shared = [SharedBias.apply(bias, self.parts) for bias in biases]
+        return add_grouped_bias(y, shared, lengths, weights) if shared else y
+
+
+class _Stack(nn.Module):
+    """One weight [n, ..., in_features], and a bias [n, ...] or none."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, experts: int, features: Sequence[int], in_features: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, *features, in_features))
+        self.bias = nn.Parameter(torch.zeros(experts, *features)) if bias else None
+
+
+class StackedExperts(nn.Module):
+    """One parameter for all experts of a rank: ``opens`` [n, P, F, H] and ``closes`` [n, H, F]."""
+
+    def __init__(self, model: DecoderModel, strategy: Strategy, held: range):
+        super().__init__()
+        place, hidden, bias = strategy.place, model.hidden, model.expert_biases
+        self.parts, index = place.size("etp"), place.rank("etp")
+        features = model.expert_width // self.parts
+        self.opens = _Stack(len(held), (model.mlp_projections, features), hidden, bias)
+        self.closes = _Stack(len(held), (hidden,), features, bias)
+        for parameter in self.parameters():
+            mark_expert(parameter, stacked=True)
+            parts = 1 if parameter is self.closes.bias else self.parts
+            if parts > 1 or len(held) < model.experts:
+                at = held.start, len(held), model.experts
+                mark_shard(parameter, StackShard("etp", 2 * (parts > 1), index % parts, parts, *at))
+
+    def each(self) -> list[ExpertTensors]:
+        """The experts one by one, as views."""
+        opens, closes = self.opens, self.closes
+        biases = [None] * len(opens.weight) if opens.bias is None else opens.bias.unbind()
+        last = [None] * len(closes.weight) if closes.bias is None else closes.bias.unbind()
+        parts = zip(opens.weight.unbind(), biases, closes.weight.unbind(), last, strict=True)
+        return [ExpertTensors(*of_one) for of_one in parts]
+
+    def opened(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Rows x [R, H] of experts with that many each -> [R, P, F]."""
+        y = stacked_project(x, self.opens.weight, lengths)
+        if self.opens.bias is not None:
+            y = add_grouped_bias(y, self.opens.bias.flatten(1).unbind(), lengths)
+        return y.unflatten(-1, self.opens.weight.shape[1:3])
+
+    def closed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[R, F] -> [R, H], without the bias."""
+        return stacked_project(x, self.closes.weight, lengths)
+
+    def with_bias(self, y: Tensor, lengths: Sequence[int], weights: Tensor | None) -> Tensor:
+        """y [R, H] plus the closing bias, if there is one, times the weights [R] of rows."""
+        if self.closes.bias is None:
+            return y
+        return add_grouped_bias(y, SharedBias.apply(self.closes.bias, self.parts).unbind(), lengths, weights)
+
+
+class SharedBias(torch.autograd.Function):
+    """A bias that each of ``parts`` ranks adds a part of; each has its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
+        return bias / parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

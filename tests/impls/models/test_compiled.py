@@ -1,0 +1,111 @@
+"""What torch.compile fuses: gradients, operators, and bytes kept beside a layer that it has compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spbench.impls.kernels.rms_norm import plain_rms_norm
+from spbench.impls.kernels.rotary import rotated
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.training.step import initialize
+from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
+
+MODEL, ALL = "causal-transformer-tiny", ["swiglu", "rope"]
+L, H, HEADS, INNER = 128, 64, 4, 128
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(**options: Any) -> tuple[dict[str, Tensor], Counter[str]]:
+    """The gradients of a step by name, and how often it calls each operator."""
+    model = model_preset(MODEL, options)
+    module = model.build(Strategy(), 6).double()
+    initialize(module, 0, deviation=0.3)
+    inputs = model.inputs(2, 6, torch.Generator().manual_seed(0))
+    with _Counted() as counted:
+        module(inputs | {"loss_weights": inputs["loss_weights"].double()})["loss"].backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, counted.counts
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_fused_kernels_have_the_same_gradients_in_fewer_calls(separate: bool) -> None:
+    apart, calls = step(separate_projections=separate)
+    together, fewer = step(separate_projections=separate, fusions=ALL)
+    for name, gradient in apart.items():
+        torch.testing.assert_close(together[name], gradient)
+    assert not fewer["silu"]
+    assert fewer.total() < calls.total()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fusions": ["norm"]}, "fusions has words of swiglu, rope"),
+        ({"fusions": ["rope"], "library": "megatron-local"}, "has its own, see unfused"),
+        ({"fusions": ["swiglu"], "swiglu": "in_place"}, "leave swiglu out of fusions"),
+    ],
+)
+def test_fusions_that_do_not_fit(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        model_preset(MODEL, options)
+
+
+def _layer(x: Tensor, weights: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    """A layer of Llama in torch's operators."""
+    norm, of_q, of_k, of_v, out, mlp_norm, gate, up, down = weights
+    n = plain_rms_norm(x, norm)
+    q, k, v = (F.linear(n, w).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in (of_q, of_k, of_v))
+    o = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+    y = x + F.linear(o.transpose(1, 2).flatten(2), out)
+    m = plain_rms_norm(y, mlp_norm)
+    return y + F.linear(F.silu(F.linear(m, gate)) * F.linear(m, up), down)
+
+
+def _kept_when_compiled(backend: str) -> int:
+    """Bytes that the layer's forward keeps of what it is given and makes, but for weights and angles."""
+    shapes = [(H,), *[(H, H)] * 4, (H,), (INNER, H), (INNER, H), (H, INNER)]
+    weights = [torch.rand(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    cos, sin = (torch.rand(L, H // HEADS // 2, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.rand(1, L, H, dtype=torch.bfloat16, requires_grad=True)
+    shared = {w.untyped_storage().data_ptr() for w in (*weights, cos, sin)}
+    kept: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in shared:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = torch.compile(_layer, backend=backend)(x, weights, cos, sin)
+    del y
+    return sum(kept.values())
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager_decomp_partition"])
+def test_a_layer_keeps_what_a_compiled_one_does(backend: str) -> None:
+    cell = {"model": "causal-transformer-1b", "strategy": "single", "batch": 1, "seq_len": L}
+    sizes = {"hidden": H, "heads": HEADS, "inner": INNER, "separate_projections": True}
+    ours = kept_by_a_layer(**cell, model_options={**sizes, "fusions": ALL})
+    apart = kept_by_a_layer(**cell, model_options={**sizes, "rms_norm": "plain"})
+    # attention of a CPU returns heads before positions, so that their features side by side are a copy
+    copy = 2 * L * H
+    assert ours == _kept_when_compiled(backend) - copy
+    assert ours < apart
