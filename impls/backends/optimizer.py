@@ -82,7 +82,8 @@ class Optimizer:
     ):
         if foreach and precision.loss_scale:
             raise Unsupported(
-                "update: foreach heeds no overflow of a loss scale", "use update: fused, or bf16"
+                "implementation: foreach heeds no overflow of a loss scale",
+                "use implementation: fused, or bf16",
             )
         self.foreach, self.updates = foreach, 0
         self.parameters = parameters
