@@ -81,9 +81,7 @@ class Optimizer:
         foreach: bool = False,
     ):
         if foreach and precision.loss_scale:
-            raise Unsupported(
-                "update: foreach heeds no overflow of a loss scale", "use update: fused, or bf16"
-            )
+            raise Unsupported("adam: foreach heeds no overflow of a loss scale", "use adam: fused, or bf16")
         self.foreach, self.updates = foreach, 0
         self.parameters = parameters
         self.precision = precision

@@ -51,7 +51,7 @@ class OptimizerOptions(Options):
     Attributes:
         optimizer: where masters and moments are, and what updates the weights: the "device", or the "host"
             with its memory and cores; each backend names the program that it follows.
-        update: of an optimizer on the device: "fused": one kernel; "foreach": torch's own default, a kernel
+        adam: of an optimizer on the device: "fused": one kernel; "foreach": torch's own default, a kernel
             for each operation on all weights, between which the roots of all second moments live.
 
     Raises:
@@ -59,12 +59,12 @@ class OptimizerOptions(Options):
     """
 
     optimizer: Literal["device", "host"] = "device"
-    update: Literal["fused", "foreach"] = "fused"
+    adam: Literal["fused", "foreach"] = "fused"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"optimizer": ("device", "host"), "update": ("fused", "foreach")})
-        if (self.optimizer, self.update) == ("host", "foreach"):
-            raise ValueError("update: foreach is of an optimizer on the device; leave it out")
+        check_choices(self, {"optimizer": ("device", "host"), "adam": ("fused", "foreach")})
+        if (self.optimizer, self.adam) == ("host", "foreach"):
+            raise ValueError("adam: foreach is of an optimizer on the device; leave it out")
 
     def savings(self) -> Iterator[Saving]:
         if self.optimizer == "device":
