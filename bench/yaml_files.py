@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from os import PathLike, fspath
-from os.path import lexists
+from os.path import isdir, lexists
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -90,6 +90,8 @@ def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
             if lexists(path):  # a link that leads nowhere is told when it is read
                 return path
         raise UserError(f"no {kind} file {name}")
+    if isdir(name):
+        raise UserError(f"{shown(name)} is a folder; give the path of a YAML file in it")
     hint = suggestion(name, files, f"spbench list {kind}s")
     raise UserError(f"unknown {kind} {shown(name)}{hint}; or give the path of a YAML file")
 

@@ -150,7 +150,7 @@ class Backend(ABC):
         if self.on_host and parameters:
             return HostOptimizer(parameters, self.precision, self.host_layout, **settings)
         if isinstance(self.options, OptimizerOptions):
-            settings["foreach"] = self.options.adam == "foreach"
+            settings["foreach"] = self.options.implementation == "foreach"
         return Optimizer(
             parameters,
             self.precision if masters else replace(self.precision, master=False),

@@ -81,7 +81,10 @@ class Optimizer:
         foreach: bool = False,
     ):
         if foreach and precision.loss_scale:
-            raise Unsupported("adam: foreach heeds no overflow of a loss scale", "use adam: fused, or bf16")
+            raise Unsupported(
+                "implementation: foreach heeds no overflow of a loss scale",
+                "use implementation: fused, or bf16",
+            )
         self.foreach, self.updates = foreach, 0
         self.parameters = parameters
         self.precision = precision

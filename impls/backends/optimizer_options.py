@@ -51,20 +51,20 @@ class OptimizerOptions(Options):
     Attributes:
         optimizer: where masters and moments are, and what updates the weights: the "device", or the "host"
             with its memory and cores; each backend names the program that it follows.
-        adam: of an optimizer on the device: "fused": one kernel; "foreach": torch's own default, a kernel
-            for each operation on all weights, between which the roots of all second moments live.
+        implementation: of an optimizer on the device: "fused": one kernel; "foreach": torch's own default, a
+            kernel for each operation on all weights, between which the roots of all second moments live.
 
     Raises:
         ValueError: it is another word.
     """
 
     optimizer: Literal["device", "host"] = "device"
-    adam: Literal["fused", "foreach"] = "fused"
+    implementation: Literal["fused", "foreach"] = "fused"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"optimizer": ("device", "host"), "adam": ("fused", "foreach")})
-        if (self.optimizer, self.adam) == ("host", "foreach"):
-            raise ValueError("adam: foreach is of an optimizer on the device; leave it out")
+        check_choices(self, {"optimizer": ("device", "host"), "implementation": ("fused", "foreach")})
+        if (self.optimizer, self.implementation) == ("host", "foreach"):
+            raise ValueError("implementation: foreach is of an optimizer on the device; leave it out")
 
     def savings(self) -> Iterator[Saving]:
         if self.optimizer == "device":

@@ -31,7 +31,8 @@ class BesideDispatch:
     def __init__(
         self, side: SideStream, x: Tensor, opens: Callable[..., Tensors], closes: Callable[..., Tensors]
     ):
-        self._side, self._parts, self._so_far = side, [closes, opens], (x,)
+        self._side, self._parts = side, [closes, opens]
+        self._so_far: tuple[Tensor, ...] = (x,)
 
     @contextmanager
     def next_part(self) -> Iterator[None]:

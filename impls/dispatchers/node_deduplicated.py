@@ -7,6 +7,10 @@ all ranks that share experts are on one node, there is the second alone. A rank 
 and sums what they return before it goes back. The kernels of DeepEP do both at once, and overlap them; here
 they are two collectives.
 
+What tells a rank where rows go differs: DeepEP sends the k indices and weights of each row, HybridEP
+all-gathers the choices of all ranks, T E bytes each (hybrid_ep_buffer.py of DeepEP's branch hybrid-ep), and
+sends weights of all experts of a node or rank; here both the choices and the weights of these go with a row.
+
 Letters beside those of dispatchers: N nodes, M ranks of a node along ep.
 """
 

@@ -84,7 +84,8 @@ class Fp8Recipe:
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None, *, transposed: bool = False
     ) -> Quantized:
         """x [r, c] in eight bits, or x^T."""
-        return Quantized(*fp8_cast(x, largest, dtype, tile, self.scales, transposed), tile)
+        data, scale = fp8_cast(x, largest, dtype, tile, self.scales, transposed)
+        return Quantized(data, scale, tile)
 
     def cast_both(
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None
@@ -308,7 +309,8 @@ class _GatheredProjection(torch.autograd.Function):
         if recipe.whole:
             x_t = Quantized(fp8_transpose(x.data), x.scale, WHOLE)
         else:
-            x_t = Quantized(*fp8_recast(x.data, x.scale, recipe.tile, recipe.scales), recipe.tile)
+            data, scale = fp8_recast(x.data, x.scale, recipe.tile, recipe.scales)
+            x_t = Quantized(data, scale, recipe.tile)
         d_weight = weight_gradient_fp8(a_t, x_t, weight, ctx.dtype)
         d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
         departure.wait()
@@ -335,7 +337,22 @@ def gathered(own: Quantized, shape: torch.Size, dim: int, group: dist.ProcessGro
     return Quantized(of_all(own.data), scale, own.tile)
 
 
+def begin_step(module: nn.Module, number: int) -> None:
+    """Have TransformerEngine's weights be cast anew: those whose tensors stay from step to step are cast in a
+    step's first micro-batch, and what that made stays until the next step's."""
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.spbench_fp8_step = number  # type: ignore[attr-defined]
+
+
 def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Quantized]:
     """The weight and its transpose in eight bits."""
-    whole = matrix(weight)
-    return recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+    whole, step = matrix(weight), getattr(weight, "spbench_fp8_step", None)
+    made_in, casts = getattr(weight, "spbench_fp8_casts", (None, None))
+    if casts is None or step is None or made_in != step:
+        casts = None
+        weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # their memory is taken again
+        casts = recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+        if step is not None:
+            weight.spbench_fp8_casts = step, casts  # type: ignore[attr-defined]
+    return casts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.optimizer import PRECISIONS, Optimizer, Precision, default_dtype
 from spbench.impls.composition import Composition, chunks_of
+from spbench.impls.kernels.fp8_projection import begin_step
 from spbench.impls.options import set_options
 from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Site, Strategy, shard_of
@@ -148,6 +149,8 @@ class Training:
         """A step without the optimizer; returns as :meth:`step` does."""
         self.strategy.random.begin_step(self.steps)
         self.strategy.losses.begin_step(self.micro_batches, self.optimizer.scaled)
+        if getattr(self.module, "casts_weights", False):
+            begin_step(self.module, self.steps)
         self.steps += 1
         self.optimizer.begin()  # before the first phase: what it does once is in no step's time
         with phase("forward") if self.backend.zeroes_in_step else nullcontext():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -119,7 +120,7 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
 def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> list[Trace]:
     """The trace of the first rank of each of the rank classes of a cell that was planned; arguments as of
     :func:`trace`."""
-    alike: dict[Hashable, dict[AnyTurns, list[int]]] = {}
+    alike: dict[Hashable, dict[Any, list[int]]] = {}
     for each in classes:
         alike.setdefault(_form(cell, each), {}).setdefault(_turns(cell, each), []).append(each.first)
     interleaved = cell.training.schedule == "interleaved"

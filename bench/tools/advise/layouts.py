@@ -174,9 +174,10 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
         if fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
             continue
         what = f"{way} dp{dp} pp{pp}"
+        sizes = unequal_stages(question, layers, pp)
         if batch % dp:
             refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
-        elif pp > 1 and (sizes := unequal_stages(question, layers, pp)) is None:
+        elif sizes is None:
             refused.add(what, f"{layers} layers are no whole number for {pp} stages")
         elif given and not folded(question, Layout(way, dp, pp, 1)):
             refused.add(what, f"{given} fits neither the experts nor the {dp * way.ranks} ranks of a stage")
@@ -186,7 +187,7 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
                 for virtual in _VIRTUAL_STAGES:
                     parts = batch // (dp * samples)
                     if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
-                        yield Layout(way, dp, pp, samples, virtual, None, sizes if pp > 1 else ())
+                        yield Layout(way, dp, pp, samples, virtual, None, sizes)
 
 
 def unequal_stages(question: Question, layers: int, stages: int) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.megatron_experts import expert_sizes, has_experts
+from spbench.bench.tools.jobs.megatron_fp8 import set_fp8
 from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
@@ -84,6 +85,7 @@ def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str])
 def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
     """Make the settings of all arguments."""
     set_model(a, bert=bert, cluster=cluster)
+    set_fp8(a)
     replicas = _set_parallelism(a, gpus)
     _set_batch(a, replicas)
     set_schedule(a)

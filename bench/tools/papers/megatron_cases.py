@@ -184,8 +184,10 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     left_out = len(compared) - sum(not each["departs"] for each in compared)
     text += f"; {left_out} golden values may belong to other arguments" if left_out else ""
     table = Table("Errors of predicted memory, from golden values", sizes)
-    content = {"predictions": lines, "errors": compared, "summary": sizes}
-    return Output([text, table], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
+    kinds = list(by_departure(compared))
+    tables = [table, *([Table("Errors by why a golden value departs", kinds)] if left_out else [])]
+    content = {"predictions": lines, "errors": compared, "summary": sizes, "departures": kinds}
+    return Output([text, *tables], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
 
 
 def machine_of(golden: str) -> tuple[str, bool]:
@@ -321,6 +323,21 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 "95% are within": percent(float(sizes.quantile(0.95, "higher")), 2),
                 "worst": percent(sizes.max(), 2),
             }
+
+
+def by_departure(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """How large the errors of each quantity are, by the first word of ``departs``."""
+    errors = DataFrame(found, columns=list(ERRORS))
+    errors["kind"] = [reason.partition(" ")[0] or "none" for reason in errors["departs"]]
+    for (kind, quantity), some in errors.groupby(["kind", "quantity"]):
+        sizes = some["error"].abs()
+        yield {
+            "departs": kind,
+            "quantity": quantity,
+            "golden values": len(sizes),
+            "median": percent(sizes.median(), 2),
+            "worst": percent(sizes.max(), 1),
+        }
 
 
 def of_all_machines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.models.blocks.adapters import freeze, with_gradient
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
@@ -58,6 +59,8 @@ class Decoder(nn.Module):
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
         freeze(self, model)
         self.on_host = checkpoints_on_host(model.checkpoints)
+        #: whether a step's first micro-batch casts weights, which the others use
+        self.casts_weights = model.fp8 != "none" and model.library == TRANSFORMER_ENGINE
         self._places: Places | None = None
         #: as the variable of a training loop
         self._logits: Tensor | None = None

@@ -86,7 +86,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
             "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
             queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
-            all weights by the backend's adam: fused.)
+            all weights by the backend's implementation: fused.)
         unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
         recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
             parts of layers, if nothing else is said softmax attention between its projections (arXiv

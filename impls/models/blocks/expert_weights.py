@@ -61,7 +61,7 @@ class SeparateExperts(nn.ModuleDict):
 
     @property
     def _experts(self) -> list[Expert]:
-        return [*self.values()]  # type: ignore[arg-type]
+        return [expert for expert in self.values() if isinstance(expert, Expert)]
 
     def each(self) -> list[ExpertTensors]:
         """The experts one by one."""

@@ -260,6 +260,17 @@ def test_casts_of_kept_matmuls_and_of_shared_inputs_are_made_once() -> None:
     assert again["fp8_cast"] - plain["fp8_cast"] == 3 + 3
 
 
+def test_weights_are_cast_in_the_first_micro_batch_of_a_step() -> None:
+    options = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 1}
+    casts = []
+    for micro_batches, steps in ((1, 1), (3, 1), (3, 2)):
+        training = {"micro_batches": micro_batches, "steps": steps, "backend": "megatron"}
+        counted = kernels(trace(model_options=options, precision="bf16", batch=3, training=training))
+        casts.append(counted["fp8_cast_both"])
+    assert casts[0] == 4 + 4 + 4  # of inputs, of gradients, of weights
+    assert casts[1] == casts[2] == 3 * (4 + 4) + 4
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
 def test_bytes_gathered_are_those_of_the_closed_form(name: str) -> None:
     options = {"fp8": name, "library": "transformer-engine"}

@@ -43,5 +43,5 @@ def test_an_update_of_all_weights_is_that_of_each(later: bool) -> None:
 
 
 def test_an_update_of_all_weights_heeds_no_overflow() -> None:
-    with pytest.raises(Unsupported, match="use adam: fused, or bf16"):
+    with pytest.raises(Unsupported, match="use implementation: fused, or bf16"):
         Optimizer([torch.ones(1)], PRECISIONS["fp16"], with_moments=True, foreach=True)

@@ -19,6 +19,12 @@ from tests.tools.commands.conftest import Run
 ERRORS = """
 run --scenario max_seqln -> unknown scenario 'max_seqln'
 run --scenario absent.yaml -> no scenario file absent.yaml
+run taken -> 'taken' is a folder; give the path of a YAML file in it
+run huge.yaml -> huge.yaml: defaults.seq_len: must be less than or equal to 68719476736
+run itself.yaml -> itself.yaml:1:4: malformed YAML: an alias stands within what it stands for
+run small.yaml --set batch=1e400 -> --set batch: must be a valid integer, not inf
+list models lamma3 -> no name of models has 'lamma3' in it
+list cluster -> which one? spbench list cluster NAME
 run --scenario malformed.yaml -> malformed.yaml:1:
 run --scenario negative.yaml -> negative.yaml: groups[0].sizes.tp: must be greater than 0, not -2
 run -> name a scenario: spbench run SCENARIO
@@ -127,6 +133,9 @@ def test_user_errors_are_one_line(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     Path("malformed.yaml").write_text("groups: [")
+    Path("itself.yaml").write_text("a: &a [*a]\n")
+    huge = "{model: bert-tiny, strategy: single, batch: 1, seq_len: 99999999999999999999}"
+    Path("huge.yaml").write_text(f"title: huge\ndefaults: {huge}\ngroups: [{{}}]\n")
     Path("negative.yaml").write_text(SCENARIO.replace("tp: [1, 2]", "tp: [1, -2]"))
     Path("traced.yaml").write_text(test_trace.SCENARIO)
     Path("flags.yaml").write_text(test_flags.SCENARIO)

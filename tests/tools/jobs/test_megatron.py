@@ -102,6 +102,9 @@ _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entro
         (_A, "", "--transformer-impl local", "model_options.attention", "unfused"),
         (_A, "", "", "model_options.cross_entropy", "fused"),
         (_A, "", "--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
+        (_H, "", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "model_options.fp8", "tensorwise"),
+        (_H, "", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "model_options.fp8", "blockwise"),
+        (_A, "", "--fp8-recipe mxfp8 --fp8-param-gather", "model_options.fp8", None),
         (_A, "", "--squared-relu", "model_options.mlp", "squared_relu"),
         (_A, "", "--qk-layernorm", "model_options.qk_norm", True),
         (_A, "", "--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
@@ -211,7 +214,8 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--global-batch-size 9 is no multiple of --micro-batch-size 2 x 8 replicas"),
         ("--use-torch-fsdp2 --untie-embeddings-and-output-weights",
          "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
-        ("--fp8-format hybrid", "--fp8-format hybrid: matmuls in 8 bits: not modelled"),
+        ("--fp8-format hybrid",
+         "--fp8-format hybrid: matmuls in 8 bits with scales of earlier steps: not modelled"),
         ("--hiden-size 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hiden-size (did you mean "
          "--hidden-size?); without --strict it is left out"),
         ("--hidden 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hidden (did you mean "

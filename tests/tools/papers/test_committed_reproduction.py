@@ -138,6 +138,15 @@ def test_the_page_has_the_errors_of_the_committed_cases() -> None:
     assert markdown(of_all_machines([*summary(lines)])) in (ROOT / TRUST_PAGE).read_text()
 
 
+def test_each_saving_by_a_recomputed_module_is_within_half_a_gib() -> None:
+    """Of Moonlight-16B; core attention saves least, in both."""
+    lines = [r for r in findings("experts").records if r.scenario == "experts_memory_switches"]
+    pairs = {r.table or r.claim: (r.published, r.reproduced) for r in lines}
+    assert len(pairs) == 5
+    assert all(ours is not None and abs(ours - theirs) < 0.5 for theirs, ours in pairs.values())
+    assert [min(pairs, key=lambda name, of=of: pairs[name][of]) for of in (0, 1)] == ["core_attn"] * 2
+
+
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_page_links_to_what_is_there(paper: str) -> None:
     links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())

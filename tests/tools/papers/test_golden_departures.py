@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 from spbench.bench.cell import Cell
 from spbench.bench.tools.papers.megatron_cases import (
+    ERRORS,
     EXPERT_CASES,
     GoldenCase,
+    by_departure,
     cases,
     departures,
     varies_by_routing,
 )
+
+ROOT = Path(__file__).parents[3]
+FILE = ROOT / "results" / "reproduction" / f"{EXPERT_CASES}_errors.csv"
 
 
 def by_case() -> dict[str, GoldenCase]:
@@ -36,3 +44,24 @@ def test_each_departure_is_one_that_the_values_show() -> None:
     assert found[several, "dev_dgx_h100_2nd"] == "checkpoint"
     assert found[f"{moe}te_8experts_etp1_ep4", "dev_dgx_h100"] == "routing"
     assert (several, "dev_dgx_h100") not in found
+
+
+def test_errors_of_the_committed_cases_are_those_of_the_page() -> None:
+    """`spbench reproduce megatron_moe_cases` prints them; each class of reasons apart."""
+    with FILE.open() as stream:
+        lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
+    found = {(line["departs"], line["quantity"]): line for line in by_departure(lines)}
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    for kind in ("none", "routing", "checkpoint", "release"):
+        first, held = (found[kind, quantity] for quantity in ("peak_first", "allocated_last"))
+        cells = [f"`{kind}`", *(first[name] for name in ("golden values", "median", "worst")), held["median"]]
+        assert f"| {' | '.join(map(str, cells))} |" in page
+
+
+def test_an_error_is_counted_by_the_first_word_of_its_reason() -> None:
+    reasons = (("", 0.01), ("as case dev", -0.2), ("as other lts", 0.4))
+    lines = [
+        dict.fromkeys(ERRORS, "") | {"quantity": "peak_first", "departs": d, "error": e} for d, e in reasons
+    ]
+    found = {line["departs"]: (line["golden values"], line["median"]) for line in by_departure(lines)}
+    assert found == {"as": (2, "30.00%"), "none": (1, "1.00%")}

@@ -1,0 +1,44 @@
+"""Matmuls in eight bits of a Megatron-LM job, by TransformerEngine's recipes."""
+
+from __future__ import annotations
+
+from spbench.bench.tools.jobs.account import Account
+
+_FORMAT, _RECIPE = "--fp8-format", "--fp8-recipe"
+_GATHERED, _REUSED = "--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"
+_IN_BF16 = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
+#: of scales from the largest magnitudes of earlier steps
+_HISTORY = ("--fp8-margin", "--fp8-interval", "--fp8-amax-history-len", "--fp8-amax-compute-algo")
+_OTHERS = ("--fp8-quantizer-factory", "--no-fp8-wgrad", "--fp8-output-proj", "--keep-fp8-transpose-cache")
+
+
+def set_fp8(a: Account) -> None:
+    """Set the recipe of matmuls in eight bits, if a job has one; refuse those that are not modelled."""
+    if not a.has(_FORMAT):
+        names = _RECIPE, _GATHERED, _REUSED, *_IN_BF16, *_HISTORY, *_OTHERS
+        a.ignore("of matmuls in 8 bits, which the job has not", *names)
+        return
+    recipe = a.value(_RECIPE)
+    if recipe in ("delayed", "custom"):
+        what = "scales of earlier steps" if recipe == "delayed" else "a recipe in Python"
+        a.refuse(f"matmuls in 8 bits with {what}", _FORMAT, _RECIPE)
+        return
+    for name, of in (("--num-experts", "experts"), ("--multi-latent-attention", "latent attention")):
+        if a.value(name):
+            a.refuse(f"matmuls in 8 bits of {of}", _FORMAT)
+            return
+    if a.value("--transformer-impl") == "local":
+        a.refuse("matmuls in 8 bits without TransformerEngine", _FORMAT)
+        return
+    a.set("model_options.fp8", recipe, _FORMAT, _RECIPE)
+    a.ignore("of scales from earlier steps", *_HISTORY)
+    a.refuse_given("gradients of weights in sixteen bits beside matmuls in eight: not modelled", _OTHERS[1])
+    a.leave("time", "the head is in sixteen bits", _OTHERS[2])
+    a.ignore("of Megatron-FSDP", _OTHERS[3])
+    a.ignore("of a recipe in Python", _OTHERS[0])
+    because = "weights are kept and gathered in sixteen bits, and cast in a step's first micro-batch"
+    a.leave("memory and time", because, _GATHERED, _REUSED)
+    if a.value(_IN_BF16[0]):
+        a.leave("memory and time", "the first and the last layers are in eight bits too", *_IN_BF16)
+    else:
+        a.ignore(f"of {_IN_BF16[0]}", *_IN_BF16[1:])
