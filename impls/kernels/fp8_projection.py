@@ -132,9 +132,11 @@ def mark_recipe(module: nn.Module, name: str) -> None:
     """Have the projections of a module multiply by a recipe of RECIPES. Called before each forward, as
     backends that gather weights put other tensors in their place."""
     recipe = RECIPES[name]
-    for parameter in module.parameters():
-        if parameter.ndim > 1:
-            parameter.spbench_fp8 = recipe  # type: ignore[attr-defined]
+    for each in module.modules():
+        # backends whose weights are parts of one flat tensor leave views in the place of parameters
+        for weight in (*each._parameters.values(), *vars(each).values()):
+            if isinstance(weight, Tensor) and weight.ndim > 1:
+                weight.spbench_fp8 = recipe  # type: ignore[attr-defined]
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:

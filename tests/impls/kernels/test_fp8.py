@@ -261,6 +261,21 @@ def test_casts_of_kept_matmuls_and_of_shared_inputs_are_made_once() -> None:
     assert again["fp8_cast"] - plain["fp8_cast"] == 3 + 3
 
 
+@pytest.mark.parametrize("backend", ["zero3", "fsdp1", "fsdp_flat", "zero1"])
+def test_every_backend_multiplies_in_eight_bits(backend: str) -> None:
+    options = {"fp8": "rowwise", "layers": 1, "separate_projections": True}
+    training, sizes = {"backend": backend}, {"dp": 2}
+    counted = kernels(trace(model_options=options, precision="bf16", sizes=sizes, batch=2, training=training))
+    assert counted["fp8_mm"] == 3 * 7
+
+
+def test_heads_of_keys_that_ranks_share_are_in_eight_bits_too() -> None:
+    options = {"fp8": "rowwise", "layers": 1, "kv_heads": 1}
+    sizes = {"tp": 2}
+    counted = kernels(trace(model_options=options, precision="bf16", strategy="tensor_parallel", sizes=sizes))
+    assert counted["fp8_mm"] == 3 * 4
+
+
 def test_weights_are_cast_in_the_first_micro_batch_of_a_step() -> None:
     options = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 1}
     casts = []
