@@ -127,10 +127,11 @@ class Pipeline:
     Args:
         run: of the stage.
         schedule: "1f1b" or "gpipe".
+        ahead: see :func:`forwards_ahead`; None: as many as the schedule says.
     """
 
-    def __init__(self, run: StageRun, around: Composition, schedule: str = "1f1b"):
-        self.of_stage, self.schedule = run, schedule
+    def __init__(self, run: StageRun, around: Composition, schedule: str = "1f1b", ahead: int | None = None):
+        self.of_stage, self.schedule, self.ahead = run, schedule, ahead
         self.stage, self.group = around.stage, around.pp_group
 
     def run(
@@ -145,7 +146,9 @@ class Pipeline:
         Returns the sum of this rank's shares of the losses, detached; zero but on the last stage.
         """
         count, stage = len(micro_batches), self.of_stage
-        ahead = forwards_ahead(self.schedule, self.stage, count)
+        ahead = self.ahead
+        if ahead is None:
+            ahead = forwards_ahead(self.schedule, self.stage, count)
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses: list[Tensor] = []
         arrived = None  # what came with the exchange after the last backward

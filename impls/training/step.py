@@ -77,7 +77,8 @@ class Training:
         micro_batches: parts of the batch that are run one after another.
         schedule: of the pipeline: one of SCHEDULES. "interleaved" where ``around`` has several stages a rank,
             and only there.
-        turns: of that schedule; None: groups of as many micro-batches as there are ranks.
+        turns: of that schedule; None: groups of as many micro-batches as there are ranks. Of other schedules
+            how many micro-batches run forward before the first backward; None: as many as these say.
         moments, learning_rate: see :class:`BackendSettings`.
 
     Raises:
@@ -97,7 +98,7 @@ class Training:
         around: Composition | None = None,
         micro_batches: int = 1,
         schedule: str = "1f1b",
-        turns: Turns | None = None,
+        turns: Turns | int | None = None,
         learning_rate: float = 1e-4,
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
@@ -113,7 +114,8 @@ class Training:
                 StageRun(each, stage, self.backend)
                 for each, stage in zip(chunks_of(module), around.stages, strict=True)
             ],
-            turns or Turns(around.stage.index, around.stage.count, len(around.stages), micro_batches),
+            turns,
+            micro_batches,
         )
         self.steps = 0
 
@@ -169,7 +171,11 @@ class Training:
 
 
 def _pipeline(
-    schedule: str, around: Composition, runs: Sequence[StageRun], turns: Turns
+    schedule: str,
+    around: Composition,
+    runs: Sequence[StageRun],
+    turns: Turns | int | None,
+    micro_batches: int,
 ) -> Pipeline | InterleavedPipeline:
     """What runs the micro-batches through a rank's stages.
 
@@ -181,5 +187,8 @@ def _pipeline(
     if (schedule == "interleaved") != (len(runs) > 1):
         raise ValueError(f"the schedule {schedule} does not run {len(runs)} stages a rank")
     if len(runs) > 1:
+        if not isinstance(turns, Turns):
+            turns = Turns(around.stage.index, around.stage.count, len(runs), micro_batches)
         return InterleavedPipeline(runs, around, turns)
-    return Pipeline(runs[0], around, schedule)
+    assert not isinstance(turns, Turns)
+    return Pipeline(runs[0], around, schedule, turns)

@@ -48,6 +48,11 @@ class InterleavedTurns:
         return self.of.ahead
 
     @property
+    def run(self) -> Turns:
+        """What a step is asked to run, see :func:`record_step`."""
+        return self.of
+
+    @property
     def _order(self) -> tuple[int, ...]:
         """By chunk, whether its first forward of a group comes after the backward of its last forward (-1),
         right after it (0), or before it (1). Megatron-LM keeps a chunk's last input, with its gradient, until

@@ -1,9 +1,10 @@
-"""Stages of a pipeline that differ only in how many micro-batches they hold: few are traced, the others are
-put together from their parts.
+"""Stages of a pipeline that differ only in how many micro-batches they hold: a short step of one is traced,
+and theirs are put together from its parts (:mod:`measure.engines.turn_parts`).
 
 Time is counted in turns: turn t runs the forward of micro-batch t and the backward of micro-batch t - ahead,
 where there are these. So a step has a warm-up of forwards, a steady state of both, and an end of backwards.
-Stages whose modules have the same form do the same in a turn of the same kind, whatever they hold.
+Stages whose modules have the same form do the same in a turn of the same kind, whatever they hold. Those that
+hold several runs of layers have turns of their own (:mod:`measure.engines.interleaved_turns`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from spbench.impls.training.pipeline import forwards_ahead
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
 #: many turns before it, or of its micro-batch's forward
 _APART = 2
-#: the fewest micro-batches held by a stage whose parts others are put together from
+#: the micro-batches held in a short step
 _FEWEST = 2 * _APART
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +46,16 @@ class Turns:
     ahead: int
     begins: bool = False
 
+    @property
+    def run(self) -> int:
+        """What a step is asked to run, see :func:`record_step`."""
+        return self.ahead
+
+    def short(self) -> Turns | None:
+        """The step from which this one is put together; None: there is none that is shorter."""
+        short = replace(self, ahead=_FEWEST)
+        return short if self.ahead >= _APART and self._alternates and short._alternates else None
+
     def __len__(self) -> int:
         return self.count + self.ahead
 
@@ -54,13 +66,13 @@ class Turns:
         ]
 
     @property
-    def complete(self) -> bool:
-        """Whether turns of every kind occur."""
-        return self.ahead >= _FEWEST and self.count > 2 * self.ahead + _APART
+    def _alternates(self) -> bool:
+        """Whether forwards and backwards alternate until turns repeat."""
+        return self.count > 2 * self.ahead + _APART
 
     def like(self, turn: int, other: Turns) -> int:
-        """The turn of another stage that does what this stage does in a turn; both :attr:`complete`, or the
-        other as far ahead and of one micro-batch more: then its second turn of both phases has no like."""
+        """The turn of a short step that does what this stage does in a turn; or of one as far ahead with one
+        micro-batch more: then its second turn of both phases has no like."""
         back = turn - self.ahead
         if (self.count + 1, self.ahead) == (other.count, other.ahead):
             return turn + (back > 0)
@@ -123,19 +135,19 @@ def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> l
     alike: dict[Hashable, dict[Any, list[int]]] = {}
     for each in classes:
         alike.setdefault(_form(cell, each), {}).setdefault(_turns(cell, each), []).append(each.first)
-    interleaved = cell.training.schedule == "interleaved"
     traces = {
         rank: replace(made, rank=rank)
         for by_turns in alike.values()
-        for ranks, made in (_by_short_step if interleaved else _by_ahead)(by_turns, cell, events)
+        for ranks, made in _by_short_step(by_turns, cell, events)
         for rank in ranks
     }
     return [traces[each.first] for each in classes]
 
 
 def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort: Effort = "proved") -> Trace:
-    """The trace of the first rank of a class alone; arguments as of :func:`trace`."""
-    if cell.training.schedule == "interleaved" and not cell.meters and not takes_plain_path():
+    """The trace of the first rank of a class alone; arguments as of :func:`trace`. Stages of a pipeline are
+    not guessed."""
+    if cell.sizes.pp > 1 and not cell.meters and not takes_plain_path():
         check_sizes(cell)
         return stage_traces(cell, [ranks], events=events)[0]
     return trace(cell, ranks.first, events=events, effort=effort)
@@ -150,58 +162,29 @@ def _turns(cell: Cell, each: RankClass) -> AnyTurns:
 
 
 def _by_short_step(
-    ranks: Mapping[InterleavedTurns, Sequence[int]], cell: Cell, events: bool
+    ranks: Mapping[AnyTurns, Sequence[int]], cell: Cell, events: bool
 ) -> Iterator[tuple[Sequence[int], Trace]]:
-    """Ranks of an interleaved pipeline whose stages have the same form, and the trace of each of them. A rank
-    whose trace cannot be told from one of a short step is traced.
+    """Ranks whose stages have the same form, and the trace of each of them. A rank whose trace cannot be told
+    from one of a short step is traced.
 
     Args:
-        ranks: by their turns.
+        ranks: by their turns; ranks of the same turns have one trace.
     """
-    by_short: dict[InterleavedTurns, Trace] = {}
+    traced: dict[AnyTurns, Trace] = {}
     for turns, alike in ranks.items():
         short = turns.short()
+        if short is not None and short not in traced and len(short) <= len(turns):
+            # its program says which calls communicate in which turn
+            traced[short] = trace(cell, alike[0], events=True, checked=True, turns=short.run)
         try:
-            if short is None:
+            if short not in traced:
                 raise NotAlike("there is no shorter step")
-            if short not in by_short:
-                # its program says which calls communicate in which turn
-                by_short[short] = trace(cell, alike[0], events=True, checked=True, turns=short.of)
-            together = put_together(by_short[short], short, turns)
-            yield alike, together if events else replace(together, program=None)
+            together = put_together(traced[short], short, turns)
         except NotAlike as error:
             _log.info("ranks %s of %s are traced whole: %s", alike, cell.key, error)
             yield alike, trace(cell, alike[0], events=events, checked=True)
-
-
-def _by_ahead(
-    ranks: Mapping[Turns, Sequence[int]], cell: Cell, events: bool
-) -> Iterator[tuple[Sequence[int], Trace]]:
-    """Ranks whose stages have the same form, and the trace of each of them.
-
-    The two traced stages with the fewest micro-batches give the proof: the trace of the second, put together
-    from that of the first, must equal the traced one in every field. If it does not, each stage is traced.
-
-    Args:
-        ranks: by their turns; ranks that run as many micro-batches ahead have one trace.
-    """
-    source: tuple[Trace, Turns] | None = None
-    proved = False
-    for turns in sorted(ranks, key=lambda turns: turns.ahead):
-        made = None
-        if source is not None and turns.complete:
-            try:
-                made = put_together(*source, turns)
-            except NotAlike:
-                source, proved = None, False
-        if made is None or not proved:
-            traced = trace(cell, ranks[turns][0], events=events, checked=True)
-            if made is not None:
-                proved = made.same(traced)
-            if turns.complete and (source is None or not proved):
-                source = traced, turns
-            made = traced
-        yield ranks[turns], made
+        else:
+            yield alike, together if events else replace(together, program=None)
 
 
 def _form(cell: Cell, each: RankClass) -> Hashable:

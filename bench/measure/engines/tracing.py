@@ -97,7 +97,7 @@ def trace(
     events: bool = False,
     effort: Effort = "proved",
     checked: bool = False,
-    turns: Turns | None = None,
+    turns: Turns | int | None = None,
 ) -> Trace:
     """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
     cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
@@ -120,22 +120,24 @@ def trace(
         rank_trace = _traced(cell, rank, events, turns)
     else:
         # what is put together is not kept: that takes longer than putting it together again
-        together = None if turns else _put_together(cell, rank, events, effort)
+        together = _put_together(cell, rank, events, effort, turns)
         rank_trace = together or _kept(cell, rank, events, turns)
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
-def _put_together(cell: Cell, rank: int, events: bool, effort: Effort) -> Trace | None:
+def _put_together(
+    cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | int | None
+) -> Trace | None:
     """The trace put together from those of few layers; None where that is not quicker, or not exact."""
     try:
         few = few_layers(cell, rank, effort)
         if few is None:
             return None
         if effort == "few":
-            return _kept(few.sources[0], rank, events)
-        deep = DeepTrace(*(_kept(each, rank, events) for each in few.sources), grows=few.grows)
+            return _kept(few.sources[0], rank, events, turns)
+        deep = DeepTrace(*(_kept(each, rank, events, turns) for each in few.sources), grows=few.grows)
         if few.proof is not None:
-            ours, theirs = deep.by(1), _kept(few.proof, rank, events)
+            ours, theirs = deep.by(1), _kept(few.proof, rank, events, turns)
             if not ours.same(theirs) or ours.memory.places != theirs.memory.places:
                 raise NotAlike("what is put together is not what is traced")
         return replace(deep.by(few.more), cell=cell)
@@ -144,7 +146,7 @@ def _put_together(cell: Cell, rank: int, events: bool, effort: Effort) -> Trace 
         return None
 
 
-def _kept(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
+def _kept(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None) -> Trace:
     """The trace with all layers of the cell, from disk if it is there."""
     with making(cell, rank, events, turns) as kept:
         if kept.trace is None:
@@ -152,7 +154,7 @@ def _kept(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Tr
     return kept.trace
 
 
-def _traced(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
+def _traced(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None) -> Trace:
     check_internals()
     further = meter_classes(cell.meters)
     with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():

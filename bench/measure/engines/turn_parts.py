@@ -39,6 +39,8 @@ class AnyTurns(Protocol):
 
     def __len__(self) -> int: ...
 
+    def short(self) -> Any: ...
+
     def phases(self, turn: int) -> list[str]: ...
 
     def like(self, turn: int, other: Any) -> int: ...
@@ -174,10 +176,15 @@ def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -
 
     Args:
         source: as :attr:`Order.source`.
+
+    Raises:
+        NotAlike: the meter has counts alone.
     """
     communicates = np.isin(program.kind, (COLLECTIVE, SEND, RECV))
     number = np.cumsum(communicates) - 1
     before = len(meter.calls) - int(communicates.sum())
+    if before < 0:
+        raise NotAlike("it is not known which calls communicate")
     calls = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
     other = CommunicationMeter(meter.axes)
     other.current_phase = meter.current_phase

@@ -136,14 +136,14 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     where the worker that examines the whole cell finds it. None where workers have enough to do, or nothing
     is kept.
 
-    From the last one back every second one: who examines a cell begins with the first, and goes on with the
-    second last. The stages between differ in their micro-batches alone, and few of them are traced; so no
-    more are taken here.
+    The last one and the second: who examines a cell begins with the first. The stages between differ in their
+    micro-batches alone, and few of them are traced.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []
     return [
         Task(cell.model_copy(), partial(trace_stage, stage=stage))
         for cell in cells
-        for stage in range(cell.sizes.pp - 1, 0, -2)[:2]
+        for stage in sorted({1, cell.sizes.pp - 1} - {0}, reverse=True)
+        if cell.sizes.pp > 1
     ]

@@ -79,6 +79,6 @@ def test_where_there_is_nothing_to_gain_none_is_traced_beside(monkeypatch: pytes
     assert stages_beside([alone], 2) == []
     assert stages_beside([CELL], 1) == stages_beside([CELL, alone], 2) == []
     deep = CELL.model_copy(update={"sizes": CELL.sizes.model_copy(update={"pp": 8})})
-    assert stages(stages_beside([deep], 2)) == [7, 5]
+    assert stages(stages_beside([deep], 2)) == [7, 1]
     monkeypatch.setattr(fitting, "cache_folder", lambda: None)
     assert stages_beside([CELL], 2) == []
