@@ -64,7 +64,7 @@ class OptimizerOptions(Options):
     def __post_init__(self) -> None:
         check_choices(self, {"optimizer": ("device", "host"), "implementation": ("fused", "foreach")})
         if (self.optimizer, self.implementation) == ("host", "foreach"):
-            raise ValueError("implementation: foreach is of an optimizer on the device; leave it out")
+            raise ValueError("implementation: foreach needs the optimizer on the device; leave it out")
 
     def savings(self) -> Iterator[Saving]:
         if self.optimizer == "device":

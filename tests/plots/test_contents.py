@@ -690,6 +690,7 @@ def texts(figure: Figure, read: str) -> list[str]:
     return [str(getattr(ax, read)()) for ax in figure.axes if ax.axison]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_figure_shows_its_rows(case: Case) -> None:
     figure = drawn(case.draw, case.rows, case.comparison)

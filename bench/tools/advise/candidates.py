@@ -231,15 +231,17 @@ def _of_layouts(
 ) -> Iterator[Candidate]:
     """The candidates of layouts that differ in the ranks of their experts alone."""
     backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
-    near = [each for each in every if bar.passes(each, estimates.computing(each, figures).min())]
+    computing = estimates.computing(every, figures)
+    passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
+    near = [each for each, passes in zip(every, passing, strict=True) if passes]
     far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
     if not near:
         if left_out is not None:
             left_out[TOO_SLOW] += far
         return
-    times_of = np.stack([estimates.times(layout, figures) for layout in near])
+    times_of = estimates.times(near, figures, computing[passing])
     activations = estimates.activations(near[0])
-    memories_of = np.stack([estimates.states(layout, figures)[:, None] + activations for layout in near])
+    memories_of = estimates.states(near, figures)[..., None] + activations
     folds, pipelined = best_folds(times_of, memories_of, usable), np.array(choices.pipelined)[:, None]
     may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
     bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))

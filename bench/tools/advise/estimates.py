@@ -8,7 +8,7 @@ backend sends. How much of it really is hidden behind computation only traces te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,13 +19,14 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import model_parameters, planned_strategy
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way
+from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way, groups_of
 from spbench.bench.tools.advise.look import at_depth
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.backends.planned_step import planned_sums
-from spbench.impls.folding import EXPERT_AXES, folded_sizes, folds, given_folds
-from spbench.impls.models.model import model_preset
+from spbench.impls.folding import folded_sizes, folds, given_folds
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategies.base import Site
 
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
 #: behind one micro-batch; what it sends with each, behind each
@@ -41,12 +42,12 @@ class Depths:
     one: float
     two: float
 
-    @property
+    @cached_property
     def layer(self) -> float:
         """The number of one layer."""
         return self.two - self.one
 
-    @property
+    @cached_property
     def ends(self) -> float:
         """The number of what is not layers."""
         return max(0.0, self.one - self.layer)
@@ -125,6 +126,8 @@ class Estimates:
         self.layers: int = getattr(model, "layers", 1)
         #: of layers, one of which is what figures here are of
         self.periods = self.layers / model.period
+        #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
+        self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
         self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
         #: by axes and sizes: those of the axes that have several ranks, and the mesh that they are of
@@ -145,7 +148,8 @@ class Estimates:
         sizes = {"dp": self.gpus // way.ranks, **way.axes}
         sent, elements, experts, rows = [], [], [], []
         for layers in (1, 2):
-            shallow = at_depth(self.cell, layers).model_copy(
+            few, model, sites_of = self._of_depth(layers)
+            shallow = few.model_copy(
                 update={
                     "strategy": way.strategy,
                     "strategy_options": dict(options),
@@ -153,9 +157,11 @@ class Estimates:
                     "batch": 1,
                 }
             )
-            strategy, model = planned_strategy(shallow), model_preset(*shallow.model_arguments)
-            precision, (_, length) = PRECISIONS[shallow.precision], shallow.shape
-            sites = list(model.sites(1, length, strategy.vocabulary_parts))
+            strategy, precision = planned_strategy(shallow), PRECISIONS[shallow.precision]
+            parts = strategy.vocabulary_parts
+            if parts not in sites_of:
+                sites_of[parts] = [*model.sites(1, shallow.shape[1], parts)]
+            sites = sites_of[parts]
             strategy.check(sites)
             entries = strategy.traffic(sites, precision.parameters.itemsize)
             sent.append(
@@ -176,6 +182,12 @@ class Estimates:
         most = max(of_mesh, key=lambda each: each.elements, default=None)
         alike = most.axes if most else ()
         return WayFigures(Depths(*sent), Depths(*elements), alike, Depths(*experts), Depths(*rows))
+
+    def _of_depth(self, layers: int) -> tuple[Cell, Model, dict[int, list[Site]]]:
+        if layers not in self._shallow:
+            cell = at_depth(self.cell, layers)
+            self._shallow[layers] = cell, model_preset(*cell.model_arguments), {}
+        return self._shallow[layers]
 
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
@@ -198,7 +210,7 @@ class Estimates:
     def _seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], mesh: Mapping[str, int]
     ) -> float:
-        groups = _groups(axes, mesh)
+        groups = groups_of(axes, mesh)
         if collective in ("send", "recv"):
             if collective == "recv":
                 return 0.0
@@ -209,30 +221,34 @@ class Estimates:
             return 0.0
         return max(self._costs.collectives(collective, nbytes, groups.tolist()))
 
-    def computing(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """Seconds of a step without what replicas send, for each saving."""
-        batch, _ = self.cell.shape
+    def computing(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds of a step without what replicas send, [layouts, savings]; here and below layouts differ in
+        their folds alone."""
+        layout, (batch, _) = layouts[0], self.cell.shape
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
         layer_s, ends_s, _, _ = self._of_savings
-        layer = b * (layer_s / ranks + way.sent_s.layer) + self._dispatch_s(layout, b * way.dispatched.layer)
-        ends = b * (ends_s / ranks + way.sent_s.ends) + self._dispatch_s(layout, b * way.dispatched.ends)
+        nbytes = b * way.dispatched.layer, b * way.dispatched.ends
+        to_experts = np.array([[self._dispatch_s(each, n) for n in nbytes] for each in layouts])
+        layer = b * (layer_s / ranks + way.sent_s.layer) + to_experts[:, :1]
+        ends = b * (ends_s / ranks + way.sent_s.ends) + to_experts[:, 1:]
         stage = self.periods / layout.pp * layer
         seconds: np.ndarray = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
         return seconds
 
-    def times(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """Seconds of a step, for each backend (rows) and saving (columns)."""
-        batch, _ = self.cell.shape
-        parts, computing = batch // (layout.dp * layout.micro_batch), self.computing(layout, way)
-        key = (layout.way, layout.dp, layout.pp, layout.fold)
-        if key not in self._of_backends:
-            self._of_backends[key] = self._replicas_s(layout, way)[:, :, None]
-        once, each = self._of_backends[key]
-        part = computing[None] / parts
-        sums = np.maximum(0.0, once - _HIDDEN_ONCE * part)
-        sent_s = sums + parts * np.maximum(0.0, each - _HIDDEN_EACH * part)
-        seconds: np.ndarray = computing + sent_s + self._host_s(layout, way)[:, None]
+    def times(self, layouts: Sequence[Layout], way: WayFigures, computing: np.ndarray) -> np.ndarray:
+        """Seconds of a step, [layouts, backends, savings].
+
+        Args:
+            computing: of :meth:`computing`.
+        """
+        (batch, _), layout = self.cell.shape, layouts[0]
+        parts = batch // (layout.dp * layout.micro_batch)
+        sent = np.stack([self._replicas_s(each, way) for each in layouts])[..., None]
+        part = computing[:, None] / parts
+        sums = np.maximum(0.0, sent[:, 0] - _HIDDEN_ONCE * part)
+        sent_s = sums + parts * np.maximum(0.0, sent[:, 1] - _HIDDEN_EACH * part)
+        seconds: np.ndarray = computing[:, None] + sent_s + self._host_s(layouts, way)[..., None]
         return seconds
 
     def _dispatch_s(self, layout: Layout, nbytes: float) -> float:
@@ -254,12 +270,15 @@ class Estimates:
         elements = way.experts.layer * self.periods / layout.pp + ends
         return elements / ranks, layout.stage_ranks // ranks
 
-    def _host_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """Seconds of an update on the host and of its copies, for each backend; all ranks of a node update at
-        once."""
-        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
-        experts, replicas = self._expert_elements(layout, way)
-        return self._host_s_of_parameter * (self._elements(layout, way) / sharing + experts / replicas)
+    def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds of an update on the host and of its copies, [layouts, backends]; all ranks of a node update
+        at once."""
+        sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
+        elements = self._elements(layouts[0], way) / sharing
+        held = [self._expert_elements(each, way) for each in layouts]
+        own = np.array([elements + experts / replicas for experts, replicas in held])
+        seconds: np.ndarray = own[:, None] * self._host_s_of_parameter
+        return seconds
 
     @cached_property
     def _host_s_of_parameter(self) -> np.ndarray:
@@ -273,6 +292,9 @@ class Estimates:
 
     def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
         """[2, backends]: seconds of what a backend sends once a step, and with each micro-batch."""
+        key = (layout.way, layout.dp, layout.pp, layout.fold)
+        if key in self._of_backends:
+            return self._of_backends[key]
         experts, _ = self._expert_elements(layout, way)
         groups, sizes = {("dp", *way.alike): self._elements(layout, way), ("edp",): experts}, layout.sizes
         sets = [(group, held) for group, held in groups.items() if held]
@@ -281,6 +303,7 @@ class Estimates:
             for name, n in self._messages[0]
         ]
         sent: np.ndarray = self._messages[1] @ np.array(seconds, dtype=float)
+        self._of_backends[key] = sent
         return sent
 
     @cached_property
@@ -296,16 +319,19 @@ class Estimates:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
         return way.elements.layer * self.periods / layout.pp + ends
 
-    def states(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """Bytes of states of training on a rank, for each backend."""
-        sharing = layout.dp * ranks_along(way.alike, layout.sizes)
-        each = np.array([e.whole_bytes + e.shared_bytes / sharing for e in self.backends.values()])
-        nbytes: np.ndarray = each * self._elements(layout, way)
-        experts, replicas = self._expert_elements(layout, way)
-        if experts:
-            of_expert = [e.whole_bytes + e.shared_bytes / replicas for e in self.backends.values()]
-            nbytes = nbytes + np.array(of_expert) * experts
+    def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Bytes of states of training on a rank, [layouts, backends]."""
+        sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
+        whole, shared = self._of_states
+        held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]
+        of_others = (whole + shared / sharing) * self._elements(layouts[0], way)
+        nbytes: np.ndarray = of_others + (whole + shared / held[:, 1]) * held[:, 0]
         return nbytes
+
+    @cached_property
+    def _of_states(self) -> np.ndarray:
+        """[2, backends]: bytes of an element that every replica has, and that are shared out."""
+        return np.array([(e.whole_bytes, e.shared_bytes) for e in self.backends.values()], dtype=float).T
 
     def activations(self, layout: Layout) -> np.ndarray:
         """Bytes of everything else on the fullest rank at its peak, for each saving."""
@@ -322,18 +348,3 @@ class Estimates:
         depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
         rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
         return np.array(rows, dtype=float).T
-
-
-def _groups(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
-    """The ranks of every group along these axes [groups, ranks]; folded ones are of a stage."""
-    if folds(axes):
-        ranks = np.arange(ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
-        ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(
-            mesh["pp"], *(mesh[axis] for axis in EXPERT_AXES)
-        )
-        order = ["pp", *EXPERT_AXES]
-    else:
-        order = [*ORDER]
-        ranks = np.arange(ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
-    last = [order.index(axis) for axis in axes]
-    return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from spbench.bench.cell import Sizes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.tools.advise.question import Question
-from spbench.impls.axes import spelled
-from spbench.impls.folding import FOLDED_AXES
+from spbench.impls.axes import ranks_along, spelled
+from spbench.impls.folding import EXPERT_AXES, FOLDED_AXES, folds
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
@@ -39,6 +41,10 @@ class Way:
     axes: Mapping[str, int]
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.strategy, *self.axes.items()))
 
     @cached_property
@@ -293,3 +299,18 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
             there = ", ".join(dict.fromkeys(map(str, has)))
             raise UserError(f"--fixed {name}={value}: no backend is searched with it; they have {there}")
     return settings
+
+
+def groups_of(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
+    """The ranks of every group along these axes [groups, ranks]; folded ones are of a stage."""
+    if folds(axes):
+        ranks = np.arange(ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
+        ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(
+            mesh["pp"], *(mesh[axis] for axis in EXPERT_AXES)
+        )
+        order = ["pp", *EXPERT_AXES]
+    else:
+        order = [*ORDER]
+        ranks = np.arange(ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
+    last = [order.index(axis) for axis in axes]
+    return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))

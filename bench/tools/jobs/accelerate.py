@@ -14,9 +14,9 @@ from spbench.bench.tools.jobs.deepspeed import DeepSpeedJob
 from spbench.bench.tools.jobs.deepspeed_files import sorted_files
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
+from spbench.bench.tools.jobs.launch import shell_of
 from spbench.bench.tools.jobs.program_files import script_of
-from spbench.bench.tools.jobs.shell import Shell
-from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word
+from spbench.bench.tools.jobs.shell_syntax import shown_word
 
 #: `accelerate launch`, or `python -m accelerate.commands.launch`
 _STARTS = ("launch", "accelerate.commands.launch")
@@ -71,13 +71,7 @@ def read(files: JobFiles) -> Job | None:
 
 def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
     """The words of the command that trains; None: there is none."""
-    shell = Shell(dict(files.environment), set(files.environment))
-    try:
-        shell.read(script.text)
-    except ShellError as error:
-        raise script.wrong(f"line {error.line}: {error}") from error
-    except RecursionError as error:
-        raise script.wrong("brackets are nested too deeply") from error
+    shell = shell_of(script, files.environment)
     commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
     found = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
     if len(found) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
@@ -11,10 +11,9 @@ from spbench.bench.tools.jobs.program_files import (
     configuration,
     deepspeed_of,
     given_of,
-    values_of,
     with_deepspeed,
 )
-from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
 
 _ADAM = ("", "fusedadam", "fused_adam", "cpu_adam", "cpuadam", "adam", "adamw")
@@ -32,10 +31,7 @@ def read(files: JobFiles) -> Job | None:
     model = content and content["model"]
     if content is None or not isinstance(model, dict) or "name_or_path" not in model:
         return None
-    table = with_deepspeed(argument_table("arctic"))
-    k = key_account(table, values_of(files, content, table), overrides=files.environment)
-    set_step(k, _step(k), files)
-    return k.job("arctic", files, k.arguments())
+    return job_of_files("arctic", files, content, with_deepspeed(argument_table("arctic")), _step)
 
 
 def _step(k: Account) -> TransformersStep:

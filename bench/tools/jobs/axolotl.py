@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
@@ -12,10 +12,9 @@ from spbench.bench.tools.jobs.program_files import (
     configuration,
     deepspeed_of,
     given_of,
-    values_of,
     with_deepspeed,
 )
-from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
 
 _EIGHT_BITS = {"adamw_torch_8bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit"}
@@ -36,10 +35,7 @@ def read(files: JobFiles) -> Job | None:
     content = configuration(files, ("base_model", "sequence_len"), ("base_model", "micro_batch_size"))
     if content is None:
         return None
-    table = with_deepspeed(argument_table("axolotl"))
-    k = key_account(table, values_of(files, content, table), overrides=files.environment)
-    set_step(k, _step(k), files)
-    return k.job("axolotl", files, k.arguments())
+    return job_of_files("axolotl", files, content, with_deepspeed(argument_table("axolotl")), _step)
 
 
 def _step(k: Account) -> TransformersStep:

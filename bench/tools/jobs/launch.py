@@ -40,6 +40,18 @@ class Launch:
     not_said: str = ""
 
 
+def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
+    """The shell after a script was read. UserError where it cannot be."""
+    shell = Shell(dict(environment), set(environment))
+    try:
+        shell.read(file.text)
+    except ShellError as error:
+        raise file.wrong(f"line {error.line}: {error}") from error
+    except RecursionError as error:
+        raise file.wrong("brackets are nested too deeply") from error
+    return shell
+
+
 def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str]) -> Launch | None:
     """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
@@ -12,11 +12,10 @@ from spbench.bench.tools.jobs.program_files import (
     configuration,
     deepspeed_of,
     given_of,
-    values_of,
     with_deepspeed,
     with_trainer,
 )
-from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
 
 _OLD, _NEW = ("stage", "finetuning_type"), ("model", "cutoff_len")
@@ -34,9 +33,7 @@ def read(files: JobFiles) -> Job | None:
         table, step = argument_table("llama_factory", "1"), _newer_step
     else:
         return None
-    k = key_account(table, values_of(files, content, table), overrides=files.environment)
-    set_step(k, step(k), files)
-    return k.job("llama_factory", files, k.arguments())
+    return job_of_files("llama_factory", files, content, table, step)
 
 
 def _step(k: Account) -> TransformersStep:

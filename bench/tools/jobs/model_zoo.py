@@ -13,9 +13,10 @@ import yaml
 
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
+from spbench.bench.tools.jobs.launch import shell_of
 from spbench.bench.tools.jobs.megatron import read as read_megatron
-from spbench.bench.tools.jobs.shell import Command, Shell
-from spbench.bench.tools.jobs.shell_syntax import ShellError, unknown_in
+from spbench.bench.tools.jobs.shell import Command
+from spbench.bench.tools.jobs.shell_syntax import unknown_in
 from spbench.bench.yaml_files import read_yaml
 
 _ARGUMENTS, _BENCHMARK = "MODEL_ARGS", "sbatch_benchmarking.sh"
@@ -119,13 +120,7 @@ def _switch(value: object, environment: Mapping[str, str]) -> object:
 
 def _command(script: JobFile, environment: Mapping[str, str]) -> Command:
     """The command that runs the benchmark."""
-    shell = Shell(dict(environment), set(environment))
-    try:
-        shell.read(script.text)
-    except ShellError as error:
-        raise script.wrong(f"line {error.line}: {error}") from error
-    except RecursionError as error:
-        raise script.wrong("brackets are nested too deeply") from error
+    shell = shell_of(script, environment)
     commands = [each for each in shell.commands if any(word.endswith(_BENCHMARK) for word in each.words)]
     if len(commands) != 1:
         raise script.wrong(f"{len(commands)} commands run {_BENCHMARK}; one is read")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from spbench.bench.tools.jobs.account import Account, key_account
@@ -10,19 +9,17 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.launch import launched
 from spbench.bench.tools.jobs.program_files import (
     deepspeed_of,
     given_of,
-    script_of,
     with_deepspeed,
     with_trainer,
 )
+from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
 from spbench.bench.tools.jobs.variables import variables
 
-_PROGRAM = re.compile(r"swift")
 #: by torch_dtype
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -33,9 +30,7 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: the script cannot be read, or has several such commands.
     """
-    script = script_of(files)
-    launch = launched(script, _PROGRAM, files.environment) if script else None
-    if launch is None or not launch.arguments or launch.arguments[0] not in ("sft", "pt"):
+    if (launch := tuning_of(files, "swift")) is None:
         return None
     problems: list[str] = []
     table = with_trainer(with_deepspeed(argument_table("swift")))
@@ -43,15 +38,8 @@ def read(files: JobFiles) -> Job | None:
     k.environment = launch.environment
     k.problems += problems
     set_step(k, _step(k, launch.environment), files)
-    k.took("how many processes there are", *filter(k.environment.__contains__, ("NPROC_PER_NODE", "NNODES")))
+    k.took("how many processes there are", *filter(k.environment.__contains__, PROCESSES))
     return k.job("swift", files, [*k.arguments(), *variables(k)])
-
-
-def _gpus(environment: Mapping[str, str]) -> int | None:
-    """GPUs that swift starts processes for, by the variables that it reads."""
-    processes, nodes = environment.get("NPROC_PER_NODE", "1"), environment.get("NNODES", "1")
-    known = processes.isdecimal() and nodes.isdecimal() and len(processes + nodes) < 12
-    return int(processes) * int(nodes) if known else None
 
 
 def _step(k: Account, environment: Mapping[str, str]) -> TransformersStep:
@@ -69,7 +57,7 @@ def _step(k: Account, environment: Mapping[str, str]) -> TransformersStep:
     return TransformersStep(
         model=said(k, "model"),
         length=said(k, "packing_length", "max_length"),
-        gpus=Said(_gpus(environment)),
+        gpus=Said(gpus_of(environment)),
         **deepspeed_of(k, "deepspeed", "ddp"),
         sequence=said(k, "sequence_parallel_size"),
         micro_batch=said(k, "per_device_train_batch_size"),

@@ -3,7 +3,6 @@ Megatron-LM's arguments with underscores."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,13 +14,12 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.launch import launched
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
-from spbench.bench.tools.jobs.program_files import given_of, script_of
+from spbench.bench.tools.jobs.program_files import given_of
+from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
 
-_PROGRAM = re.compile(r"megatron")
 #: by a field of config.json: Megatron-LM's argument
 _SIZES = {
     "num_hidden_layers": "num_layers",
@@ -51,9 +49,7 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: the script cannot be read, or has several such commands.
     """
-    script = script_of(files)
-    launch = launched(script, _PROGRAM, files.environment) if script else None
-    if launch is None or not launch.arguments or launch.arguments[0] not in ("sft", "pt"):
+    if (launch := tuning_of(files, "megatron")) is None:
         return None
     table, problems = argument_table("swift_megatron"), list[str]()
     values = dict(options_of(launch.arguments[1:], table, problems))
@@ -63,14 +59,11 @@ def read(files: JobFiles) -> Job | None:
     if known.get("recompute_granularity") == "none":
         known["recompute_granularity"] = None
     a = megatron_account(dict(as_arguments(known, values, problems, "ms-swift")), launch.environment)
-    environment = launch.environment
-    processes, nodes = environment.get("NPROC_PER_NODE", "1"), environment.get("NNODES", "1")
-    counted = processes.isdecimal() and nodes.isdecimal() and len(processes + nodes) < 12
-    gpus = files.gpus or (int(processes) * int(nodes) if counted else None)
+    gpus = files.gpus or gpus_of(launch.environment)
     if not problems and not own.problems:
         make_settings(a, gpus, files.cluster)
     a.problems[:0] = [*problems, *own.problems]
-    a.ignore("how many processes there are", "NPROC_PER_NODE", "NNODES")
+    a.ignore("how many processes there are", *PROCESSES)
     own.took("the model's sizes", "model")
     own.took("seq_len", "max_length")
     tuned = given_of(own, "tuner_type")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.setting_values import read_model_file
-from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, shown
+from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.program_files import values_of
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
 from spbench.bench.tools.jobs.transformers_sharding import set_sharding_of
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep
@@ -20,6 +23,24 @@ SEQUENCES = {
     "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
     "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
 }
+
+
+def job_of_files(
+    kind: str,
+    files: JobFiles,
+    content: Mapping[str, Any],
+    table: ArgumentTable,
+    step: Callable[[Account], TransformersStep],
+) -> Job:
+    """The job of a program whose configuration says all.
+
+    Args:
+        content: of its configuration.
+        step: reads what that says of a step.
+    """
+    k = key_account(table, values_of(files, content, table), overrides=files.environment)
+    set_step(k, step(k), files)
+    return k.job(kind, files, k.arguments())
 
 
 def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import configuration, given_of, values_of
-from spbench.bench.tools.jobs.transformers_settings import set_step
+from spbench.bench.tools.jobs.program_files import configuration, given_of
+from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
 
 _TRAIN, _PARALLEL = "train.", "train.accelerator."
@@ -26,10 +26,7 @@ def read(files: JobFiles) -> Job | None:
     }:
         return None
     assert content is not None
-    table = argument_table("veomni")
-    k = key_account(table, values_of(files, content, table), overrides=files.environment)
-    set_step(k, _step(k), files)
-    return k.job("veomni", files, k.arguments())
+    return job_of_files("veomni", files, content, argument_table("veomni"), _step)
 
 
 def _step(k: Account) -> TransformersStep:

@@ -181,7 +181,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             if name not in COMPILED:
                 raise ValueError(f"fusions has words of {', '.join(COMPILED)}, not {name!r}")
         if self.fusions and self.fused:
-            raise ValueError(f"fusions are of library: torch; {self.library} has its own, see unfused")
+            raise ValueError(f"fusions need library: torch; {self.library} has its own, see unfused")
         if "swiglu" in self.fusions and self.swiglu == "in_place":
             raise ValueError("swiglu: in_place is a kernel of its own; leave swiglu out of fusions")
         for name in self.unfused:

@@ -197,8 +197,13 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
 @pytest.mark.parametrize("name", _arguments(torch.float32, False))
 def test_fake_is_like_the_real_operator(name: str, dtype: torch.dtype, transposed: bool) -> None:
     """The declared mutation, and that shapes, dtypes, strides and devices agree."""
-    operator, tests = getattr(OPS, name.split()[0]).default, ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, _arguments(dtype, transposed)[name], test_utils=tests)
+    operator, arguments = getattr(OPS, name.split()[0]).default, _arguments(dtype, transposed)[name]
+    # test_schema compares arguments by sums, which torch has none of in eight bits
+    in_eight_bits = any(
+        isinstance(x, Tensor) and x.itemsize == 1 and x.is_floating_point() for x in arguments
+    )
+    tests = ("test_faketensor",) if in_eight_bits else ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, arguments, test_utils=tests)
 
 
 def test_every_operator_is_checked() -> None:

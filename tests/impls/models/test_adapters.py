@@ -7,18 +7,23 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.kernels.projection import project
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
+from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.planting import planted
-from tests.slow import mostly_slow
+from tests.slow import mostly_slow, slow
 
 MODEL, RANK = "causal-transformer-tiny-gqa", 4
 
@@ -74,3 +79,55 @@ def test_a_missing_scale_is_red(pool: RankPool) -> None:
 
 def test_gradients_of_adapters_that_are_not_summed_are_red(pool: RankPool) -> None:
     assert_red(pool, Case(AdapterNotSummed, adapted(), "model"), 2, "gradient of blocks")
+
+
+# -- sizes, bytes and memory -----------------------------------------------------------------------------
+
+OPTIONS = {"lora_rank": RANK, "tied": True}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "training"),
+    [
+        ({"pp": 2}, {"micro_batches": 2, "backend": "ddp"}),
+        slow({"dp": 2}, {"backend": "zero3"}),
+        slow({"tp": 2}, {"backend": "megatron"}),
+    ],
+)
+def test_real_ranks_send_what_virtual_ones_do(
+    pool: RankPool, sizes: dict[str, int], training: dict[str, Any]
+) -> None:
+    strategy = "megatron_sp" if "tp" in sizes else "single"
+    cell = {"model": MODEL, "strategy": strategy, "sizes": sizes, "batch": 4, "seq_len": 24}
+    both = {"model_options": OPTIONS, "training": training}
+    assert_real_ranks_send_the_same(pool, Cell.model_validate(cell | both))
+
+
+def test_a_rank_holds_states_of_adapters_alone() -> None:
+    def held(**options: Any) -> dict[str, int]:
+        cell = Cell(
+            model=MODEL, strategy="single", batch=1, seq_len=24, precision="fp32", model_options=options
+        )
+        return trace(cell).memory.peak().held
+
+    whole, few = held(), held(lora_rank=RANK)
+    weights = [*adapted().build(Strategy(), 24).parameters()]
+    trained, frozen = ([4 * p.numel() for p in weights if p.requires_grad == kind] for kind in (True, False))
+    assert few["parameters"] == sum(map(rounded, trained + frozen))
+    assert whole["parameters"] == sum(map(rounded, frozen))
+    # one buffer
+    assert (few["gradients"], whole["gradients"]) == (rounded(sum(trained)), rounded(sum(frozen)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_targets": ["query"]}, "lora_targets has words of q_proj"),
+        ({"lora_targets": ["q_proj"]}, "name all or none of them, or set separate_projections"),
+        ({"lora_targets": []}, "names no projection"),
+        ({"recompute": "operators"}, "neither mtp_layers nor recompute: operators"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        adapted(**options)

@@ -30,7 +30,7 @@ from tests.measure.verify.attention_model import AttentionModel
 GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("strategy", "options", "sizes"),
     [

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.plan import check_sizes
 from spbench.impls.layout import Unsupported
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
@@ -21,7 +21,7 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
 def supported(cell: Cell) -> bool:
     """Whether its strategy can run a cell."""
     try:
-        plan(cell)
+        check_sizes(cell)
     except Unsupported:
         return False
     return True

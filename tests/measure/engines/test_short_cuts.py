@@ -164,7 +164,7 @@ def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool
 
 #: what differs in kind; the others are traced in the slow run
 ALWAYS = (
-    *("contiguous", "gathered, striped", "rounds", "chunks", "tiles", "micro-batches under zero3", "gpipe"),
+    *("contiguous", "chunks", "micro-batches under zero3", "gpipe"),
     *("layers of a ring", "layers in a bucket", "columns"),
 )
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import few_layers, leading_runs
@@ -90,9 +90,9 @@ def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
     assert figures.experts.layer == of_layer
     assert figures.dispatched.layer == 256 * 3 * model.hidden * 2  # type: ignore[attr-defined]
     whole, shared = (Layout(way, 16, 1, 1, fold=fold) for fold in folds_of(about, way))
-    difference = estimated.states(whole, figures) - estimated.states(shared, figures)
+    (of_whole,), (of_shared,) = estimated.states([whole, shared], figures)
     expected = LAYERS * of_layer * ((4 + 12 / 16) - (4 + 12 / 4) / 4)
-    assert difference == pytest.approx(expected)
+    assert of_whole - of_shared == pytest.approx(expected)
     assert estimated.seconds("all_to_all", 2**20, ("ep",), shared.sizes) > 0
     assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
 
@@ -151,6 +151,23 @@ def test_the_folding_of_the_fastest_layout_is_said() -> None:
 
 
 @pytest.mark.slow
+def test_few_layers_of_unequal_stages(kept_traces: None) -> None:
+    training = {"backend": "megatron", "stage_layers": [10, 8], "micro_batches": 4}
+    cell = deep(18, 0).model_copy(
+        update={"sizes": Sizes(pp=2), "batch": 4, "training": TrainingOptions.model_validate(training)}
+    )
+    few, exact = (look(cell, depth) for depth in ("few_layers", "all_layers"))
+    assert few.peak_memory_bytes == pytest.approx(exact.peak_memory_bytes, rel=0.01)
+    assert few.step_time_s == pytest.approx(exact.step_time_s, rel=0.02)
+
+
+def test_experts_of_a_rank_are_one_parameter_where_nothing_else_is_said() -> None:
+    separate = {"seq_len": 256, "batch": 16, "model_options.stacked_experts": False}
+    assert asked(8).model.stacked_experts  # type: ignore[attr-defined]
+    assert not question((MODEL,), Asked("dgx-h100", 8, None, separate)).model.stacked_experts  # type: ignore[attr-defined]
+    assert "stacked_experts" not in asked(8, model="causal-transformer-tiny").cell.model_options
+
+
 def test_an_answer_says_where_experts_go(
     advise: Callable[..., tuple[int, str, str]], one_saving: None
 ) -> None:

@@ -18,14 +18,10 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
-from spbench.bench.tools.jobs.torchtitan_models import FLAVORS
-from spbench.bench.tools.jobs.torchtitan_pipeline import stage_layers
 from spbench.bench.tools.papers.megatron_cases import cases
 from spbench.impls.models.model import model_preset
-from tests.tools.jobs.job_inputs import read
 
 #: a step of Llama-3-8B as Megatron-LM and torchtitan run it
-INTERLEAVED = [("interleaved", 2), ("interleaved", 4)]
 BOTH: dict[str, Any] = {
     "model": "llama3-8b",
     "mesh": ["pp", "dp", "cp", "sp", "tp"],
@@ -127,61 +123,6 @@ def megatron_cells(draw: st.DrawFn) -> Cell:
     )
 
 
-@st.composite
-def torchtitan_cells(draw: st.DrawFn) -> Cell:
-    sizes = {axis: draw(st.sampled_from([1, 2, 4])) for axis in ("tp", "sp", "pp")} | {"dp": 4}
-    names, options = [], {}
-    if sizes["tp"] > 1:
-        names.append("megatron_sp")
-        options |= {"vocabulary": "split", "loss": draw(st.sampled_from(["parallel", "gathered"]))}
-    if sizes["sp"] > 1:
-        names.append(draw(st.sampled_from(["ring_attention", "all_gather_kv"])))
-        options |= {"placement": "zigzag"} | ({"gradients": "ring"} if names[-1] == "all_gather_kv" else {})
-    backend = draw(st.sampled_from(["zero2", "zero3"]))
-    parts = draw(st.integers(1, 3)) * sizes["pp"]
-    training: dict[str, Any] = {"data_parallel_replicate_degree": draw(st.sampled_from([1, 2]))}
-    if sizes["pp"] > 1:
-        schedule, virtual = draw(st.sampled_from([("1f1b", 1), ("gpipe", 1), *INTERLEAVED]))
-        training |= {
-            "schedule": schedule,
-            "virtual_stages": virtual,
-            "overlap_p2p_communication": virtual > 1,
-        }
-        if draw(st.booleans()):
-            uneven = stage_layers(32, sizes["pp"] * virtual, 1, draw(st.integers(0, 2)))
-            training |= {"stage_layers": uneven} if len({*uneven}) > 1 else {}
-    model = draw(
-        st.sampled_from(
-            [
-                {"recompute": "none"},
-                {"recompute": "operators"},
-                {"recompute": "full", "recompute_early_stop": True},
-                {"recompute": "full", "recompute_method": "interval", "recompute_layers": 3},
-            ]
-        )
-    )
-    return cell(
-        TORCHTITAN,
-        strategy="+".join(names) or "single",
-        strategy_options=options,
-        sizes=sizes,
-        batch=4 * parts * draw(st.integers(1, 3)),
-        precision=draw(st.sampled_from(["bf16", "fp32"])),
-        model="llama3-8b"
-        if "stage_layers" in training
-        else draw(st.sampled_from(["llama3-8b", "llama3-70b"])),
-        model_options=model,
-        mesh=["pp", "dp", "cp", "sp", "tp"],
-        training=training
-        | {
-            "backend": backend,
-            "micro_batches": parts,
-            "reshard_rest": backend == "zero3" and (sizes["pp"] > 1 or draw(st.booleans())),
-            **({"optimizer": "host", "parameters": "host"} if draw(st.booleans()) else {}),
-        },
-    )
-
-
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(megatron_cells())
 def test_flags_of_megatron_are_the_same_cell_again(cell: Cell) -> None:
@@ -209,37 +150,6 @@ def test_stages_of_any_numbers_of_layers(layers: list[int], virtual: int, writte
     assert found.missing == ()
     assert written in found.text()
     assert same(one, read_back("megatron", one, found).cell())
-
-
-@settings(deadline=None, max_examples=20, derandomize=True)
-@given(torchtitan_cells())
-def test_a_toml_of_torchtitan_is_the_same_cell_again(cell: Cell) -> None:
-    found = program_flags("torchtitan", cell)
-    assert found.missing == ()
-    assert not [line for line in found.beside if line.startswith(("model_options", "training"))]
-    assert same(cell, read_back("torchtitan", cell, found).cell())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "routing"),
-    [({"dp": 8}, "learned"), ({"dp": 8, "ep": 4}, "even"), ({"dp": 4, "tp": 2, "ep": 4, "etp": 2}, "learned"),
-     ({"dp": 4, "tp": 2, "ep": 8}, "learned"), ({"dp": 4, "tp": 2, "etp": 2}, "even")],
-)  # fmt: skip
-def test_experts_of_torchtitan_are_the_same_cell_again(sizes: dict[str, int], routing: str) -> None:
-    several = {"strategy": "megatron_sp", "strategy_options": {"vocabulary": "split", "loss": "parallel"}}
-    made = {**FLAVORS["qwen3"]["30B-A3B"].options, "routing": routing, "separate_projections": True}
-    one = cell(
-        TORCHTITAN | {"model": "qwen3-30b-a3b", "model_options": {}},
-        sizes=sizes,
-        model_options=made | {"attention": "flash_attention_2"},
-        training={"reshard_rest": False},
-        **(several if "tp" in sizes else {}),
-    )
-    found = program_flags("torchtitan", one)
-    assert (found.missing, [line for line in found.beside if "routing" not in line]) == ((), [])
-    again = read_back("torchtitan", one, found).cell()
-    assert again.sizes.by_axis == one.sizes.by_axis
-    assert [path for path, *_ in differences(one, again) if path != "model_options.routing"] == []
 
 
 def test_a_flag_that_is_left_out_is_found() -> None:
@@ -384,12 +294,6 @@ def test_cells_of_megatron(name: str, cells: int) -> None:
     found = [cell for variant in load_scenario(name).cells.values() for cell in variant]
     assert len(found) == cells
     assert [program_flags("megatron", cell).missing for cell in found] == [()] * cells
-
-
-@pytest.mark.parametrize(("name", "gpus"), [("llama3_8b.toml", 8), ("llama3_70b.toml", 64)])
-def test_presets_of_torchtitan(name: str, gpus: int) -> None:
-    found = program_flags("torchtitan", read("torchtitan", [name], gpus=gpus).cell())
-    assert (found.missing, found.beside) == ((), ())
 
 
 @pytest.mark.slow

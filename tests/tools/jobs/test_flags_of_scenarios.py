@@ -1,0 +1,44 @@
+"""All cells of the committed scenarios as flags of programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.tools.jobs.flags import program_flags
+
+SCENARIOS = Path(__file__).parents[3] / "scenarios"
+#: cells that each program means, at the least; those of transformers' layers are not committed
+LEAST = {"megatron": 220, "torchtitan": 6, "accelerate": 0}
+
+
+def cells() -> Iterator[Cell]:
+    """Each cell once that says its batch and length."""
+    every = {
+        cell.key: cell
+        for path in sorted(SCENARIOS.glob("*.yaml"))
+        for variant in load_scenario(path.stem).cells.values()
+        for cell in variant
+    }
+    return (cell for cell in every.values() if cell.search is None)
+
+
+@pytest.mark.slow
+def test_cells_that_programs_can_mean_come_back_equal() -> None:
+    """:func:`program_flags` reads its own output back, and misses nothing where that is the same."""
+    meant: Counter[str] = Counter()
+    for cell in cells():
+        for program in LEAST:
+            try:
+                flags = program_flags(program, cell)
+            except UserError as refused:
+                raise AssertionError(f"{program}, {cell.key}") from refused
+            meant[program] += not flags.missing
+            assert flags.missing or flags.lines
+    assert {program: n for program, n in meant.items() if n < LEAST[program]} == {}
