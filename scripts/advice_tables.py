@@ -52,6 +52,11 @@ QUESTIONS: Mapping[str, tuple[str, str, int, int, int]] = {
     "8b-8-8k-a100": ("llama3-8b", "dgx-a100", 8, 8 * _K, _M),
     "8b-64-8k-a100": ("llama3-8b", "dgx-a100", 64, 8 * _K, 4 * _M),
     "8b-64-128k-a100": ("llama3-8b", "dgx-a100", 64, 128 * _K, 4 * _M),
+    "qwen3-64-32k": ("qwen3-30b-a3b", "dgx-h100", 64, 32 * _K, 4 * _M),
+    "qwen3-64-128k": ("qwen3-30b-a3b", "dgx-h100", 64, 128 * _K, 4 * _M),
+    "mixtral-128-128k": ("mixtral-8x22b", "dgx-h100", 128, 128 * _K, 8 * _M),
+    "deepseek-1024-4k": ("deepseek-v3", "dgx-h100", 1024, 4 * _K, 64 * _M),
+    "deepseek-256-32k": ("deepseek-v3", "dgx-h100", 256, 32 * _K, 16 * _M),
 }
 _COUNTS = (
     *("looked at", "cannot be", "need too much by the estimate"),

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.collectives import all_reduce, joined, start_all_gather, start_reduce_scatter
 from spbench.impls.kernels.fp8_casts import (
     E4M3,
     E5M2,
@@ -36,8 +34,6 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_amax,
     fp8_cast,
     fp8_cast_both,
-    fp8_recast,
-    fp8_transpose,
     multiply_fp8,
 )
 from spbench.impls.kernels.kept_results import keeping, kept_number, kept_product
@@ -110,13 +106,6 @@ class Fp8Recipe:
         results = [_Projection.apply(rows, w, b, self, *shared) for w, b in zip(weights, biases, strict=True)]
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in results)
 
-    def project_gathered(
-        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, dim: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        """The positions of all ranks of x [.., L/N, .., H], which lie along ``dim``, W^T + b."""
-        result: Tensor = _GatheredProjection.apply(x, weight, bias, self, dim, group)
-        return result
-
 
 #: by the names that Megatron-LM and torchao give them. Tensorwise: TransformerEngine's Float8CurrentScaling,
 #: torchao's default. Blockwise: Float8BlockScaling, as DeepSeek-V3 has it (arXiv 2412.19437, section 3.3).
@@ -143,12 +132,15 @@ def mark_recipe(module: nn.Module, name: str) -> None:
     """Have the projections of a module multiply by a recipe of RECIPES. Called before each forward, as
     backends that gather weights put other tensors in their place."""
     recipe = RECIPES[name]
-    for parameter in module.parameters():
-        if parameter.ndim > 1:
-            parameter.spbench_fp8 = recipe  # type: ignore[attr-defined]
+    for each in module.modules():
+        # backends whose weights are parts of one flat tensor leave views in the place of parameters
+        for weight in (*each._parameters.values(), *vars(each).values()):
+            if isinstance(weight, Tensor) and weight.ndim > 1:
+                weight.spbench_fp8 = recipe  # type: ignore[attr-defined]
 
 
-def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y [m, F] plus a bias of F elements, if there is one."""
     if bias is None:
         return y
     return y + bias.flatten() if keeping() else y.add_(bias.flatten())
@@ -212,7 +204,7 @@ class _Projection(torch.autograd.Function):
         y = kept_product(product)
         ctx.save_for_backward(x, of_x, of_weight)
         ctx.weight, ctx.bias, ctx.recipe, ctx.casts = weight, bias, recipe, backward_casts
-        return _with_bias(y, bias)
+        return with_bias(y, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,7 +240,7 @@ class _EngineProjection(torch.autograd.Function):
         b, b_t = cast_weight(weight, recipe)
         ctx.save_for_backward(a_t.data, a_t.scale, b_t.data, b_t.scale)
         ctx.weight, ctx.bias, ctx.recipe, ctx.dtype = weight, bias, recipe, x.dtype
-        return _with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=True), bias)
+        return with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=True), bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -262,79 +254,6 @@ class _EngineProjection(torch.autograd.Function):
         d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
         x_t = Quantized(x_data, x_scale, recipe.tile)
         return d_x, weight_gradient_fp8(a_t, x_t, weight, ctx.dtype), d_bias, None
-
-
-class _GatheredProjection(torch.autograd.Function):
-    """As TransformerEngine's layers with sequence parallelism: x is cast before it is gathered, one byte an
-    element, and this rank's part is kept and gathered again. A scale of all of x is that of the largest
-    magnitude on all ranks. Tiles of rows are cast anew for the weight's gradient, where TransformerEngine
-    keeps tiles of columns: as many bytes, rounded twice."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        bias: Tensor | None,
-        recipe: Fp8Recipe,
-        dim: int,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        largest = recipe.largest(rows, recipe.tile)
-        if largest is not None:
-            all_reduce(largest, group, dist.ReduceOp.MAX)
-        own = recipe.cast(rows, recipe.tile, E4M3, largest)
-        b, b_t = cast_weight(weight, recipe)
-        ctx.save_for_backward(own.data, own.scale, b_t.data, b_t.scale)
-        ctx.weight, ctx.bias, ctx.recipe, ctx.dtype = weight, bias, recipe, x.dtype
-        ctx.shape, ctx.dim, ctx.group = x.shape, dim, group
-        a = gathered(own, x.shape, dim, group)
-        by_engine = library_of(weight) == TRANSFORMER_ENGINE
-        y = _with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=by_engine), bias)
-        return y.view(*_whole_shape(x.shape, dim, group), y.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        data, scale, b_data, b_scale = ctx.saved_tensors
-        weight, recipe, dim, group = ctx.weight, ctx.recipe, ctx.dim, ctx.group
-        by_engine = library_of(weight) == TRANSFORMER_ENGINE
-        d_rows = d_y.reshape(-1, d_y.shape[-1])
-        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, recipe.largest(d_rows, recipe.tile))
-        x = gathered(Quantized(data, scale, recipe.tile), ctx.shape, dim, group)
-        b_t = Quantized(b_data, b_scale, recipe.weights)
-        whole_d_x = multiply_fp8(a, b_t.mT, ctx.dtype, by_engine=by_engine)
-        whole_d_x = whole_d_x.view(*_whole_shape(ctx.shape, dim, group), ctx.shape[-1])
-        d_x, departure = start_reduce_scatter(whole_d_x, dim, group)
-        if recipe.whole:
-            x_t = Quantized(fp8_transpose(x.data), x.scale, WHOLE)
-        else:
-            data, scale = fp8_recast(x.data, x.scale, recipe.tile, recipe.scales)
-            x_t = Quantized(data, scale, recipe.tile)
-        d_weight = weight_gradient_fp8(a_t, x_t, weight, ctx.dtype)
-        d_bias = None if ctx.bias is None else bias_gradient(d_y, ctx.bias)
-        departure.wait()
-        return d_x, d_weight, d_bias, None, None, None
-
-
-def _whole_shape(shape: torch.Size, dim: int, group: dist.ProcessGroup) -> list[int]:
-    """The shape of x of all ranks, without its last dim."""
-    return [n * group.size() if place == dim else n for place, n in enumerate(shape[:-1])]
-
-
-def gathered(own: Quantized, shape: torch.Size, dim: int, group: dist.ProcessGroup) -> Quantized:
-    """The rows of all ranks, from this rank's, which are those of x of that shape; scales with them, where
-    rows have some of their own."""
-
-    def of_all(x: Tensor) -> Tensor:
-        # bytes, which every library of collectives sends
-        parts, arrival = start_all_gather(x.view(*shape[:-1], -1).view(torch.uint8), group)
-        arrival.wait()
-        whole = joined(parts, dim)
-        return whole.reshape(-1, whole.shape[-1]).view(x.dtype)
-
-    scale = own.scale if own.tile == WHOLE else of_all(own.scale)
-    return Quantized(of_all(own.data), scale, own.tile)
 
 
 def begin_step(module: nn.Module, number: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.collectives import copy_rows_to_group
-from spbench.impls.kernels.projection import project
+from spbench.impls.kernels.projection import library_of, mark_rows, project
 from spbench.impls.layout import Shard, mark_shard
 
 if TYPE_CHECKING:
@@ -107,4 +107,8 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
             return parameter
         # where there are replicas there is one group, so that the rows of its key and value are the last ones
         rows = slice(-2 * self.head_size, None)
-        return copy_rows_to_group(parameter.flatten(0, 1), rows, self.replica_group)
+        summed = copy_rows_to_group(parameter.flatten(0, 1), rows, self.replica_group)
+        if (recipe := getattr(parameter, "spbench_fp8", None)) is not None:
+            summed.spbench_fp8 = recipe  # type: ignore[attr-defined]
+            mark_rows(summed, library_of(parameter))
+        return summed

@@ -35,6 +35,7 @@ from spbench.impls.collectives import (
     start_reduce_scatter,
 )
 from spbench.impls.kernels.cross_entropy import CrossEntropy
+from spbench.impls.kernels.fp8_gathered import project_gathered
 from spbench.impls.kernels.projection import (
     bias_gradient,
     input_gradient,
@@ -293,8 +294,7 @@ class MegatronSP(GridChunks, TensorParallel):
         if self.size == 1:
             return project(x, weight, bias)
         if (recipe := getattr(weight, "spbench_fp8", None)) is not None:
-            by_recipe: Tensor = recipe.project_gathered(x, weight, bias, self.cut_dim(x), self.group)
-            return by_recipe
+            return project_gathered(x, weight, bias, recipe, self.cut_dim(x), self.group)  # type: ignore[arg-type]
         # Megatron-LM's own layers gather into its global memory buffer
         reused = library_of(weight) == "megatron-local" or self.options.gathered == "reused"
         buffer = self.buffer if reused else None

@@ -37,10 +37,17 @@ def _sign(number: int) -> int:
 @dataclass(frozen=True)
 class InterleavedTurns:
     """The actions of a rank of an interleaved pipeline, by their places in a step; see :class:`Turns` of
-    :mod:`measure.engines.pipeline_stages`. ``begins``: whether a phase of its own comes before them."""
+    :mod:`measure.engines.pipeline_stages`.
+
+    Attributes:
+        begins: whether a phase of its own comes before them.
+        gathers: whether a pass gathers weights that the one before it has not left, so that turns depend on
+            which passes follow each other.
+    """
 
     of: Turns
     begins: bool = False
+    gathers: bool = False
 
     @property
     def ahead(self) -> int:
@@ -68,7 +75,7 @@ class InterleavedTurns:
     def short(self) -> InterleavedTurns | None:
         """The step from which this one is put together; None: there is none that is shorter."""
         of = self.of
-        if of.group != of.ranks or of.micro_batches % of.group:
+        if self.gathers or of.group != of.ranks or of.micro_batches % of.group:
             return None
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)

@@ -154,11 +154,11 @@ def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort
 
 
 def _turns(cell: Cell, each: RankClass) -> AnyTurns:
-    training, begins = cell.training, backend_class(cell.training.backend).zeroes_in_step
+    training, backend = cell.training, backend_class(cell.training.backend)
     if (turns := turns_of(cell, each.stage)) is not None:
-        return InterleavedTurns(turns, begins)
+        return InterleavedTurns(turns, backend.zeroes_in_step, "parameters" in (backend.shares_out or ()))
     count = training.micro_batches
-    return Turns(count, forwards_ahead(training.schedule, each.stage, count), begins)
+    return Turns(count, forwards_ahead(training.schedule, each.stage, count), backend.zeroes_in_step)
 
 
 def _by_short_step(

@@ -277,10 +277,16 @@ class Search:
         fitting = self.fitting() if getattr(self.question.model, "experts", 0) else []
         if not fitting or not folds_anew(fitting[0].cell.sizes.by_axis):
             return
-        best = (name for s in fitting[: 4 * BEST] for name in (s.cell.strategy, s.cell.training.backend))
-        asked = replace(self.question, only=[*dict.fromkeys(best)], without=())
+        best = [seen.cell for seen in fitting[: 4 * BEST]]
+        # there are figures of the backends that were asked for, so these stay as they are
+        own = [name for name in self.question.only if name not in self.question.strategies]
+        only = [*dict.fromkeys(cell.strategy for cell in best), *own]
+        asked = replace(self.question, only=only, without=())
         every = candidates(asked, *self._estimated, Refused(), self.usable, unfolded=True)
-        if not (small := [each for each in every if each.estimated_bytes <= self.too_large]):
+        backends = {None, *(cell.training.backend for cell in best)}  # None: of an inference
+        near = (each for each in every if each.training.get("backend") in backends)
+        small = [each for each in near if each.estimated_bytes <= self.too_large]
+        if not small:
             return
         order = np.argsort(self.learned.bounds(Waiting(small)).expected_s, kind="stable")
         for at in range(0, _UNFOLDED * self.asking.jobs, self.asking.jobs):

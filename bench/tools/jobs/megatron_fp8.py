@@ -21,14 +21,14 @@ def set_fp8(a: Account) -> None:
     recipe = a.value(_RECIPE)
     if recipe in ("delayed", "custom"):
         what = "scales of earlier steps" if recipe == "delayed" else "a recipe in Python"
-        a.refuse(f"matmuls in 8 bits with {what}", _FORMAT, _RECIPE)
+        _refuse(a, f"matmuls in 8 bits with {what}", _RECIPE)
         return
     for name, of in (("--num-experts", "experts"), ("--multi-latent-attention", "latent attention")):
         if a.value(name):
-            a.refuse(f"matmuls in 8 bits of {of}", _FORMAT)
+            _refuse(a, f"matmuls in 8 bits of {of}")
             return
     if a.value("--transformer-impl") == "local":
-        a.refuse("matmuls in 8 bits without TransformerEngine", _FORMAT)
+        _refuse(a, "matmuls in 8 bits without TransformerEngine")
         return
     a.set("model_options.fp8", recipe, _FORMAT, _RECIPE)
     a.ignore("of scales from earlier steps", *_HISTORY)
@@ -42,3 +42,9 @@ def set_fp8(a: Account) -> None:
         a.leave("memory and time", "the first and the last layers are in eight bits too", *_IN_BF16)
     else:
         a.ignore(f"of {_IN_BF16[0]}", *_IN_BF16[1:])
+
+
+def _refuse(a: Account, missing: str, *names: str) -> None:
+    """Refuse eight bits by what is missing, and with them what is said of them."""
+    a.refuse(missing, _FORMAT, *names)
+    a.refuse_given(f"{missing}: not modelled", _RECIPE, _GATHERED, _REUSED, *_IN_BF16, *_HISTORY, *_OTHERS)

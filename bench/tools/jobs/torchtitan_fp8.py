@@ -56,4 +56,4 @@ def _leave(k: Account, keys: dict[str, str]) -> None:
     gathered = keys["enable_fsdp_float8_all_gather"]
     if k.value(gathered):
         k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
-    k.ignore("scales are computed where weights are cast", keys["precompute_float8_dynamic_scale_for_fsdp"])
+    k.ignore("each cast of a weight computes its scale", keys["precompute_float8_dynamic_scale_for_fsdp"])

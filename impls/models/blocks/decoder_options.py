@@ -247,7 +247,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
         for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
             if getattr(self, name, 0):
-                raise ValueError(f"fp8 is for projections of dense layers alone; leave {name} out")
+                raise ValueError(f"fp8 needs dense layers without adapters and tiles; leave {name} out")
 
     @property
     def gathered_dims(self) -> dict[str, int]:

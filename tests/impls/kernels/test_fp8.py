@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
-from spbench.impls.kernels import fp8_casts, fp8_projection
+from spbench.impls.kernels import fp8_casts, fp8_gathered
 from spbench.impls.kernels.fp8_casts import (
     E4M3,
     E5M2,
@@ -26,6 +26,7 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_cast,
     fp8_cast_both,
 )
+from spbench.impls.kernels.fp8_gathered import project_gathered
 from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
 from spbench.impls.kernels.projection import project
 from spbench.impls.models.model import model_preset
@@ -202,10 +203,10 @@ def gathered_errors(mesh: DeviceMesh, name: str, reduced: bool) -> tuple[float, 
     whole[:, : whole.shape[1] // n] *= 100  # of one rank alone
     weight, d_y = nn.Parameter(made(128, 128, seed=2).detach()), made(2, 8 * n, 128, seed=3).detach()
     weight.spbench_fp8, weight.spbench_library = recipe, "transformer-engine"  # type: ignore[attr-defined]
-    unreduced = mock.patch.object(fp8_projection, "all_reduce", lambda x, *_: x)
+    unreduced = mock.patch.object(fp8_gathered, "all_reduce", lambda x, *_: x)
     with nullcontext() if reduced else unreduced:
         x = whole.chunk(n, 1)[rank].clone().requires_grad_()
-        y = recipe.project_gathered(x, weight, None, 1, group)
+        y = project_gathered(x, weight, None, recipe, 1, group)
         (of_weight,) = torch.autograd.grad(y, [weight], d_y)
     rows, d_rows, w = whole.flatten(0, 1), d_y.flatten(0, 1), weight.detach()
     a, b = slack(rows, recipe, recipe.tile, E4M3), slack(w, recipe, recipe.weights, E4M3).T
@@ -258,6 +259,21 @@ def test_casts_of_kept_matmuls_and_of_shared_inputs_are_made_once() -> None:
     assert again["fp8_amax"] == plain["fp8_amax"] == 4 + 7 + 7
     assert plain["fp8_cast"] == (4 + 7) + (4 + 7)
     assert again["fp8_cast"] - plain["fp8_cast"] == 3 + 3
+
+
+@pytest.mark.parametrize("backend", ["zero3", "fsdp1", "fsdp_flat", "zero1"])
+def test_every_backend_multiplies_in_eight_bits(backend: str) -> None:
+    options = {"fp8": "rowwise", "layers": 1, "separate_projections": True}
+    training, sizes = {"backend": backend}, {"dp": 2}
+    counted = kernels(trace(model_options=options, precision="bf16", sizes=sizes, batch=2, training=training))
+    assert counted["fp8_mm"] == 3 * 7
+
+
+def test_heads_of_keys_that_ranks_share_are_in_eight_bits_too() -> None:
+    options = {"fp8": "rowwise", "layers": 1, "kv_heads": 1}
+    sizes = {"tp": 2}
+    counted = kernels(trace(model_options=options, precision="bf16", strategy="tensor_parallel", sizes=sizes))
+    assert counted["fp8_mm"] == 3 * 4
 
 
 def test_weights_are_cast_in_the_first_micro_batch_of_a_step() -> None:

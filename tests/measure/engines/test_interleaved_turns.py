@@ -8,7 +8,12 @@ from itertools import chain, product
 import pytest
 
 from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.impls.training.turns import Turns
+from tests.measure.engines.short_cut_cells import staged
+from tests.measure.trace.same_traces import differences
 
 CASES = [
     Turns(rank, ranks, chunks, micro_batches, group)
@@ -75,3 +80,15 @@ def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) ->
 def test_a_step_that_is_short_is_run_whole() -> None:
     assert InterleavedTurns(Turns(1, 4, 2, 8)).short() is None
     assert InterleavedTurns(Turns(1, 4, 2, 64, 6)).short() is None
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_a_rank_is_put_together_from_a_short_step(rank: int) -> None:
+    """The first rank, one between, and the last, whose losses live to the end of the step."""
+    training = {"schedule": "interleaved", "virtual_stages": 2}
+    cell = staged(16, batch=16, model_options={"layers": 8}, sizes={"pp": 4, "tp": 2}, training=training)
+    turns, first = InterleavedTurns(Turns(rank, 4, 2, 16)), plan(cell).classes[rank].first
+    short = turns.short()
+    assert short is not None
+    together = put_together(trace(cell, first, events=True, turns=short.run), short, turns)
+    assert differences(together, trace(cell, first, events=True)) == []

@@ -150,15 +150,14 @@ def test_the_folding_of_the_fastest_layout_is_said() -> None:
         assert not said or found.endswith("over ranks of several axes; none without it that was traced fits")
 
 
-@pytest.mark.slow
 def test_few_layers_of_unequal_stages(kept_traces: None) -> None:
-    training = {"backend": "megatron", "stage_layers": [10, 8], "micro_batches": 4}
-    cell = deep(18, 0).model_copy(
+    training = {"backend": "megatron", "stage_layers": [6, 5], "micro_batches": 4}
+    cell = deep(11, 0).model_copy(
         update={"sizes": Sizes(pp=2), "batch": 4, "training": TrainingOptions.model_validate(training)}
     )
     few, exact = (look(cell, depth) for depth in ("few_layers", "all_layers"))
     assert few.peak_memory_bytes == pytest.approx(exact.peak_memory_bytes, rel=0.01)
-    assert few.step_time_s == pytest.approx(exact.step_time_s, rel=0.02)
+    assert few.step_time_s == pytest.approx(exact.step_time_s, rel=0.05)
 
 
 def test_experts_of_a_rank_are_one_parameter_where_nothing_else_is_said() -> None:
@@ -168,6 +167,7 @@ def test_experts_of_a_rank_are_one_parameter_where_nothing_else_is_said() -> Non
     assert "stacked_experts" not in asked(8, model="causal-transformer-tiny").cell.model_options
 
 
+@pytest.mark.slow
 def test_an_answer_says_where_experts_go(
     advise: Callable[..., tuple[int, str, str]], one_saving: None
 ) -> None:

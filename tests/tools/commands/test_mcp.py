@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -85,7 +86,7 @@ def test_a_session_gets_the_same_json_as_the_command(
     command_line: Run, tool: str, arguments: dict[str, Any]
 ) -> None:
     """The server is a process of its own, as an agent starts it."""
-    started = StdioServerParameters(command="spbench", args=["mcp"])
+    started = StdioServerParameters(command=sys.executable, args=["-m", "spbench", "mcp"])
 
     async def session() -> Any:
         async with Client(stdio_client(started)) as client:

@@ -141,10 +141,10 @@ def test_the_page_has_the_errors_of_the_committed_cases() -> None:
 def test_each_saving_by_a_recomputed_module_is_within_half_a_gib() -> None:
     """Of Moonlight-16B; core attention saves least, in both."""
     lines = [r for r in findings("experts").records if r.scenario == "experts_memory_switches"]
-    pairs = {r.table or r.claim: (r.published, r.reproduced) for r in lines}
-    assert len(pairs) == 5
-    assert all(ours is not None and abs(ours - theirs) < 0.5 for theirs, ours in pairs.values())
-    assert [min(pairs, key=lambda name, of=of: pairs[name][of]) for of in (0, 1)] == ["core_attn"] * 2
+    theirs, ours = ({r.table or r.claim: getattr(r, of) for r in lines} for of in ("published", "reproduced"))
+    assert len(theirs) == 5
+    assert all(abs(ours[name] - theirs[name]) < 0.5 for name in theirs)
+    assert min(theirs, key=theirs.__getitem__) == min(ours, key=ours.__getitem__) == "core_attn"
 
 
 @pytest.mark.parametrize("paper", PAPERS)
