@@ -75,7 +75,8 @@ class InterleavedTurns:
     def short(self) -> InterleavedTurns | None:
         """The step from which this one is put together; None: there is none that is shorter."""
         of = self.of
-        if self.gathers or of.group != of.ranks or of.micro_batches % of.group:
+        # what is sent beside the computation is waited for in turns that are not told apart here
+        if self.gathers or of.overlapped or of.group != of.ranks or of.micro_batches % of.group:
             return None
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)

@@ -80,6 +80,7 @@ def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) ->
 def test_a_step_that_is_short_is_run_whole() -> None:
     assert InterleavedTurns(Turns(1, 4, 2, 8)).short() is None
     assert InterleavedTurns(Turns(1, 4, 2, 64, 6)).short() is None
+    assert InterleavedTurns(Turns(1, 4, 2, 64, overlapped=True)).short() is None
 
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
