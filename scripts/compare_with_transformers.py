@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.models.huggingface.config import model_from_config
+from spbench.impls.options import set_options
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype
 
@@ -347,6 +348,8 @@ def difference(family: str) -> float:
     """The largest relative difference of a token's loss, and of the gradient of all weights."""
     theirs, config = transformers_model(family)
     model = model_from_config({"model_type": family, **TINY[family]})
+    if getattr(model, "experts", 0):
+        model = set_options(model, {"stacked_experts": True}, family)
     with default_dtype(torch.float64):
         ours = model.build(Strategy(), LENGTH)
     weights = WEIGHTS[family](dict(theirs.state_dict()), config)
