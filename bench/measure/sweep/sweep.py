@@ -209,10 +209,9 @@ def sweep(
         UserError: a row cannot be written, or the executor's machines cannot go on.
         KeyboardInterrupt: passed on.
     """
-    # the shortest, so that there is a row soon; then the longest first: none is left at the end
+    # the longest first: none is left at the end
     digest_of = digest_of or digests_of_a_run()
     todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
-    todo = [*todo[-1:], *todo[:-1]]
     # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest_of(cell) for cell in todo}
     project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track

@@ -50,6 +50,7 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "bias_dropout_add": (x, row, y, kept, 1.25),
         "silu_times": (x, y),
         "silu_times_backward_": (x, y.clone(), x.clone()),
+        "silu_times_backward": (x, y.clone(), x.clone()),
         "bias_gelu": (x, row),
         "bias_gelu_backward": (y, x, row),
         "host_empty_like": (x,),

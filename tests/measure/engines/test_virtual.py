@@ -236,7 +236,7 @@ def test_tracing_leaves_no_trace() -> None:
 
 
 def test_a_failed_trace_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "record_step", lambda *args: 1 / 0)
+    monkeypatch.setattr(tracing, "record_step", lambda *args, **named: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tracing.trace(cell_of("tensor_parallel", 2))
     assert not dist.is_initialized()

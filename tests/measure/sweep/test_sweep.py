@@ -38,7 +38,7 @@ def test_failures_and_deaths_are_rows(tmp_path: Path, capfd: pytest.CaptureFixtu
         assert rows[1]["reason"].startswith("the worker process was killed by SIGKILL")
         assert rows[2]["reason"] == "3 ranks do not divide; use 2 or 4"
         assert rows[4]["reason"] == "ValueError: five is a fault"
-        assert begun == [1, 5, 4, 3, 2]  # the shortest, then the longest first
+        assert begun == [5, 4, 3, 2, 1]  # the longest first
         assert set(ended) == set(results.rows) == {c.key for c in cells}
         assert read_rows(results.path)[0] == [results.rows[key] for key in ended]
         # only what failed is run again

@@ -190,11 +190,6 @@ def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dic
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        (
-            "pipeline_parallel_degree = 1",
-            "pipeline_parallel_degree = 2",
-            "pipeline_parallel_degree = 2: a pipeline",
-        ),
         ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees multiplied"),
         ("seq_len = 8192", 'seq_len = "8K"', "training.seq_len: 8K is not a whole number"),
         (
