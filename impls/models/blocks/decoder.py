@@ -45,7 +45,7 @@ from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.blocks.token_prediction import shifted_inputs
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
 from spbench.impls.options import Saving, with_options
-from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.tiles import Tiling
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. The epsilon of norms is large: a
@@ -239,6 +239,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
+        if self.vocabulary_tile and vocabulary_parts > 1:
+            raise Unsupported("vocabulary_tile needs a head that no ranks split", "use loss_tile")
         rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
         alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
         predictions = [([layer], self.recomputes_layers) for layer in self.prediction_layers(stage)]

@@ -41,8 +41,6 @@ class Decoder(nn.Module):
         self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
         self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
         strategy.pack(self.attended)
-        if model.vocabulary_tile and strategy.vocabulary_parts > 1:
-            raise Unsupported("vocabulary_tile needs a head that no ranks split", "use loss_tile")
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
         if stage.first or (stage.last and model.shares_embedding):  # a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)

@@ -195,6 +195,13 @@ def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
     assert "20 or 24" in row.reason
 
 
+def test_tiles_of_a_vocabulary_that_ranks_share_are_unsupported(pool: RankPool) -> None:
+    preset = model_preset("causal-transformer-tiny", {"vocabulary_tile": 40})
+    row = verify_case(pool, Case(TensorParallel, preset, largest_part(preset)), 2)
+    assert row.status == "unsupported"
+    assert "vocabulary_tile needs a head that no ranks split" in row.reason
+
+
 def with_first_models() -> Iterator[Any]:
     """The pairs of CAN_RUN with weights, in every run those with the first such model of each strategy."""
     with_weights = [(cls, model) for cls, model in CAN_RUN if models()[model].has_weights]
