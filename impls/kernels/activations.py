@@ -29,13 +29,18 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return torch.empty_like(gate)
 
 
+def _silu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of silu(gate) * up with regard to both."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return gradient * up * (sigmoid + silu * (1 - sigmoid)), gradient * silu
+
+
 @torch.library.custom_op("spbench::silu_times_backward_", mutates_args={"gate", "up"})
 def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
     """Makes of both projections the gradients with regard to them."""
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    d_gate = gradient * up * (sigmoid + silu * (1 - sigmoid))
-    up.copy_(gradient * silu)
+    d_gate, d_up = _silu_gradients(gradient, gate, up)
+    up.copy_(d_up)
     gate.copy_(d_gate)
 
 
@@ -64,9 +69,7 @@ def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("spbench::silu_times_backward", mutates_args=())
 def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return gradient * up * (sigmoid + silu * (1 - sigmoid)), gradient * silu
+    return _silu_gradients(gradient, gate, up)
 
 
 @_silu_times_backward.register_fake
@@ -229,10 +232,7 @@ def _weighted_swiglu_backward(gradient: Tensor, y: Tensor, weights: Tensor) -> t
     gate, up = y.unbind(-2)
     d_weights = (gradient * (F.silu(gate) * up)).sum(-1).to(weights.dtype)
     weighted = gradient * weights[:, None]
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    d_gate = weighted * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.stack((d_gate, weighted * silu), -2).to(y.dtype).contiguous(), d_weights
+    return torch.stack(_silu_gradients(weighted, gate, up), -2).to(y.dtype).contiguous(), d_weights
 
 
 @_weighted_swiglu_backward.register_fake

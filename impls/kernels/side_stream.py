@@ -65,18 +65,18 @@ class SideStream:
             self._entered.pop().__exit__(None, None, None)
 
 
-def _same(xs: Tensors) -> Tensors:
-    return tuple(x.view_as(x) for x in xs)
-
-
-class _Enter(torch.autograd.Function):
-    """The first function of a part, and the last of its backward."""
+class _Edge(torch.autograd.Function):
+    """A function whose backward alone does something; its results are its arguments."""
 
     @staticmethod
     def forward(ctx: Any, side: SideStream, *xs: Tensor) -> Tensors:
         ctx.side = side
         ctx.set_materialize_grads(False)
-        return _same(xs)
+        return tuple(x.view_as(x) for x in xs)
+
+
+class _Enter(_Edge):
+    """The first function of a part, and the last of its backward."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -84,14 +84,8 @@ class _Enter(torch.autograd.Function):
         return None, *gradients
 
 
-class _Leave(torch.autograd.Function):
+class _Leave(_Edge):
     """The last function of a part, and the first of its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, side: SideStream, *xs: Tensor) -> Tensors:
-        ctx.side = side
-        ctx.set_materialize_grads(False)
-        return _same(xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
