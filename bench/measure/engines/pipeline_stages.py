@@ -51,10 +51,11 @@ class Turns:
         """What a step is asked to run, see :func:`record_step`."""
         return self.ahead
 
-    def short(self) -> Turns | None:
-        """The step from which this one is put together; None: there is none that is shorter."""
+    def shorter(self) -> Iterator[Turns]:
+        """The step from which this one is put together, if there is one that is shorter."""
         short = replace(self, ahead=_FEWEST)
-        return short if self.ahead >= _APART and self._alternates and short._alternates else None
+        if self.ahead >= _APART and self._alternates and short._alternates:
+            yield short
 
     def __len__(self) -> int:
         return self.count + self.ahead
@@ -172,19 +173,35 @@ def _by_short_step(
     """
     traced: dict[AnyTurns, Trace] = {}
     for turns, alike in ranks.items():
-        short = turns.short()
-        if short is not None and short not in traced and len(short) <= len(turns):
+        yield (
+            alike,
+            _together(turns, traced, cell, alike[0], events)
+            or trace(cell, alike[0], events=events, checked=True),
+        )
+
+
+def _together(
+    turns: AnyTurns, traced: dict[AnyTurns, Trace], cell: Cell, rank: int, events: bool
+) -> Trace | None:
+    """The trace of a rank from a shorter step; None: there is none that says it.
+
+    Args:
+        traced: short steps, to which further ones are added.
+    """
+    for short in turns.shorter():
+        if len(short) > len(turns):
+            continue
+        if short not in traced:
             # its program says which calls communicate in which turn
-            traced[short] = trace(cell, alike[0], events=True, checked=True, turns=short.run)
+            traced[short] = trace(cell, rank, events=True, checked=True, turns=short.run)
         try:
-            if short not in traced:
-                raise NotAlike("there is no shorter step")
             together = put_together(traced[short], short, turns)
         except NotAlike as error:
-            _log.info("ranks %s of %s are traced whole: %s", alike, cell.key, error)
-            yield alike, trace(cell, alike[0], events=events, checked=True)
+            _log.info("rank %s of %s is not as %s: %s", rank, cell.key, short.run, error)
         else:
-            yield alike, together if events else replace(together, program=None)
+            return together if events else replace(together, program=None)
+    _log.info("rank %s of %s is traced whole", rank, cell.key)
+    return None
 
 
 def _form(cell: Cell, each: RankClass) -> Hashable:
