@@ -83,7 +83,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         return steps
 
-    def stages(cell: Cell, classes: Any, *, events: bool) -> list[Trace]:
+    def stages(cell: Cell, classes: Any, **asked: Any) -> list[Trace]:
         traced: list[int] = []
         trace = pipeline_stages.trace
 
@@ -93,7 +93,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         with monkeypatch.context() as counting:
             counting.setattr(pipeline_stages, "trace", counted)
-            made = pipeline_stages.stage_traces(cell, classes, events=events)
+            made = pipeline_stages.stage_traces(cell, classes, **asked)
         if len(traced) < len(classes):
             taken.add("stages")
         return made
