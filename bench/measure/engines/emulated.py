@@ -86,6 +86,20 @@ class EmulatedGroup(dist.ProcessGroup):
         return work
 
 
+class _EmulatedGroupOfOld(EmulatedGroup):
+    """The same by the names of torch before 2.12, whose fake group writes no result of these."""
+
+    def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
+        work: dist.Work = super().alltoall_base(output, *rest)  # type: ignore[misc]
+        _draw([output])
+        return work
+
+    def _reduce_scatter_base(self, output: Tensor, *rest: Any) -> dist.Work:
+        work: dist.Work = super()._reduce_scatter_base(output, *rest)  # type: ignore[misc]
+        _draw([output])
+        return work
+
+
 def _draw(tensors: Iterable[Tensor]) -> None:
     with without_dispatch():
         for x in tensors:
@@ -95,7 +109,10 @@ def _draw(tensors: Iterable[Tensor]) -> None:
                 x.zero_()
 
 
-dist.Backend.register_backend(BACKEND, EmulatedGroup, extended_api=True, devices=[*DEVICES])
+_is_new = hasattr(dist.ProcessGroup, "all_to_all_single")
+dist.Backend.register_backend(
+    BACKEND, EmulatedGroup if _is_new else _EmulatedGroupOfOld, extended_api=True, devices=[*DEVICES]
+)
 
 
 class EmulatedEngine(Engine):
