@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce, joined, start_all_gather, start_reduce_scatter
-from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, Quantized, fp8_recast, fp8_transpose, multiply_fp8
+from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, Quantized, fp8_recast, multiply_fp8
 from spbench.impls.kernels.fp8_projection import Fp8Recipe, cast_weight, weight_gradient_fp8, with_bias
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, bias_gradient, library_of
 
@@ -74,7 +74,7 @@ class _GatheredProjection(torch.autograd.Function):
         whole_d_x = whole_d_x.view(*_whole_shape(ctx.shape, dim, group), ctx.shape[-1])
         d_x, departure = start_reduce_scatter(whole_d_x, dim, group)
         if recipe.whole:
-            x_t = Quantized(fp8_transpose(x.data), x.scale, WHOLE)
+            x_t = recipe.transposed(x)
         else:
             data, scale = fp8_recast(x.data, x.scale, recipe.tile, recipe.scales)
             x_t = Quantized(data, scale, recipe.tile)

@@ -34,6 +34,7 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_amax,
     fp8_cast,
     fp8_cast_both,
+    fp8_transpose,
     multiply_fp8,
 )
 from spbench.impls.kernels.kept_results import keeping, kept_number, kept_product
@@ -56,6 +57,9 @@ class Fp8Recipe:
         weights: of weights.
         gradients: the format of gradients; activations and weights are E4M3.
         scales: torch.float32: powers of two in float32; E8M0: in one byte; None: any float32.
+        transposes: matmuls take operands whose summed dim is contiguous alone, as Hopper's; else, as
+            Blackwell's (is_non_tn_fp8_gemm_supported of transformer_engine/pytorch/utils.py), those with one
+            scale need no transposed copy.
         wide_weight_gradient: the matmul of the weight's gradient stays in the precision of x, and that of the
             input's gradient has one scale for the weight.
     """
@@ -66,6 +70,7 @@ class Fp8Recipe:
     gradients: torch.dtype = E4M3
     scales: torch.dtype | None = None
     wide_weight_gradient: bool = False
+    transposes: bool = True
 
     @property
     def whole(self) -> bool:
@@ -87,8 +92,15 @@ class Fp8Recipe:
         self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None
     ) -> tuple[Quantized, Quantized]:
         """x [r, c] and x^T in eight bits."""
+        if self.whole and not self.transposes:
+            once = self.cast(x, tile, dtype, largest)
+            return once, once.mT
         data, scale, transposed, of_transposed = fp8_cast_both(x, largest, dtype, tile, self.scales)
         return Quantized(data, scale, tile), Quantized(transposed, of_transposed, tile)
+
+    def transposed(self, x: Quantized) -> Quantized:
+        """The transpose of what has one scale, as matmuls take it."""
+        return Quantized(fp8_transpose(x.data), x.scale.mT, WHOLE) if self.transposes else x.mT
 
     def project(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         """x [..., H] W^T + b -> [..., F]."""
@@ -128,10 +140,11 @@ RECIPES = {
 }
 
 
-def mark_recipe(module: nn.Module, name: str) -> None:
-    """Have the projections of a module multiply by a recipe of RECIPES. Called before each forward, as
-    backends that gather weights put other tensors in their place."""
-    recipe = RECIPES[name]
+def mark_recipe(module: nn.Module, recipe: Fp8Recipe | None) -> None:
+    """Have the projections of a module multiply by a recipe. Called before each forward too, as backends that
+    gather weights put other tensors in their place."""
+    if recipe is None:
+        return
     for each in module.modules():
         # backends whose weights are parts of one flat tensor leave views in the place of parameters
         for weight in (*each._parameters.values(), *vars(each).values()):
@@ -271,7 +284,10 @@ def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Qua
     if casts is None or step is None or made_in != step:
         casts = None
         weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # their memory is taken again
-        casts = recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+        if (scale := getattr(weight, "spbench_fp8_scale", None)) is not None:  # kept in eight bits
+            casts = Quantized(whole, scale, WHOLE), recipe.transposed(Quantized(whole, scale, WHOLE))
+        else:
+            casts = recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
         if step is not None:
             weight.spbench_fp8_casts = step, casts  # type: ignore[attr-defined]
     return casts

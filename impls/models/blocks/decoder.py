@@ -120,6 +120,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "unfused": (),
         "fusions": (),
         "fp8": "none",
+        "fp8_transposes": True,
         "attention_views": False,
         "recompute": "none",
         "recompute_early_stop": False,

@@ -66,10 +66,10 @@ class DecoderBlock(nn.Module):
         self.parallel, self.model, self.random = model.parallel_residual, model, strategy.random
         self.has_experts = isinstance(self.mlp, MixtureModule)
         mark_library(self, model.library)
+        mark_recipe(self, model.fp8_recipe)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        if self.model.fp8 != "none":
-            mark_recipe(self, self.model.fp8)
+        mark_recipe(self, self.model.fp8_recipe)
         mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
         if self.mlp is None:
             return mixed
@@ -111,8 +111,7 @@ class LoneDecoderLayer(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
-        if self.model.fp8 != "none":
-            mark_recipe(self, self.model.fp8)
+        mark_recipe(self, self.model.fp8_recipe)
         places = Places(self.strategy, self.seq_len, x, self.attended)
         if self.model.recomputes_layers:
             if self.on_host is not None:

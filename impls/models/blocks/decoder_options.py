@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
-from spbench.impls.kernels.fp8_projection import RECIPES
-from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
+from spbench.impls.kernels.projection import LIBRARIES, TRANSFORMER_ENGINE
 from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
@@ -83,6 +83,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         fp8: the matmuls of the projections of layers are in eight bits, by one of
             :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
+        fp8_transposes: of TransformerEngine's operands with one scale, matmuls need transposed copies, as on
+            Hopper; on Blackwell they do not.
         fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
             "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
             queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
@@ -144,6 +146,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     fusions: Sequence[str] = ()
     unfused: Sequence[str] = ()
     fp8: str = "none"
+    fp8_transposes: bool = True
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
@@ -238,7 +241,14 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         """Features of all heads of queries."""
         return self.heads * self.head_size
 
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """How the operands of matmuls in eight bits are scaled; None: there are none."""
+        return None if self.fp8 == "none" else replace(RECIPES[self.fp8], transposes=self.fp8_transposes)
+
     def _check_fp8(self) -> None:
+        if not self.fp8_transposes and (self.fp8 == "none" or self.library != TRANSFORMER_ENGINE):
+            raise ValueError("fp8_transposes: false needs fp8 and library: transformer-engine")
         if self.fp8 == "none":
             return
         if self.fp8.startswith("rowwise") and self.fused:
