@@ -15,9 +15,9 @@ from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, fp8_amax, fp8_cast
 
 
 def in_eight_bits(p: Tensor) -> bool:
-    """Whether a weight can be kept in eight bits: its recipe has one scale for all of it."""
+    """Whether a weight can be kept in eight bits: its recipe has one scale for it, of its own values."""
     recipe = getattr(p, "spbench_fp8", None)
-    return recipe is not None and bool(recipe.whole)
+    return recipe is not None and bool(recipe.whole) and not recipe.delayed
 
 
 def keep_in_eight_bits(p: nn.Parameter, into: Tensor) -> None:

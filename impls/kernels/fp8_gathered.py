@@ -49,7 +49,7 @@ class _GatheredProjection(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         largest = recipe.largest(rows, recipe.tile)
-        if largest is not None:
+        if isinstance(largest, Tensor):
             all_reduce(largest, group, dist.ReduceOp.MAX)
         own = recipe.cast(rows, recipe.tile, E4M3, largest)
         b, b_t = cast_weight(weight, recipe)
@@ -67,7 +67,8 @@ class _GatheredProjection(torch.autograd.Function):
         weight, recipe, dim, group = ctx.weight, ctx.recipe, ctx.dim, ctx.group
         by_engine = library_of(weight) == TRANSFORMER_ENGINE
         d_rows = d_y.reshape(-1, d_y.shape[-1])
-        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, recipe.largest(d_rows, recipe.tile))
+        largest = recipe.largest(d_rows, recipe.tile, "gradient")
+        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, largest)
         x = gathered(Quantized(data, scale, recipe.tile), ctx.shape, dim, group)
         b_t = Quantized(b_data, b_scale, recipe.weights)
         whole_d_x = multiply_fp8(a, b_t.mT, ctx.dtype, by_engine=by_engine)

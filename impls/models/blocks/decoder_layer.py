@@ -106,16 +106,23 @@ class LoneDecoderLayer(nn.Module):
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = checkpoints_on_host(model.checkpoints)
         self.attended = model.attended(seq_len)
+        self.scaling = model.delayed_scaling(layer, strategy)
         freeze(layer, model)
         strategy.pack(self.attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
         mark_recipe(self, self.model.fp8_recipe)
+        if self.scaling is not None:
+            x = self.scaling.entering(x)
         places = Places(self.strategy, self.seq_len, x, self.attended)
         if self.model.recomputes_layers:
             if self.on_host is not None:
                 self.on_host.begin()
             how = self.model.recomputation
-            return {"y": recomputed(self.layer, self.strategy.random, x, places, on_host=self.on_host, **how)}
-        return {"y": self.layer(x, places)}
+            y = recomputed(self.layer, self.strategy.random, x, places, on_host=self.on_host, **how)
+        else:
+            y = self.layer(x, places)
+        if self.scaling is not None:
+            self.scaling.update(forward=True)
+        return {"y": y}

@@ -7,15 +7,20 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+from torch import nn
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
+from spbench.impls.kernels.fp8_casts import E4M3
+from spbench.impls.kernels.fp8_delayed import PLACES_OF_A_MATMUL, DelayedScaling
 from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
 from spbench.impls.kernels.projection import LIBRARIES, TRANSFORMER_ENGINE
+from spbench.impls.layout import Site
 from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.tiles import Tiling
 
 #: what libraries other than torch fuse: the scale, mask and softmax of scores, an MLP's bias and activation,
@@ -83,6 +88,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
         fp8: the matmuls of the projections of layers are in eight bits, by one of
             :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
+        fp8_history: with fp8 "delayed": passes of which the largest magnitude makes a scale.
         fp8_transposes: of TransformerEngine's operands with one scale, matmuls need transposed copies, as on
             Hopper; on Blackwell they do not.
         fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
@@ -146,6 +152,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     fusions: Sequence[str] = ()
     unfused: Sequence[str] = ()
     fp8: str = "none"
+    fp8_history: int = 1
     fp8_transposes: bool = True
     recompute: str = "none"
     recompute_method: str = "uniform"
@@ -246,11 +253,31 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         """How the operands of matmuls in eight bits are scaled; None: there are none."""
         return None if self.fp8 == "none" else replace(RECIPES[self.fp8], transposes=self.fp8_transposes)
 
+    def delayed_scaling(self, layers: nn.Module, strategy: Strategy) -> DelayedScaling | None:
+        """The scales of all matmuls of layers in eight bits, if these are of earlier passes; ranks of a
+        pipeline stage have the same."""
+        if (recipe := self.fp8_recipe) is None or not recipe.delayed:
+            return None
+        numbers = (torch.finfo(E4M3).max, torch.finfo(recipe.gradients).max)
+        group = strategy.place.group(*strategy.place.stage_axes)
+        return DelayedScaling(layers, self.fp8_history, numbers, group)
+
+    def scale_sites(self, layers: Sequence[int]) -> list[Site]:
+        """The site of the scales of a stage's layers, each of which has four weights."""
+        if self.fp8 != "delayed":
+            return []
+        forward, backward = (4 * len(layers) * PLACES_OF_A_MATMUL[each] for each in (True, False))
+        return [Site("fp8_scales", 1, {"forward": forward, "backward": backward})]
+
     def _check_fp8(self) -> None:
         if not self.fp8_transposes and (self.fp8 == "none" or self.library != TRANSFORMER_ENGINE):
             raise ValueError("fp8_transposes: false needs fp8 and library: transformer-engine")
+        if self.fp8_history < 1 or (self.fp8_history > 1 and self.fp8 != "delayed"):
+            raise ValueError("fp8_history is at least 1, and needs fp8: delayed")
         if self.fp8 == "none":
             return
+        if self.fp8 == "delayed" and self.library != TRANSFORMER_ENGINE:
+            raise ValueError(f"fp8: delayed needs library: transformer-engine, not {self.library}")
         if self.fp8.startswith("rowwise") and self.fused:
             raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
         if self.library == "megatron-local":
@@ -267,6 +294,9 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
         recipe = RECIPES[self.fp8]
         scale = (recipe.scales or torch.float32).itemsize
         width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
+        if recipe.delayed:  # no magnitude is reduced before the cast
+            width = self.hidden
+            return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": 0}
         return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": scale}
 
     @property
