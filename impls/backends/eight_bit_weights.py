@@ -4,7 +4,8 @@ Megatron-LM's ``--fp8-param-gather`` keeps weights whose matmuls are in eight bi
 element with one scale a weight, in a buffer of their own beside that of other weights. After an update each
 rank casts its part of the main weights. The largest magnitude of a weight lies on any of the ranks that share
 it, so one all-reduce of those of all weights comes before (cast_master_weights_to_fp8 of
-transformer_engine/pytorch/tensor/utils.py, 2.x). The cast parts are gathered in place of sixteen bits.
+transformer_engine/pytorch/tensor/utils.py, 2.x); with delayed scaling it comes after, for the next scales.
+The cast parts are gathered in place of sixteen bits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, fp8_amax, fp8_cast
 
 
 def in_eight_bits(p: Tensor) -> bool:
-    """Whether a weight can be kept in eight bits: its recipe has one scale for it, of its own values."""
+    """Whether a weight can be kept in eight bits: its recipe has one scale for all of it."""
     recipe = getattr(p, "spbench_fp8", None)
-    return recipe is not None and bool(recipe.whole) and not recipe.delayed
+    return recipe is not None and bool(recipe.whole)
 
 
 def keep_in_eight_bits(p: nn.Parameter, into: Tensor) -> None:

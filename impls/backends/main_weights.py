@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
 from spbench.impls.collectives import all_reduce
 from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, fp8_amax, fp8_cast, scale_of
+from spbench.impls.kernels.fp8_delayed import fp8_cast_delayed_
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ def write_back(mains: Sequence[MainWeight], buffers: Sequence[GradientBuffer]) -
     parts = {main.parameter: main for main in mains}
     for buffer in (each for each in buffers if each.eight_bits):
         weights = [p for bucket in buffer.buckets for p in bucket.parameters]
-        _cast_parts(weights, parts, buffer.buckets[0].group)
+        delayed = weights[0].spbench_fp8.delayed  # type: ignore[attr-defined]
+        cast = _cast_parts_delayed if delayed else _cast_parts
+        cast(weights, parts, buffer.buckets[0].group)
 
 
 def _cast_parts(
@@ -84,3 +87,21 @@ def _cast_parts(
         if p in parts and parts[p].values.numel():
             cast, _ = fp8_cast(parts[p].values[None], of_all, E4M3, WHOLE, None, False)
             parts[p].model_values.copy_(cast[0])
+
+
+def _cast_parts_delayed(
+    weights: Sequence[nn.Parameter],
+    parts: dict[nn.Parameter, MainWeight],
+    group: dist.ProcessGroup | None,
+) -> None:
+    slots = [p.spbench_fp8.slots["weight"] for p in weights]  # type: ignore[attr-defined]
+    for p, slot in zip(weights, slots, strict=True):
+        p.spbench_fp8_scale = slot.scale.view(1, 1).clone()  # type: ignore[attr-defined]
+        if p in parts and parts[p].values.numel():
+            part = parts[p].values[None]
+            cast, _ = fp8_cast_delayed_(part, slot.scale, slot.largest, E4M3, False)
+            parts[p].model_values.copy_(cast[0])
+    largest = torch.stack([slot.largest for slot in slots])
+    all_reduce(largest, group, dist.ReduceOp.MAX)
+    for slot, each in zip(slots, largest, strict=True):
+        slot.largest.copy_(each)

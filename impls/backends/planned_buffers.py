@@ -178,7 +178,8 @@ def magnitudes_traffic(step: PlannedStep) -> Iterator[Traffic]:
     """The all-reduces of the largest magnitudes of weights that are cast to eight bits after an update."""
     assert isinstance(step.options, MegatronOptions)
     for buffer in (each for each in _planned(step) if each.eight_bits):
-        axes, width = summed_axes(buffer.axes), max(4, step.element_bytes)
+        axes, (some, *_) = summed_axes(buffer.axes), buffer.parameters.values()
+        width = 4 if some.spbench_fp8.delayed else max(4, step.element_bytes)  # type: ignore[attr-defined]
         each = step.options.sharing(step.around.place.size(*axes))
         nbytes = len(buffer.parameters) * width
         yield Traffic("optimizer", "largest of weights", "all_reduce", 1, nbytes, axes, each)

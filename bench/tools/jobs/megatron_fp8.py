@@ -12,7 +12,7 @@ _IN_BF16 = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-
 _HISTORY = ("--fp8-margin", "--fp8-interval", "--fp8-amax-history-len", "--fp8-amax-compute-algo")
 _OTHERS = ("--fp8-quantizer-factory", "--no-fp8-wgrad", "--fp8-output-proj", "--keep-fp8-transpose-cache")
 #: recipes with one scale a tensor, and the generation of cards from which on these need no transposed copies
-_WHOLE, _ANY_LAYOUT = ("tensorwise",), 10
+_WHOLE, _ANY_LAYOUT = ("tensorwise", "delayed"), 10
 
 
 def set_fp8(a: Account, cluster: str | None) -> None:
@@ -22,9 +22,8 @@ def set_fp8(a: Account, cluster: str | None) -> None:
         a.ignore("of matmuls in 8 bits, which the job has not", *names)
         return
     recipe = a.value(_RECIPE)
-    if recipe in ("delayed", "custom"):
-        what = "scales of earlier steps" if recipe == "delayed" else "a recipe in Python"
-        _refuse(a, f"matmuls in 8 bits with {what}", _RECIPE)
+    if recipe == "custom":
+        _refuse(a, "matmuls in 8 bits with a recipe in Python", _RECIPE)
         return
     for name, of in (("--num-experts", "experts"), ("--multi-latent-attention", "latent attention")):
         if a.value(name):
@@ -37,7 +36,7 @@ def set_fp8(a: Account, cluster: str | None) -> None:
     whole = recipe in _WHOLE
     if whole and card_of(cluster)[1] >= _ANY_LAYOUT:
         a.set("model_options.fp8_transposes", False, note="matmuls of Blackwell read either layout")
-    a.ignore("of scales from earlier steps", *_HISTORY)
+    _set_history(a, recipe)
     a.refuse_given("gradients of weights in sixteen bits beside matmuls in eight: not modelled", _OTHERS[1])
     a.leave("time", "the head is in sixteen bits", _OTHERS[2])
     a.ignore("of Megatron-FSDP", _OTHERS[3])
@@ -50,6 +49,21 @@ def set_fp8(a: Account, cluster: str | None) -> None:
         a.leave("memory and time", "the first and the last layers are in eight bits too", *_IN_BF16)
     else:
         a.ignore(f"of {_IN_BF16[0]}", *_IN_BF16[1:])
+
+
+def _set_history(a: Account, recipe: str) -> None:
+    """Set of how many passes a scale heeds the magnitudes."""
+    margin, interval, length, algorithm = _HISTORY
+    if recipe != "delayed":
+        a.ignore("of scales from earlier steps", *_HISTORY)
+        return
+    if a.value(algorithm) == "max" and a.value(length) > 1:
+        a.set("model_options.fp8_history", a.value(length), length, algorithm)
+    a.ignore("the most recent magnitude makes a scale, by default", length, algorithm)
+    a.leave("nothing", "a power of two in each scale", margin)
+    a.ignore("TransformerEngine sets scales in each pass", interval)
+    if a.value(_IN_BF16[0]):
+        a.problems.append(f"{_IN_BF16[0]} does not go with --fp8-recipe delayed, in Megatron-LM too")
 
 
 def _refuse(a: Account, missing: str, *names: str) -> None:

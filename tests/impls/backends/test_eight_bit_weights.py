@@ -92,6 +92,16 @@ def test_steps_are_those_of_weights_that_are_cast_each_step() -> None:
     assert 1e-3 < shares["weight"] < 2.0**-4  # what is kept is rounded
 
 
+def test_weights_that_are_cast_by_delayed_scales_are_near_the_main_weights() -> None:
+    cell = asked(True, model_options={**MODEL, "fp8": "delayed"})
+    results = summed(LockstepRanks().run({"dp": 2}, stepped, cell))
+    names = [name.removeprefix("main ") for name in results if name.startswith("main blocks")]
+    assert names
+    for name in names:
+        main, weight = results[f"main {name}"], results[f"weight {name}"]
+        assert (weight - main).abs().max() <= 2.0**-4 * main.abs().max()
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -105,14 +115,17 @@ def test_a_scale_of_one_rank_and_parts_that_are_not_gathered_are_seen(fault: Any
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sizes", "late"),
+    ("strategy", "sizes", "late", "fp8"),
     [
-        ("single", {"dp": 4}, True),
-        ("megatron_sp", {"dp": 2, "tp": 2}, False),
-        ("single", {"dp": 2, "pp": 2}, True),
+        ("single", {"dp": 4}, True, "tensorwise"),
+        ("megatron_sp", {"dp": 2, "tp": 2}, False, "tensorwise"),
+        ("single", {"dp": 2, "pp": 2}, True, "tensorwise"),
+        ("megatron_sp", {"dp": 2, "tp": 2}, True, "delayed"),
     ],
 )
-def test_bytes_sent_are_those_of_the_closed_form(strategy: str, sizes: dict[str, int], late: bool) -> None:
+def test_bytes_sent_are_those_of_the_closed_form(
+    strategy: str, sizes: dict[str, int], late: bool, fp8: str
+) -> None:
     training = {
         "backend": "megatron",
         "micro_batches": 2,
@@ -121,7 +134,7 @@ def test_bytes_sent_are_those_of_the_closed_form(strategy: str, sizes: dict[str,
         "fp8_param_gather": True,
     }
     setting = {"strategy": strategy, "sizes": sizes, "batch": 8, "precision": "bf16", "training": training}
-    traced = trace(model_options=MODEL, **setting)
+    traced = trace(model_options={**MODEL, "fp8": fp8}, **setting)
     measured = traced.measurement(None)
     assert measured.formula_difference == []
     assert any(row["purpose"] == "largest of weights" for row in measured.formula)
