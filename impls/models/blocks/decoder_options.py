@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import nn
-
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
-from spbench.impls.kernels.fp8_casts import E4M3
-from spbench.impls.kernels.fp8_delayed import PLACES_OF_A_MATMUL, DelayedScaling
-from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
-from spbench.impls.kernels.projection import LIBRARIES, TRANSFORMER_ENGINE
-from spbench.impls.layout import Site
+from spbench.impls.kernels.fp8_projection import RECIPES
+from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.models.blocks.adapter_options import AdapterOptions
+from spbench.impls.models.blocks.fp8_options import Fp8Options
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
-from spbench.impls.strategies.base import Strategy
 from spbench.impls.tiles import Tiling
 
 #: what libraries other than torch fuse: the scale, mask and softmax of scores, an MLP's bias and activation,
@@ -49,7 +43,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
+class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options):
     """What the layers of a decoder are made of, and which kernels they use.
 
     An option that changes how, not what, a layer computes has its plain value in
@@ -86,11 +80,6 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             keeps the whole for backward. Else they are copied out of it.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
-        fp8: the matmuls of the projections of layers are in eight bits, by one of
-            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
-        fp8_history: with fp8 "delayed": passes of which the largest magnitude makes a scale.
-        fp8_transposes: of TransformerEngine's operands with one scale, matmuls need transposed copies, as on
-            Hopper; on Blackwell they do not.
         fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
             "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
             queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
@@ -151,9 +140,6 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     library: str = "torch"
     fusions: Sequence[str] = ()
     unfused: Sequence[str] = ()
-    fp8: str = "none"
-    fp8_history: int = 1
-    fp8_transposes: bool = True
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
@@ -213,7 +199,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
-        self._check_fp8()
+        self.check_fp8()
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
@@ -247,57 +233,6 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     def attention_width(self) -> int:
         """Features of all heads of queries."""
         return self.heads * self.head_size
-
-    @property
-    def fp8_recipe(self) -> Fp8Recipe | None:
-        """How the operands of matmuls in eight bits are scaled; None: there are none."""
-        return None if self.fp8 == "none" else replace(RECIPES[self.fp8], transposes=self.fp8_transposes)
-
-    def delayed_scaling(self, layers: nn.Module, strategy: Strategy) -> DelayedScaling | None:
-        """The scales of all matmuls of layers in eight bits, if these are of earlier passes; ranks of a
-        pipeline stage have the same."""
-        if (recipe := self.fp8_recipe) is None or not recipe.delayed:
-            return None
-        numbers = (torch.finfo(E4M3).max, torch.finfo(recipe.gradients).max)
-        group = strategy.place.group(*strategy.place.stage_axes)
-        return DelayedScaling(layers, self.fp8_history, numbers, group)
-
-    def scale_sites(self, layers: Sequence[int]) -> list[Site]:
-        """The site of the scales of a stage's layers, each of which has four weights."""
-        if self.fp8 != "delayed":
-            return []
-        forward, backward = (4 * len(layers) * PLACES_OF_A_MATMUL[each] for each in (True, False))
-        return [Site("fp8_scales", 1, {"forward": forward, "backward": backward})]
-
-    def _check_fp8(self) -> None:
-        if not self.fp8_transposes and (self.fp8 == "none" or self.library != TRANSFORMER_ENGINE):
-            raise ValueError("fp8_transposes: false needs fp8 and library: transformer-engine")
-        if self.fp8_history < 1 or (self.fp8_history > 1 and self.fp8 != "delayed"):
-            raise ValueError("fp8_history is at least 1, and needs fp8: delayed")
-        if self.fp8 == "none":
-            return
-        if self.fp8 == "delayed" and self.library != TRANSFORMER_ENGINE:
-            raise ValueError(f"fp8: delayed needs library: transformer-engine, not {self.library}")
-        if self.fp8.startswith("rowwise") and self.fused:
-            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
-        if self.library == "megatron-local":
-            raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
-        for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
-            if getattr(self, name, 0):
-                raise ValueError(f"fp8 needs dense layers without adapters and tiles; leave {name} out")
-
-    @property
-    def gathered_dims(self) -> dict[str, int]:
-        """What a site says of a projection in eight bits, and of its input, if that is gathered so."""
-        if self.fp8 == "none" or self.separate_projections:
-            return {} if self.fp8 == "none" else {"fp8": 1}
-        recipe = RECIPES[self.fp8]
-        scale = (recipe.scales or torch.float32).itemsize
-        width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
-        if recipe.delayed:  # no magnitude is reduced before the cast
-            width = self.hidden
-            return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": 0}
-        return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": scale}
 
     @property
     def recomputes_layers(self) -> bool:
