@@ -336,12 +336,13 @@ class Costs:
                 users.update(on_node.keys())
         seconds = _COLLECTIVES[self.cluster.collective_model]
         least = shared_seconds(self.cluster, kind, nbytes, groups)
-        return [
-            max(seconds(kind, nbytes, self._group(on_node, users)), shared / self.calibration.link_efficiency)
-            if on_node.total() > 1
-            else 0.0
-            for on_node, shared in zip(on_nodes, least, strict=True)
-        ]
+        # groups with as many devices, and as many users beside, on each of their nodes take as long
+        alike = [tuple(sorted((n, users[node]) for node, n in each.items())) for each in on_nodes]
+        several = {key: each for key, each in zip(alike, on_nodes, strict=True) if each.total() > 1}
+        of = {key: seconds(kind, nbytes, self._group(each, users)) for key, each in several.items()}
+        efficiency = self.calibration.link_efficiency
+        both = zip(alike, least, strict=True)
+        return [max(of[key], shared / efficiency) if key in of else 0.0 for key, shared in both]
 
     def _group(self, on_node: Counter[int], users: Counter[int]) -> GroupLinks:
         size, efficiency = on_node.total(), self.calibration.link_efficiency

@@ -19,7 +19,7 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import model_parameters, planned_strategy
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way, groups_of
+from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way, groups_of, of_one_axis
 from spbench.bench.tools.advise.look import at_depth
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.optimizer import PRECISIONS
@@ -197,7 +197,7 @@ class Estimates:
         if place not in self._meshes:
             mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
             if axes and folds(axes):
-                mesh |= folded_sizes(mesh | given_folds(sizes))
+                mesh = of_one_axis(mesh) | folded_sizes(mesh | given_folds(sizes))
             self._meshes[place] = tuple(axis for axis in axes if mesh[axis] > 1), mesh, tuple(mesh.values())
         around, mesh, ranks = self._meshes[place]
         if not around or not nbytes:
