@@ -10,6 +10,7 @@ Letters: R rows of all experts together, n experts, H features in, F out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -85,8 +86,34 @@ _TORCH = _products("")
 _ENGINE = _products("te_")
 
 
+def _by_torch(x: Tensor) -> bool:
+    """Whether torch has one kernel for all experts' matmuls of such rows on this GPU."""
+    if x.dtype != torch.bfloat16 or x.numel() == 0:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _ends(rows: Sequence[int], x: Tensor) -> Tensor:
+    """Where each expert's rows end, [n], on the device of x."""
+    return torch.tensor(list(accumulate(rows)), dtype=torch.int32, device=x.device)
+
+
+def _stacked_weight_gradients(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
+    gradients = x.new_empty(len(rows), d_y.shape[1], x.shape[1])
+    for out, d, part in zip(gradients, d_y.split(list(rows)), x.split(list(rows)), strict=True):
+        torch.mm(d.mT, part, out=out)
+    return gradients
+
+
 @torch.library.custom_op("spbench::stacked_mm", mutates_args=())
 def _stacked_mm(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
+    return _multiply(x, weights, rows)
+
+
+@_stacked_mm.register_kernel("cuda")
+def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
+    if _by_torch(x):
+        return torch._grouped_mm(x, weights, offs=_ends(rows, x))
     return _multiply(x, weights, rows)
 
 
@@ -97,10 +124,14 @@ def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
 
 @torch.library.custom_op("spbench::stacked_mm_weights", mutates_args=())
 def _stacked_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
-    gradients = x.new_empty(len(rows), d_y.shape[1], x.shape[1])
-    for out, d, part in zip(gradients, d_y.split(list(rows)), x.split(list(rows)), strict=True):
-        torch.mm(d.mT, part, out=out)
-    return gradients
+    return _stacked_weight_gradients(d_y, x, rows)
+
+
+@_stacked_mm_weights.register_kernel("cuda")
+def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
+    if _by_torch(x):
+        return torch._grouped_mm(d_y.mT, x, offs=_ends(rows, x))
+    return _stacked_weight_gradients(d_y, x, rows)
 
 
 @_stacked_mm_weights.register_fake

@@ -85,6 +85,17 @@ class EmulatedGroup(dist.ProcessGroup):
             _draw([output])
         return work
 
+    # by their names before torch 2.12, whose fake group writes no result of these
+    def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
+        work: dist.Work = super().alltoall_base(output, *rest)  # type: ignore[misc]
+        _draw([output])
+        return work
+
+    def _reduce_scatter_base(self, output: Tensor, *rest: Any) -> dist.Work:
+        work: dist.Work = super()._reduce_scatter_base(output, *rest)  # type: ignore[misc]
+        _draw([output])
+        return work
+
 
 def _draw(tensors: Iterable[Tensor]) -> None:
     with without_dispatch():

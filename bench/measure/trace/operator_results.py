@@ -23,6 +23,7 @@ from torch import Tensor
 from spbench.bench.measure.trace.memory import makes_on_host
 from spbench.bench.measure.trace.meter import communicates
 from spbench.bench.measure.trace.torch_internals import (
+    FAKE_DEVICE,
     FakeTensor,
     fsdp_collectives,
     replaced,
@@ -221,7 +222,7 @@ def _remembered(
                 return None
             storages[storage_key(x)] = None
         its = attributes or {name: value for name, value in vars(x).items() if name != "fake_mode"}
-        description = tuple(x.shape), x.stride(), x.dtype, its["_fake_device"], its, path, offset
+        description = tuple(x.shape), x.stride(), x.dtype, its[FAKE_DEVICE], its, path, offset
         results.append(Made(*description))
     return Remembered(tuple(results), type(result) if several else None, _several_views(results))
 
@@ -261,7 +262,7 @@ def worked_out(
     except NotImplementedError:  # the mode may take it apart into others
         return None
     (device,) = devices
-    return _remembered(args, kwargs, result, {**attributes, "_fake_device": device})
+    return _remembered(args, kwargs, result, {**attributes, FAKE_DEVICE: device})
 
 
 def _is_of_metadata_alone(func: Any) -> bool:

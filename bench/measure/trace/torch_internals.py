@@ -46,7 +46,11 @@ except ImportError as error:
 #: what torch says of such a tensor, with its sizes
 _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
+#: the attribute that a fake tensor has its device in; before torch 2.12 it is no property
+FAKE_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"
+
 __all__ = [
+    "FAKE_DEVICE",
     "FakeProcessGroup",
     "FakeStore",
     "FakeTensor",
