@@ -222,9 +222,11 @@ def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
     lives = [np.cumsum(each) for each in changes]
     peaks = []
     for spans in zip(shallow.spans(), deeper.spans(), strict=True):
-        where = [span for _, span in spans]
-        live, more_live = (each[span] for each, span in zip(lives, where, strict=True))
-        change, more_change = (each[span] for each, span in zip(changes, where, strict=True))
+        where = [np.arange(len(each))[span] for (_, span), each in zip(spans, changes, strict=True)]
+        # empty tensors may live longer in a deeper model, which would shift all events that follow
+        where = [places[each[places] != 0] for places, each in zip(where, changes, strict=True)]
+        live, more_live = (each[places] for each, places in zip(lives, where, strict=True))
+        change, more_change = (each[places] for each, places in zip(changes, where, strict=True))
         front, back = _alike(change, more_change)
         ends = slice(len(live) - back, None), slice(len(more_live) - back, None)
         for a, b in ((slice(front), slice(front)), ends):
