@@ -20,69 +20,19 @@ interpolated, so that no larger message takes less time.
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.clusters.rates import Generation, Link, NcclAlgorithm, NcclProtocol, NcclSettings
+from spbench.bench.measure.simulator.group_links import GroupLinks
 from spbench.bench.measure.simulator.table_prices import collective_seconds, latency_and_bandwidth
 from spbench.impls.traffic import WIRE_SHARE
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-
-
-class LinkRate(NamedTuple):
-    """A link, one way: latency in seconds, bandwidth in bytes a second."""
-
-    latency: float
-    bandwidth: float
-
-
-class GroupLinks(NamedTuple):
-    """A process group on a cluster, while other groups of its kind run the same collective.
-
-    Attributes:
-        size: ranks of the group.
-        on_node: of each node that it has devices on, how many.
-        users: of each node, how many of the groups leave it at once.
-        within, between: intra-node links and from one network card, as a calibration corrects them.
-        efficiency: the calibration's share of every link's bandwidth.
-    """
-
-    cluster: Cluster
-    size: int
-    on_node: Counter[int]
-    users: Counter[int]
-    within: LinkRate
-    between: LinkRate
-    efficiency: float
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the group has devices on."""
-        return len(self.on_node)
-
-    @property
-    def most_on_a_node(self) -> int:
-        """The group's devices on the node that has most of them."""
-        return max(self.on_node.values())
-
-    @property
-    def cards(self) -> float:
-        """Network cards of a node for each of the groups that leave it: a ring on each, so a group alone on
-        its node has them all, as far as its devices can feed them. The node that has fewest counts."""
-        return min(map(self.cards_of, self.on_node))
-
-    def cards_of(self, node: int) -> float:
-        """Cards by which the group leaves one of its nodes."""
-        network, devices = self.cluster.network, self.on_node[node]
-        most = 1 if network.one_card_a_part and devices < self.cluster.devices_per_node else devices
-        return min(network.nics_per_node / self.users[node], most)
 
 
 def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:

@@ -28,13 +28,12 @@ from spbench.bench.measure.clusters.rates import (
 )
 from spbench.bench.measure.simulator import flash_attention_grid as grid
 from spbench.bench.measure.simulator.collective_costs import (
-    GroupLinks,
-    LinkRate,
     measured_seconds,
     nccl_seconds,
     ring_seconds,
 )
 from spbench.bench.measure.simulator.crossings import seconds_a_byte, shared_seconds
+from spbench.bench.measure.simulator.group_links import GroupLinks, LinkRate, links_of
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
@@ -84,6 +83,8 @@ def check_rates(cluster: Cluster, precision: str, world: int) -> None:
 
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
+#: of each group its ranks
+Groups = Sequence[Sequence[int]]
 
 
 def node_of(ranks: Ranks, cluster: Cluster) -> Ranks:
@@ -327,22 +328,18 @@ class Costs:
         """A user's bandwidth out of a node where that many leave it at once: a card's at most."""
         return nic * min(1.0, self.nics / users)
 
-    def collectives(self, kind: str, nbytes: float, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Seconds of one collective on each of the groups, which all run it at once."""
-        on_nodes = [Counter(self.node(rank) for rank in members) for members in groups]
-        users: Counter[int] = Counter()
-        for on_node in on_nodes:
-            if len(on_node) > 1:
-                users.update(on_node.keys())
-        seconds = _COLLECTIVES[self.cluster.collective_model]
-        least = shared_seconds(self.cluster, kind, nbytes, groups)
-        return [
-            max(seconds(kind, nbytes, self._group(on_node, users)), shared / self.calibration.link_efficiency)
-            if on_node.total() > 1
-            else 0.0
-            for on_node, shared in zip(on_nodes, least, strict=True)
-        ]
+    def links(self, groups: Groups) -> list[GroupLinks]:
+        """What one collective on each of the groups goes over, while all run it at once."""
+        return links_of(groups, self.cluster, self.within, self.between, self.calibration.link_efficiency)
 
-    def _group(self, on_node: Counter[int], users: Counter[int]) -> GroupLinks:
-        size, efficiency = on_node.total(), self.calibration.link_efficiency
-        return GroupLinks(self.cluster, size, on_node, users, self.within, self.between, efficiency)
+    def collectives(
+        self, kind: str, nbytes: float, groups: Groups, links: Sequence[GroupLinks] = ()
+    ) -> list[float]:
+        """Seconds of one collective on each of the groups, which all run it at once; ``links``: of
+        :meth:`links`, where they are there."""
+        seconds, links = _COLLECTIVES[self.cluster.collective_model], links or self.links(groups)
+        least = shared_seconds(self.cluster, kind, nbytes, groups)
+        distinct = {id(each): each for each in links if each.size > 1}
+        of = {at: seconds(kind, nbytes, each) for at, each in distinct.items()}
+        both, efficiency = zip(map(id, links), least, strict=True), self.calibration.link_efficiency
+        return [max(of[at], shared / efficiency) if at in of else 0.0 for at, shared in both]

@@ -19,6 +19,7 @@ from spbench.bench.tools.advise.ranking import (
     SearchResult,
     Seen,
     complexity,
+    has_experts,
     is_tie,
     ranked,
     tie_limit,
@@ -270,11 +271,6 @@ class Advice:
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
         order = packaged_model().order(self._rates, apart)
         return "; ".join(filter(None, [head, causes, order]))
-
-
-def has_experts(cell: Cell) -> bool:
-    """Whether its model has routed experts."""
-    return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
 
 
 def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:

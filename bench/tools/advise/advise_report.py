@@ -167,7 +167,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         if priced_by := answer.priced_by():
             yield f"priced by something else, with shares of the step: {priced_by}"
         yield f"{winner}: {answer.why()}"
-        yield from filter(None, [answer.folding()])
+        yield from filter(None, [answer.folding(), _same(answer)])
         yield _simplified(answer)
         if program:
             yield _as_job(program, winner.cell)
@@ -191,6 +191,12 @@ def _details(answer: Advice) -> Iterator[Table | str]:
             f"({answer.cpu_s:.0f} s of cores): "
             + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
         )
+
+
+def _same(answer: Advice) -> str:
+    """Which strategies stand for others, in words."""
+    same = answer.result.same.items()
+    return "; ".join(f"{other} takes the same steps as {name}, which stands for both" for other, name in same)
 
 
 def _simplified(answer: Advice) -> str:

@@ -17,14 +17,14 @@ import numpy as np
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import model_parameters, planned_strategy
-from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.tools.advise.layouts import ORDER, Fold, Layout, Way, groups_of
+from spbench.bench.measure.engines.plan import planned_strategy
+from spbench.bench.tools.advise.collective_prices import CollectivePrices
+from spbench.bench.tools.advise.layouts import Fold, Layout, Way
 from spbench.bench.tools.advise.look import at_depth
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.backends.planned_step import planned_sums
-from spbench.impls.folding import folded_sizes, folds, given_folds
+from spbench.impls.folding import folds
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Site
 
@@ -128,16 +128,9 @@ class Estimates:
         self.periods = self.layers / model.period
         #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
         self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
-        self._known: dict[tuple[Any, ...], float] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
-        #: by axes and sizes: those of the axes that have several ranks, and the mesh that they are of
-        self._meshes: dict[tuple[Any, ...], tuple[tuple[str, ...], dict[str, int], tuple[int, ...]]] = {}
-
-    @cached_property
-    def _costs(self) -> Costs:
-        cluster = load_cluster(self.cell.cluster)
-        calibration = cluster.calibration_of(self.cell.precision)
-        return Costs(cluster, calibration, model_parameters(self.cell))
+        #: seconds of one call of a collective
+        self.seconds = CollectivePrices(cell).seconds
 
     def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
         """What a way sends and holds.
@@ -188,38 +181,6 @@ class Estimates:
             cell = at_depth(self.cell, layers)
             self._shallow[layers] = cell, model_preset(*cell.model_arguments), {}
         return self._shallow[layers]
-
-    def seconds(
-        self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
-    ) -> float:
-        """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
-        place = (axes, *sizes.items())
-        if place not in self._meshes:
-            mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
-            if axes and folds(axes):
-                mesh |= folded_sizes(mesh | given_folds(sizes))
-            self._meshes[place] = tuple(axis for axis in axes if mesh[axis] > 1), mesh, tuple(mesh.values())
-        around, mesh, ranks = self._meshes[place]
-        if not around or not nbytes:
-            return 0.0
-        key = (collective, nbytes, around, ranks)
-        if key not in self._known:
-            self._known[key] = self._seconds(collective, nbytes, around, mesh)
-        return self._known[key]
-
-    def _seconds(
-        self, collective: str, nbytes: float, axes: tuple[str, ...], mesh: Mapping[str, int]
-    ) -> float:
-        groups = groups_of(axes, mesh)
-        if collective in ("send", "recv"):
-            if collective == "recv":
-                return 0.0
-            nexts = np.roll(groups, -1, axis=1)
-            latency, per_byte = self._costs.transfers(groups.ravel().tolist(), nexts.ravel().tolist(), 1)
-            return float((latency + per_byte * nbytes).max())
-        if collective == "barrier":
-            return 0.0
-        return max(self._costs.collectives(collective, nbytes, groups.tolist()))
 
     def computing(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Seconds of a step without what replicas send, [layouts, savings]; here and below layouts differ in
@@ -336,7 +297,10 @@ class Estimates:
     def activations(self, layout: Layout) -> np.ndarray:
         """Bytes of everything else on the fullest rank at its peak, for each saving."""
         batch, _ = self.cell.shape
-        at_once = min(layout.pp, batch // (layout.dp * layout.micro_batch))
+        stages, runs = layout.pp, layout.virtual_stages
+        # of runs of layers in turns, the first rank has as many before its first backward, and one more
+        most = stages if runs == 1 else ((runs - 1) * stages + 2 * (stages - 1) + 1) / runs
+        at_once = min(most, batch // (layout.dp * layout.micro_batch))
         _, _, layer, ends = self._of_savings
         sample = self.periods / layout.pp * layer * at_once + ends
         nbytes: np.ndarray = layout.micro_batch * sample / layout.way.ranks

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,23 @@ from spbench.bench.tools.advise.candidates import (
     mesh_alone,
 )
 from spbench.bench.tools.advise.estimates import Estimates
-from spbench.bench.tools.advise.layouts import Refused, Way, folds_anew
+from spbench.bench.tools.advise.layouts import Way, folds_anew
 from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.ranking import NAMED, TOSS, SearchResult, Seen, complexity, ranked
+from spbench.bench.tools.advise.ranking import (
+    NAMED,
+    SearchResult,
+    Seen,
+    best_of,
+    has_experts,
+    ranked,
+)
 from spbench.bench.tools.advise.references import references, savings_of
+from spbench.bench.tools.advise.same_steps import SAME_STEP, SameSteps
 from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
+from spbench.bench.tools.advise.unfolded_layouts import unfolded_layouts
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 
 #: layouts that are traced with few layers at once, a worker
@@ -55,6 +63,9 @@ _TOO_LARGE = 1.25
 _ROOM = 1.1
 #: rounds of traces, each of as many as there are workers, of layouts without folding
 _UNFOLDED = 3
+#: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
+#: of a card by few layers counts as one that does not fit, as long as another one does
+_FULL = 0.95
 
 
 class Search:
@@ -72,7 +83,7 @@ class Search:
         self.question, self.asking, self.say = question, asking, say
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         #: a layout that takes more is not traced
-        self.most_bytes = self.usable
+        self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
         self.result = SearchResult()
         self.every: Sequence[Candidate] = ()
         #: of candidates
@@ -80,7 +91,7 @@ class Search:
         self.seen: dict[str, Seen] = {}
         #: by strategy, how much longer steps were by traces of all layers than by those of few
         self.longer: dict[str, list[float]] = {}
-        self.learned = Learned()
+        self.learned, self.same = Learned(), SameSteps()
         #: by layout, its candidates, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         #: strategies of which a layout will probably fit
@@ -112,6 +123,9 @@ class Search:
             self._of_layouts[id(candidate.layout)].append(candidate)
         left = Waiting(waiting)
         self._few_layers(left)
+        if self.most_bytes < self.usable and not self.fitting():  # also those that hardly do
+            self.most_bytes = self.usable
+            self._few_layers(left)
         counts[TOO_SLOW] += len(left)
         self._polish()
         self._without_folding()
@@ -147,6 +161,7 @@ class Search:
         while patience > 0 and (batch := self._next(waiting)):
             again = sum(self.learned.knows(candidate.strategy) for candidate in batch)
             self._look(batch)
+            self._leave_out_the_same(waiting)
             if best := self._best_layouts():
                 patience -= again
                 sum_s = sum(seen.step_s for seen in best[:BEST])
@@ -204,8 +219,16 @@ class Search:
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
         candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
         for seen in self._traced(cells, "few_layers"):
-            self.learned.add(candidate_of[seen.cell.key], seen.step_s, seen.peak)
+            found = candidate_of[seen.cell.key], seen.step_s, seen.peak
+            self.learned.add(*found)
+            self.same.add(*found)
         self.learned.fit()
+
+    def _leave_out_the_same(self, waiting: Waiting) -> None:
+        """Leave out the candidates whose steps are those of another strategy."""
+        if self.same.replaced:
+            others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+            self.result.counts[SAME_STEP] += others
 
     def _traced(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
         """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
@@ -225,9 +248,12 @@ class Search:
         return traced
 
     def fitting(self) -> list[Seen]:
-        """The cells that fit and that the program has, if one is given; the fastest first."""
-        seen = (s for s in self.seen.values() if s.fits and self.question.runs(s.cell))
-        return sorted(seen, key=self._least_whole_s)
+        """The cells that fit and that the program has, if one is given; the fastest first. Of a model with
+        experts, those that hardly fit by few layers count only where no others do; see :data:`_FULL`."""
+        seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
+        if has_experts(self.question.cell):
+            seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
+        return sorted(self.same.without(seen), key=self._least_whole_s)
 
     def _least_whole_s(self, seen: Seen) -> float:
         """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
@@ -274,18 +300,12 @@ class Search:
 
     def _without_folding(self) -> None:
         """Where the best layout folds, look for one of the best strategies that does not, until one fits."""
-        fitting = self.fitting() if getattr(self.question.model, "experts", 0) else []
+        fitting = self.fitting() if has_experts(self.question.cell) else []
         if not fitting or not folds_anew(fitting[0].cell.sizes.by_axis):
             return
         best = [seen.cell for seen in fitting[: 4 * BEST]]
-        # there are figures of the backends that were asked for, so these stay as they are
-        own = [name for name in self.question.only if name not in self.question.strategies]
-        only = [*dict.fromkeys(cell.strategy for cell in best), *own]
-        asked = replace(self.question, only=only, without=())
-        every = candidates(asked, *self._estimated, Refused(), self.usable, unfolded=True)
-        backends = {None, *(cell.training.backend for cell in best)}  # None: of an inference
-        near = (each for each in every if each.training.get("backend") in backends)
-        small = [each for each in near if each.estimated_bytes <= self.too_large]
+        every = unfolded_layouts(self.question, self._estimated, best, self.usable)
+        small = [each for each in every if each.estimated_bytes <= self.too_large]
         if not small:
             return
         order = np.argsort(self.learned.bounds(Waiting(small)).expected_s, kind="stable")
@@ -298,9 +318,7 @@ class Search:
     def _changed(self, cell: Cell, changes: Iterator[dict[str, Any]]) -> list[Cell]:
         """The cell with each of these changes that can be, and was not seen."""
         cells: dict[str, Cell] = {}
-        for settings in changes:
-            if not self.question.keeps(settings):
-                continue
+        for settings in filter(self.question.keeps, changes):
             try:
                 other = changed(cell, settings)
             except UserError:
@@ -319,20 +337,11 @@ class Search:
         return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        """The fastest of each kind of cells that fits, or the simplest of those that are as fast but for a
-        toss; the fastest first."""
-        of_kinds: dict[Hashable, list[Seen]] = {}
-        for seen in self.fitting():
-            of_kinds.setdefault(kind(seen.cell), []).append(seen)
-        best = []
-        for alike in of_kinds.values():
-            as_fast = [s for s in alike if self._least_whole_s(s) <= TOSS * self._least_whole_s(alike[0])]
-            best.append(min(as_fast, key=lambda s: complexity(s.cell)))
-        return sorted(best, key=self._least_whole_s)
+        return best_of(self.fitting(), kind, self._least_whole_s)
 
     def _conclude(self) -> None:
         result, fitting = self.result, self.fitting()
-        result.traced = [*self.seen.values()]
+        result.traced, result.same = [*self.seen.values()], self.same.replaced
         result.best = self._best_layouts()
         result.of_strategies = self._best_of(lambda cell: cell.strategy)
         if not fitting and self.seen:

@@ -301,6 +301,12 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
     return settings
 
 
+def of_one_axis(mesh: Mapping[str, int]) -> dict[str, int]:
+    """A mesh with one axis in place of all that divide a sample: its folded axes have the same groups."""
+    ranks = mesh["cp"] * mesh["sp"] * mesh["tp"]
+    return {"dp": mesh["dp"], "pp": mesh["pp"], "cp": 1, "sp": 1, "tp": ranks}
+
+
 def groups_of(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
     """The ranks of every group along these axes [groups, ranks]; folded ones are of a stage."""
     if folds(axes):

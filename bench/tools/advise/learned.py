@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,13 @@ class Waiting:
     def take(self, places: Iterable[int]) -> None:
         """Leave out the candidates at these places."""
         self.left[[*places]] = False
+
+    def leave_out(self, of_strategy: Callable[[str], bool]) -> int:
+        """Leave out the candidates of these strategies; returns how many still waited."""
+        of_ways = np.array([of_strategy(way.strategy) for way in self.ways], dtype=bool)
+        gone = self.left & of_ways[self.alike[:, 0]][self.alike_at]
+        self.left &= ~gone
+        return int(gone.sum())
 
 
 class Excess(NamedTuple):

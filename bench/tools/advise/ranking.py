@@ -4,7 +4,7 @@ best are named: those that tie with the fastest, the simplest first, and then th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.layouts import Refused
 from spbench.bench.tools.advise.look import NEEDED, Depth
+from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import PLUS
 
 #: layouts that are named
@@ -96,6 +97,7 @@ class SearchResult:
         counts: what became of how many layouts.
         refused: why which layouts cannot be.
         traced: every look.
+        same: strategies, by those whose steps are the same.
         impossible: why there is no layout at all; "" if there is one.
     """
 
@@ -105,7 +107,13 @@ class SearchResult:
     counts: Counter[str] = field(default_factory=Counter)
     refused: Refused = field(default_factory=Refused)
     traced: list[Seen] = field(default_factory=list)
+    same: Mapping[str, str] = field(default_factory=dict)
     impossible: str = ""
+
+
+def has_experts(cell: Cell) -> bool:
+    """Whether its model has routed experts."""
+    return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
 
 
 def tie_limit(best: Sequence[Seen]) -> float:
@@ -133,6 +141,26 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
         return not tie, complexity(seen.cell) if tie else (), seen.step_s
 
     return sorted(best, key=place)
+
+
+def best_of(
+    fitting: Sequence[Seen], kind: Callable[[Cell], Hashable], seconds: Callable[[Seen], float]
+) -> list[Seen]:
+    """The fastest of each kind of cells that fits, or the simplest of those that are as fast but for a toss;
+    the fastest first.
+
+    Args:
+        fitting: the fastest first.
+        seconds: of a step.
+    """
+    of_kinds: dict[Hashable, list[Seen]] = {}
+    for seen in fitting:
+        of_kinds.setdefault(kind(seen.cell), []).append(seen)
+    best = []
+    for alike in of_kinds.values():
+        as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
+        best.append(min(as_fast, key=lambda each: complexity(each.cell)))
+    return sorted(best, key=seconds)
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:

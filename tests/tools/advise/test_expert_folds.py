@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +12,28 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import few_layers, leading_runs
+from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.candidates import best_folds
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
-from spbench.bench.tools.advise.layouts import Layout, Refused, Way, folded, folds_anew, layouts, ways
+from spbench.bench.tools.advise.layout_search import Search
+from spbench.bench.tools.advise.layouts import (
+    Layout,
+    Refused,
+    Way,
+    folded,
+    folds_anew,
+    groups_of,
+    layouts,
+    of_one_axis,
+    ways,
+)
 from spbench.bench.tools.advise.look import look
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.asking import Task
 from spbench.bench.tools.fit.suggestions import single_changes
 from spbench.impls.models.model import model_preset
 
@@ -107,6 +121,74 @@ def test_groups_of_experts_are_consecutive_ranks_of_a_stage() -> None:
     within = estimated.seconds("all_to_all", 2**24, ("ep",), {"dp": 4, "pp": 2, "sp": 2, "ep": 4})
     across = estimated.seconds("all_to_all", 2**24, ("edp",), {"dp": 16, "ep": 4})
     assert within < across  # 4 ranks of a node; ranks of both nodes
+
+
+def test_folded_groups_are_the_same_whatever_axes_divide_a_sample() -> None:
+    mesh = {"dp": 2, "pp": 2, "cp": 2, "sp": 1, "tp": 2}
+    folds = {"edp": 2, "ep": 2, "etp": 2}
+    for axes in (("ep",), ("etp",), ("edp",)):
+        one_axis = groups_of(axes, of_one_axis(mesh) | folds)
+        assert (one_axis == groups_of(axes, mesh | folds)).all()
+
+
+class Answers:
+    """In place of :class:`Asking`: every look fits and takes a second.
+
+    Attributes:
+        looks: the layouts that were looked at, whether they fold.
+    """
+
+    jobs = 2
+
+    def __init__(self) -> None:
+        self.looks: list[bool] = []
+
+    def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
+            self.looks.append(folds_anew(task.cell.sizes.by_axis))
+            found = {"step_time_s": 1.0, "peak_memory_bytes": 2, "breakdown": {}, "parts": {}}
+            yield task, Outcome("ok", measurement=found)
+
+
+def test_where_the_fastest_folds_one_that_does_not_is_looked_at() -> None:
+    about, answers = asked(8), Answers()
+    search = Search(about, answers)  # type: ignore[arg-type]
+    layer = Depths(0.5, 1.0)
+    backend = {'{"backend": "zero2"}': BackendFigures(4.0, 12.0, {"all_reduce": 4.0}, {})}
+    search._estimated = Estimates(about.cell, 8, {"": Reference(layer, layer)}, backend), {"": {}}
+    best = about.cell.model_copy(
+        update={
+            "strategy": "ulysses",
+            "sizes": Sizes(dp=2, sp=4, ep=4),
+            "training": TrainingOptions(backend="zero2", micro_batches=8),
+        }
+    )
+    outcome = Outcome("ok", measurement={"step_time_s": 0.5, "peak_memory_bytes": 2})
+    search.seen[best.key] = Seen(best, outcome, "few_layers")
+    search._without_folding()
+    assert answers.looks == [False, False]  # a round of as many as there are workers
+    others = [each.cell for each in search.fitting() if each.cell is not best]
+    assert {(each.strategy, each.training.backend) for each in others} == {("ulysses", "zero2")}
+    search._without_folding()
+    assert len(answers.looks) == 2  # one is there
+
+
+def test_where_the_fastest_does_not_fold_nothing_more_is_looked_at() -> None:
+    search = Search(asked(8), answers := Answers())  # type: ignore[arg-type]
+    cell = asked(8).cell.model_copy(update={"sizes": Sizes(dp=8, ep=4)})
+    outcome = Outcome("ok", measurement={"step_time_s": 0.5, "peak_memory_bytes": 2})
+    search.seen[cell.key] = Seen(cell, outcome, "few_layers")
+    search._without_folding()
+    assert answers.looks == []
+
+
+def test_a_layout_that_fills_its_card_by_few_layers_counts_where_no_other_fits() -> None:
+    search = Search(asked(8), Answers())  # type: ignore[arg-type]
+    for dp, share in ((8, 0.97), (4, 0.9)):
+        cell = asked(8).cell.model_copy(update={"sizes": Sizes(dp=dp, sp=8 // dp)})
+        found = {"step_time_s": 1 / dp, "peak_memory_bytes": int(share * search.usable)}
+        search.seen[cell.key] = Seen(cell, Outcome("ok", measurement=found), "few_layers")
+        assert [each.cell.sizes.dp for each in search.fitting()] == [dp]
 
 
 def test_the_fastest_folds_that_probably_fit_and_that_may_are_kept() -> None:

@@ -158,6 +158,35 @@ def test_a_deeper_model_may_have_fewer_events_in_a_phase(layers: int) -> None:
     assert deep_peak(shallow, deeper, layers - DEPTHS[0]) == peak == 8192 + layers * (1024 + 4096)
 
 
+def step_with_empty_tensors(layers: int) -> MemoryLog:
+    """The step of a model whose layers keep 4 KiB each and an empty tensor, and whose head takes 64 KiB; the
+    empty ones die at the end."""
+    log = MemoryLog()
+
+    def born(nbytes: int) -> int:
+        log.sizes.append(nbytes)
+        log.events.append(len(log.sizes))
+        return len(log.sizes)
+
+    log.marks.append(("forward", 0))
+    kept, empty = [], []
+    for _ in range(layers):
+        kept.append(born(4096))
+        empty.append(born(0))
+        for _ in range(10):
+            log.events.append(-born(8192))
+    log.events.append(-born(65536))
+    log.events += [-number for number in empty]
+    log.marks.append(("end", len(log.events)))
+    log.events += [-number for number in kept]
+    return log
+
+
+def test_empty_tensors_of_each_layer_shift_nothing() -> None:
+    shallow, deeper = (step_with_empty_tensors(n) for n in DEPTHS)
+    assert deep_peak(shallow, deeper, 29) == step_with_empty_tensors(30).peak().nbytes == 65536 + 30 * 4096
+
+
 def test_a_peak_is_where_something_is_born() -> None:
     """In a deeper model the same place may be one where something dies: what is alive there is not linear in
     depth, and is no peak."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from spbench.bench.tools.advise import layout_search as module
+from spbench.bench.tools.advise import ranking
 from spbench.bench.tools.advise.candidates import Candidate, candidates
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layout_search import BEST, Search
@@ -59,7 +60,7 @@ def test_traces_of_all_layouts_have_the_same_first_five(
     least: int, question: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "Crew", CrewHere)
-    monkeypatch.setattr(module, "TOSS", 1.0)  # the fastest, not the simplest that is nearly as fast
+    monkeypatch.setattr(ranking, "TOSS", 1.0)  # the fastest, not the simplest that is nearly as fast
     # of ZeRO-3 the states on cards alone, or all layouts would be twice as many
     monkeypatch.setattr(ShardingOptions, "searched", classmethod(lambda cls: iter([{}])))
     made = asked(seq_len=4096, batch=8, settings=SETTINGS, **question)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise import layout_search as module
+from spbench.bench.tools.advise import ranking
 from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.tools.advise.layout_search import BEST, Search
@@ -24,6 +25,7 @@ from spbench.bench.tools.advise.learned import Bounds, Learned, Waiting
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import TOSS, SearchResult, Seen, complexity, ranked, tie_limit
 from spbench.bench.tools.advise.references import as_text
+from spbench.bench.tools.advise.same_steps import SAME_STEP
 from spbench.bench.tools.fit.asking import Task
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow
@@ -38,6 +40,7 @@ BECAME = (
     "need too much by the estimate",
     "too slow by the estimate, or too large after traces of their strategy",
     "cannot be run",
+    SAME_STEP,
     "traced with few layers",
 )
 #: strategies beside which a search of the others has some hundreds of layouts
@@ -121,7 +124,7 @@ def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0
     Args:
         toss: 1.0: of each strategy and mesh the fastest, not the simplest that is as fast but for a toss.
     """
-    monkeypatch.setattr(module, "TOSS", toss)
+    monkeypatch.setattr(ranking, "TOSS", toss)
     monkeypatch.setattr(module, "references", lambda *given: (REFERENCES, BACKENDS))
     monkeypatch.setattr(module, "savings_of", lambda question: SAVINGS)
     monkeypatch.setattr(module, "candidates", lambda *given, **named: every())
