@@ -231,6 +231,11 @@ class Place:
         return self.rank(*(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES)))
 
     @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes over which a pipeline stage has several ranks."""
+        return tuple(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES) and self.size(axis) > 1)
+
+    @property
     def global_rank(self) -> int:
         """The number of this rank among all."""
         return self.rank(*(axis for axis in self.sizes if axis not in FOLDED_AXES))

@@ -201,6 +201,10 @@ def composed_traffic(
             yield Traffic("gradient_sync", "tied embedding", "send", 1, payload, ("pp",))
         elif site.kind == "experts":
             yield from (t.times(micro_batches) for t in experts_traffic(site, strategy, element_bytes))
+        elif site.kind == "fp8_scales":
+            for phase, elements in (("forward", site.dims["forward"]), ("backward", site.dims["backward"])):
+                axes = strategy.place.stage_axes
+                yield Traffic(phase, "largest magnitudes", "all_reduce", micro_batches, 4 * elements, axes)
         elif site.kind == "overflow_flag":
             if site.dims.get("experts"):
                 yield Traffic("optimizer", "overflow over experts", "all_reduce", 1, 4, FOLDED_AXES)

@@ -48,6 +48,7 @@ OtherKind = Literal[
     "stage_boundary",
     "tied_embedding",
     "overflow_flag",
+    "fp8_scales",
     "experts",
 ]
 SiteKind = MeetingKind | OtherKind

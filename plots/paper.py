@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -27,8 +26,17 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 _LEGEND_LINE_INCHES = 0.15
 
-#: beside seaborn's style of white panels with a grid
+#: white panels with a grid, as seaborn's style "whitegrid", and the rest
 _RC: Any = {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.edgecolor": ".8",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "patch.edgecolor": "w",
+    "lines.solid_capstyle": "round",
     "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are alike everywhere
     "font.size": 7.5,
     "text.color": INK,
@@ -57,8 +65,8 @@ _RC: Any = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """The settings of matplotlib and seaborn under which figures are drawn and saved."""
-    with sns.axes_style("whitegrid"), mpl.rc_context(_RC):
+    """The settings of matplotlib under which figures are drawn and saved."""
+    with mpl.rc_context(_RC):
         yield
 
 

@@ -10,11 +10,14 @@ form and the least time that this card's own measured rates allow). Exit code 1:
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ HEADS, BATCH = 16, 1
 HEAD_SIZES = (64, 128)
 #: whole, ragged, and shorter than a block
 CHECKED_LENGTHS = (4096, 1000, 37)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TIMED_LENGTHS = tuple(2**n for n in range(11, 20))  # 2K to 512K
 #: times the plain form's error: bfloat16 operands are rounded once more on their way to a product
 WORST_RATIO = 3.0
@@ -89,11 +93,24 @@ def tensors(run: Callable[[str], Any], *case: Any) -> dict[str, Tensor]:
     return found
 
 
+def compile_all(device: str) -> None:
+    """Have the kernels compiled, those of each head size and precision by a process of its own: one after
+    another they take minutes. Later runs find them in Triton's cache."""
+    shapes = [(min(CHECKED_LENGTHS), size, dtype, device) for size in HEAD_SIZES for dtype in DTYPES]
+    with ProcessPoolExecutor(min(len(shapes), os.cpu_count() or 1), get_context("spawn")) as processes:
+        for done in [processes.submit(run_once, *shape) for shape in shapes]:
+            done.result()
+
+
+def run_once(*case: Any) -> None:
+    tensors(operator, *case)
+
+
 def check(device: str) -> Iterator[Row]:
     for size in HEAD_SIZES:
         for length in CHECKED_LENGTHS:
             exact = tensors(plain, length, size, torch.float64, device)
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for dtype in DTYPES:
                 ours = relative_errors(exact, tensors(operator, length, size, dtype, device))
                 theirs = relative_errors(exact, tensors(plain, length, size, dtype, device))
                 for name, error in ours.items():
@@ -174,6 +191,7 @@ def main() -> int:
     # the plain form's own noise must be float32's, whatever the defaults
     torch.backends.cuda.matmul.allow_tf32 = False
 
+    compile_all("cuda")
     errors = pd.DataFrame(check("cuda"))
     errors.to_csv(output / f"linear_attention_{gpu}_errors.csv", index=False)
     print(errors.to_string(index=False))

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What this project claims, checked on the GPUs of this machine, in at most nine minutes and without a network:
+# What this project claims, checked on the GPUs of this machine, in at most seven minutes and without a network:
 #
 #     scripts/gpu_check.sh [FOLDER]
 #
 # 1 doctor: what is here. 2 verify: every gradient of every strategy, fp32 and bf16, against one device in float64; ranks
-# share GPUs where there are fewer. 3 kernels: the Triton kernels, right and how far from the roofline. 4 memory: one rank
-# of N played by this GPU (scenarios/gpu_check.yaml) beside the virtual rank. 5 calibrate: this machine's rates. 6 ranks:
-# NCCL, where there are two GPUs or more.
+# share GPUs where there are fewer. 3 memory, beside it, as neither is timed: one rank of N played by this GPU
+# (scenarios/gpu_check.yaml) beside the virtual rank. 4 ranks: NCCL, where there are two GPUs or more. 5 kernels: the
+# Triton kernels, right and how far from the roofline. 6 calibrate: this machine's rates.
 #
 # Writes results/gpu/DATE-GPU (or FOLDER), to be committed, with a summary.md; a part that fails or runs out of its time
 # is said there, and makes the exit code 1. DEVICE=cpu SCENARIO=my.yaml MODELS=bert-tiny tries the script without a GPU.
@@ -21,7 +21,7 @@ if [ "$device" = cuda ] && [ "$gpus" -eq 0 ]; then
     echo "gpu_check: torch sees no GPU here; spbench doctor says why" >&2
     exit 2
 fi
-name=$(python -c "from spbench.bench.measure.engines.step_times import device_name; print(device_name('$device'))")
+name=$(python -c "import torch; print(torch.cuda.get_device_name() if '$device' == 'cuda' else 'cpu')")
 name=$(echo "$name" | tr 'A-Z' 'a-z' | tr -cs 'a-z0-9' '-' | sed 's/^-//; s/-$//')
 out=${1:-results/gpu/$(date +%F)-$name}
 mkdir -p "$out"
@@ -39,19 +39,35 @@ part() {
     echo "$part,$code,$(($(date +%s) - begin)),$limit" >>"$out/parts.csv"
 }
 
+# verify by model, each in a process: most of a case is the host's
+verify() {
+    local model code=0 pids=()
+    for model in ${models//,/ }; do
+        python -m spbench verify --device "$device" --model "$model" --part model --dtype fp32,bf16 --world-size 2 \
+            --output "$out/verified/$model" --format csv >"$out/verify-$model.csv" &
+        pids+=($!)
+    done
+    for model in "${pids[@]}"; do
+        wait "$model" || code=$?
+    done
+    return $code
+}
+export -f verify
+export device models out
+
 part doctor 30 python -m spbench doctor
-part verify 140 python -m spbench verify --device "$device" --model "$models" --part model \
-    --dtype fp32,bf16 --world-size 2 --format csv
-if [ "$device" = cuda ]; then
-    part kernels 60 python scripts/check_kernels_on_gpu.py --output "$out"
-fi
-memory_s=230
+part verify 200 bash -c verify &
+part memory 200 python -m spbench run --scenario "$scenario" --device "$device" --output "$out/memory" \
+    --timeout 60 --format csv
+wait
+awk 'FNR > 1 || NR == 1' "$out"/verify-*.csv >"$out/verify.txt"
+rm "$out"/verify-*.csv
 if [ "$gpus" -gt 1 ]; then
-    memory_s=150
     part ranks 80 python -m spbench run --scenario "$scenario" --engine distributed --device "$device" \
         --world-size "$gpus" --output "$out/ranks" --timeout 60 --format csv
 fi
-part memory "$memory_s" python -m spbench run --scenario "$scenario" --device "$device" --output "$out/memory" \
-    --timeout 60 --format csv
+if [ "$device" = cuda ]; then
+    part kernels 90 python scripts/check_kernels_on_gpu.py --output "$out"
+fi
 part calibrate 80 python -m spbench calibrate --engine emulated --device "$device" --output "$out/machine.yaml"
 python scripts/gpu_summary.py "$out"

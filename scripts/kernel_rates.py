@@ -83,7 +83,9 @@ def attention() -> Iterator[Point]:
             for direction, flops in (("forward", forward), ("forward and backward", forward + backward)):
 
                 def make(
-                    backend: SDPBackend = backend, grad: bool = direction != "forward", of: Any = (batch, heads, groups, size, values, length, causal)
+                    backend: SDPBackend = backend,
+                    grad: bool = direction != "forward",
+                    of: Any = (batch, heads, groups, size, values, length, causal),
                 ) -> Callable[[], Any]:
                     b, z, g, a, v_size, n, is_causal = of
                     # [B, L, Z, A] in memory, as layers have them
@@ -157,24 +159,35 @@ def grouped() -> Iterator[Point]:
     for model, (experts, hidden, inner) in EXPERTS.items():
         for rows in (256, 1024, 4096):
             total = rows * experts
-            flops, shape = 2.0 * total * hidden * inner, f"{model} {experts} x [{rows}, {hidden}] x [{hidden}, {inner}]"
+            flops, shape = (
+                2.0 * total * hidden * inner,
+                f"{model} {experts} x [{rows}, {hidden}] x [{hidden}, {inner}]",
+            )
 
             def ends(n: int = experts, each: int = rows) -> Tensor:
                 return torch.arange(each, n * each + 1, each, device="cuda", dtype=torch.int32)
 
-            def forward(t: int = total, n: int = experts, h: int = hidden, f: int = inner, ends: Any = ends) -> Callable[[], Any]:
+            def forward(
+                t: int = total, n: int = experts, h: int = hidden, f: int = inner, ends: Any = ends
+            ) -> Callable[[], Any]:
                 x, w, offsets = normal(t, h), normal(n, f, h), ends()
                 return lambda: torch._grouped_mm(x, w.mT, offs=offsets)
 
-            def backward(t: int = total, n: int = experts, h: int = hidden, f: int = inner, ends: Any = ends) -> Callable[[], Any]:
+            def backward(
+                t: int = total, n: int = experts, h: int = hidden, f: int = inner, ends: Any = ends
+            ) -> Callable[[], Any]:
                 d_y, w, offsets = normal(t, f), normal(n, f, h), ends()
                 return lambda: torch._grouped_mm(d_y, w, offs=offsets)
 
-            def of_weights(t: int = total, h: int = hidden, f: int = inner, ends: Any = ends) -> Callable[[], Any]:
+            def of_weights(
+                t: int = total, h: int = hidden, f: int = inner, ends: Any = ends
+            ) -> Callable[[], Any]:
                 d_y, x, offsets = normal(t, f), normal(t, h), ends()
                 return lambda: torch._grouped_mm(d_y.mT, x, offs=offsets)
 
-            def one_by_one(n: int = experts, each: int = rows, h: int = hidden, f: int = inner) -> Callable[[], Any]:
+            def one_by_one(
+                n: int = experts, each: int = rows, h: int = hidden, f: int = inner
+            ) -> Callable[[], Any]:
                 xs, ws = [normal(each, h) for _ in range(n)], [normal(f, h) for _ in range(n)]
                 return lambda: [F.linear(x, w) for x, w in zip(xs, ws, strict=True)]
 
@@ -199,20 +212,53 @@ def moves() -> Iterator[Point]:
     weight = partial(normal, h)
     yield Point("bytes", "add", f"[{n}, {h}]", of(torch.add, x_of, x_of), nbytes=3 * one)
     yield Point("bytes", "copy", f"[{n}, {h}]", of(torch.clone, x_of), nbytes=2 * one)
-    yield Point("bytes", "copy of a transpose", f"[{n}, {h}]", of(lambda x: x.mT.contiguous(), x_of), nbytes=2 * one)
+    yield Point(
+        "bytes", "copy of a transpose", f"[{n}, {h}]", of(lambda x: x.mT.contiguous(), x_of), nbytes=2 * one
+    )
     yield Point("bytes", "to float32", f"[{n}, {h}]", of(lambda x: x.float(), x_of), nbytes=3 * one)
     yield Point("bytes", "silu", f"[{n}, {h}]", of(F.silu, x_of), nbytes=2 * one)
     yield Point("bytes", "gelu", f"[{n}, {h}]", of(F.gelu, x_of), nbytes=2 * one)
-    yield Point("bytes", "rms_norm", f"[{n}, {h}]", of(lambda x, w: F.rms_norm(x, (h,), w), x_of, weight), nbytes=2 * one)
-    yield Point("bytes", "layer_norm", f"[{n}, {h}]", of(lambda x, w: F.layer_norm(x, (h,), w), x_of, weight), nbytes=2 * one)
+    yield Point(
+        "bytes",
+        "rms_norm",
+        f"[{n}, {h}]",
+        of(lambda x, w: F.rms_norm(x, (h,), w), x_of, weight),
+        nbytes=2 * one,
+    )
+    yield Point(
+        "bytes",
+        "layer_norm",
+        f"[{n}, {h}]",
+        of(lambda x, w: F.layer_norm(x, (h,), w), x_of, weight),
+        nbytes=2 * one,
+    )
     yield Point("bytes", "softmax", f"[{n}, {h}]", of(lambda x: x.softmax(-1), x_of), nbytes=2 * one)
     yield Point("bytes", "dropout", f"[{n}, {h}]", of(lambda x: F.dropout(x, 0.1), x_of), nbytes=2.5 * one)
-    yield Point("bytes", "index_select of rows", f"[{n}, {h}]", of(lambda x, i: x[i], x_of, lambda: torch.randperm(n, device="cuda")), nbytes=2 * one)
-    yield Point("bytes", "index_add of rows", f"[{n}, {h}]", of(lambda x, y, i: x.index_add_(0, i, y), x_of, x_of, lambda: torch.randperm(n, device="cuda")), nbytes=3 * one)
+    yield Point(
+        "bytes",
+        "index_select of rows",
+        f"[{n}, {h}]",
+        of(lambda x, i: x[i], x_of, lambda: torch.randperm(n, device="cuda")),
+        nbytes=2 * one,
+    )
+    yield Point(
+        "bytes",
+        "index_add of rows",
+        f"[{n}, {h}]",
+        of(lambda x, y, i: x.index_add_(0, i, y), x_of, x_of, lambda: torch.randperm(n, device="cuda")),
+        nbytes=3 * one,
+    )
     yield Point("bytes", "sum", f"[{n}, {h}]", of(torch.sum, x_of), nbytes=one)
     logits = partial(normal, 4096, 128256, dtype=torch.float32)
     labels = partial(torch.randint, 0, 128256, (4096,), device="cuda")
-    yield Point("bytes", "cross_entropy", "[4096, 128256]", of(F.cross_entropy, logits, labels), dtype="fp32", nbytes=12.0 * 4096 * 128256)
+    yield Point(
+        "bytes",
+        "cross_entropy",
+        "[4096, 128256]",
+        of(F.cross_entropy, logits, labels),
+        dtype="fp32",
+        nbytes=12.0 * 4096 * 128256,
+    )
     for implementation in ("fused", "foreach"):
 
         def adam(kind: str = implementation) -> Callable[[], Any]:
@@ -221,7 +267,14 @@ def moves() -> Iterator[Point]:
                 w.grad = torch.randn_like(w)
             return torch.optim.AdamW(weights, lr=1e-4, **{kind: True}).step
 
-        yield Point("bytes", f"AdamW {implementation}", "24 x [4096, 4096]", adam, dtype="fp32", nbytes=28.0 * 24 * 4096**2)
+        yield Point(
+            "bytes",
+            f"AdamW {implementation}",
+            "24 x [4096, 4096]",
+            adam,
+            dtype="fp32",
+            nbytes=28.0 * 24 * 4096**2,
+        )
     for nbytes in (2**20, 2**24, 2**28):
         for name, pinned in (("pinned", True), ("pageable", False)):
 
@@ -260,10 +313,30 @@ def host() -> Iterator[Point]:
     yield Point("host", "add", "100 calls", small(lambda x: x + x), on_host=True)
     yield Point("host", "matmul", "100 calls", small(lambda x: x @ x), on_host=True)
     yield Point("host", "view", "100 calls", small(lambda x: x.view(32, 128)), on_host=True)
-    yield Point("host", "add, recorded by autograd", "100 calls", small(lambda x: x + x, grad=True), on_host=True)
-    yield Point("host", "add, forward and backward", "100 calls", small(lambda x: torch.autograd.grad((x + 1).sum(), x), grad=True), on_host=True)
-    yield Point("host", "linear", "100 calls", lambda: (lambda m: repeat(partial(F.linear, normal(64, 64), m.weight)))(linear()), on_host=True)
-    yield Point("host", "module of a linear", "100 calls", lambda: (lambda m: repeat(partial(m, normal(64, 64))))(linear()), on_host=True)
+    yield Point(
+        "host", "add, recorded by autograd", "100 calls", small(lambda x: x + x, grad=True), on_host=True
+    )
+    yield Point(
+        "host",
+        "add, forward and backward",
+        "100 calls",
+        small(lambda x: torch.autograd.grad((x + 1).sum(), x), grad=True),
+        on_host=True,
+    )
+    yield Point(
+        "host",
+        "linear",
+        "100 calls",
+        lambda: (lambda m: repeat(partial(F.linear, normal(64, 64), m.weight)))(linear()),
+        on_host=True,
+    )
+    yield Point(
+        "host",
+        "module of a linear",
+        "100 calls",
+        lambda: (lambda m: repeat(partial(m, normal(64, 64))))(linear()),
+        on_host=True,
+    )
     yield Point("host", "new tensor", "100 calls", small(lambda x: x.new_empty(64, 64)), on_host=True)
 
     def chain(length: int) -> Callable[[], Callable[[], Any]]:
@@ -281,7 +354,13 @@ def host() -> Iterator[Point]:
         return make
 
     for length in (10, 110):
-        yield Point("host", f"chain of {length} additions, forward and backward", "1 call", chain(length), on_host=True)
+        yield Point(
+            "host",
+            f"chain of {length} additions, forward and backward",
+            "1 call",
+            chain(length),
+            on_host=True,
+        )
 
 
 def measured(point: Point) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from spbench.bench.files import CACHE_FOLDER, DiskCache
 from spbench.bench.measure.processes import starting as processes
-from tests.slow import thin
+from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 
 # torch is imported where it is used: the first process of xdist, for which the others wait, needs none
 if TYPE_CHECKING:
@@ -93,6 +93,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    if slow_ones_are_left_out(metafunc.config):
+        leave_out_slow_cases(metafunc)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collect no garbage among imports, of which there is little: that would take a fifth of the time."""
     gc.disable()
@@ -104,10 +111,16 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Have one thread, as the ranks have, and let the garbage collector pass over what is imported by now,
-    which takes it half a second each time, also when pytest looks for garbage at the end."""
+    which takes it half a second each time, also when pytest looks for garbage at the end.
+
+    The server of ranks is forked here, with what is imported by now, in place of importing torch itself. The
+    only other thread, that of xdist, waits for the first process and holds no lock of ours.
+    """
     import torch
 
     torch.set_num_threads(1)
+    if processes.START_METHOD == "forkserver":
+        processes._run_server(processes._forked)
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # looking as often would take a twentieth of the time
     atexit.register(gc.unfreeze)  # or else libraries in C++ complain of what they take for leaks

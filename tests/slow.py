@@ -20,6 +20,21 @@ def mostly_slow(values: Iterable[Any], *always: Any) -> list[Any]:
     return [value if value in always else slow(value) for value in values]
 
 
+def slow_ones_are_left_out(config: pytest.Config) -> bool:
+    """Whether no slow case is asked for, so that none need be built: not by its mark, nor by its name."""
+    return config.option.markexpr == "not slow" and not any("::" in arg for arg in config.args)
+
+
+def leave_out_slow_cases(metafunc: pytest.Metafunc) -> None:
+    """Drop the slow cases of a function, but for one if it has no others, before items are made of them: half
+    of all, and a second of each process that collects."""
+    calls: list[Any] = metafunc._calls
+    quick = [call for call in calls if not any(mark.name == "slow" for mark in call.marks)]
+    if metafunc.definition.get_closest_marker("slow"):
+        quick = []
+    metafunc._calls = quick or calls[:1]
+
+
 def thin(items: Sequence[pytest.Item]) -> None:
     """Mark as slow what the default run leaves out of tests that say so.
 

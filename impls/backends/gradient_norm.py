@@ -11,7 +11,6 @@ from torch import Tensor
 
 from spbench.impls.axes import Place
 from spbench.impls.collectives import all_reduce
-from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.kernels.gradient_norm import sum_of_squares
 from spbench.impls.layout import is_expert, shard_of
 from spbench.impls.rings import wait_for_device
@@ -34,7 +33,7 @@ class ClippedGradients:
     def __init__(self, place: Place, largest: float, shares: Sequence[float]):
         self.largest, self.shares = largest, list(shares)
         self.groups: list[dist.ProcessGroup | None] = [
-            place.group(*stage_axes(place)),
+            place.group(*place.stage_axes),
             place.group("pp"),
         ]
         #: of the last step, before it was scaled
@@ -56,11 +55,6 @@ class ClippedGradients:
         torch._foreach_mul_([*gradients], coefficient)
 
 
-def stage_axes(place: Place) -> list[str]:
-    """The axes over which a pipeline stage has several ranks."""
-    return [axis for axis in place.sizes if axis not in ("pp", *FOLDED_AXES) and place.size(axis) > 1]
-
-
 def held_share(p: Tensor, place: Place, sharing: int) -> float:
     """1 / the number of ranks of a pipeline stage that hold the same elements of a parameter's gradient.
 
@@ -69,7 +63,7 @@ def held_share(p: Tensor, place: Place, sharing: int) -> float:
     """
     shard = shard_of(p)
     parts = sharing * (shard.parts if shard else 1) * (place.size("ep") if is_expert(p) else 1)
-    return parts / place.size(*stage_axes(place))
+    return parts / place.size(*place.stage_axes)
 
 
 def norm_traffic(place: Place, element_bytes: int) -> list[Traffic]:
@@ -81,6 +75,6 @@ def norm_traffic(place: Place, element_bytes: int) -> list[Traffic]:
     nbytes = max(4, element_bytes)
     return [
         Traffic("optimizer", purpose, "all_reduce", 1, nbytes, tuple(axes))
-        for purpose, axes in (("norm over a stage", stage_axes(place)), ("norm over stages", ["pp"]))
+        for purpose, axes in (("norm over a stage", place.stage_axes), ("norm over stages", ["pp"]))
         if axes and place.size(*axes) > 1
     ]

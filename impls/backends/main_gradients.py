@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.buffer_layout import BucketLayout
+from spbench.impls.backends.eight_bit_weights import keep_in_eight_bits
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.collectives import (
     all_gather_in_place,
@@ -119,6 +120,7 @@ class GradientBuffer:
         sharded: whether each rank has a part of every bucket.
         instances: the ranks of other such groups that hold the same parts; None: there is one group.
         scaled: see :class:`GradientBucket`.
+        eight_bits: the buffer of weights has bytes; see :func:`keep_in_eight_bits`.
     """
 
     def __init__(
@@ -131,11 +133,13 @@ class GradientBuffer:
         instances: dist.ProcessGroup | None = None,
         *,
         scaled: bool = False,
+        eight_bits: bool = False,
     ):
-        self._scaled = scaled
+        self._scaled, self.eight_bits = scaled, eight_bits
         elements = layouts[-1].end
         some = parameters[0]
-        self.weights = some.detach().new_zeros(elements) if sharded else None
+        of_weights = torch.uint8 if eight_bits else some.dtype
+        self.weights = some.detach().new_zeros(elements, dtype=of_weights) if sharded else None
         self.gradients = some.detach().new_zeros(elements, dtype=dtype)
         groups = group, instances
         self.buckets = [self._bucket(layout, parameters, groups) for layout in layouts]
@@ -167,8 +171,11 @@ class GradientBuffer:
             assert bucket.weights is not None
             for p in bucket.parameters:
                 view = bucket.of(bucket.weights, p, slice(0, p.numel())).view_as(p)
-                view.copy_(p.detach())
-                p.data = view
+                if self.eight_bits:
+                    keep_in_eight_bits(p, view)
+                else:
+                    view.copy_(p.detach())
+                    p.data = view
 
 
 class MainGradients:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
+from spbench.impls.backends.main_weights import MainWeight, main_weight, write_back
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
 from spbench.impls.backends.optimizer import Optimizer, Precision
@@ -53,6 +54,7 @@ from spbench.impls.backends.planned_buffers import (
     PlannedBuffer,
     cuts_of_buffers,
     dealt_weights,
+    magnitudes_traffic,
     muon_traffic,
     planned_buffers,
     sharded_lengths,
@@ -64,29 +66,6 @@ from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, t
 from spbench.impls.layout import Unsupported, is_expert, shard_of, stacks_experts
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
-
-
-@dataclass(frozen=True)
-class _MainWeight:
-    """The part of a parameter that the optimizer updates.
-
-    Attributes:
-        elements: the slice of the flattened parameter.
-        values: its values, as a tensor of their own, or as a view of the weights where they are ``shared``.
-        gradient: its gradient; a view of the main gradients.
-    """
-
-    bucket: GradientBucket
-    parameter: nn.Parameter
-    elements: slice
-    values: Tensor
-    gradient: Tensor
-    shared: bool
-
-    @property
-    def model_values(self) -> Tensor:
-        """These elements of the weights."""
-        return self.parameter.detach().view(-1)[self.elements]
 
 
 class Megatron(Backend):
@@ -176,16 +155,16 @@ class Megatron(Backend):
             **self.optimizer_settings(shard_groups),
         )
 
-    def _by_muon(self, main: _MainWeight) -> bool:
+    def _by_muon(self, main: MainWeight) -> bool:
         return bool(main.values.numel()) and is_matrix(self.names[main.parameter], main.parameter)
 
-    def _share(self, main: _MainWeight) -> float:
+    def _share(self, main: MainWeight) -> float:
         p, place = main.parameter, self.around.place
         ranks = place.size(*summed_axes(self.strategy.partial_axes(p)))
         sharing = self.options.sharing(ranks) if self.options.distributed_optimizer else 1
         return held_share(p, place, sharing)
 
-    def _counted_before(self, main: _MainWeight) -> bool:
+    def _counted_before(self, main: MainWeight) -> bool:
         """Whether the norm counts this gradient on another stage."""
         return main.parameter is self.around.tied(self.module) and not self.around.stage.first
 
@@ -232,16 +211,12 @@ class Megatron(Backend):
             planned.sharded,
             instances,
             scaled=is_expert(parameters[0]) and self.around.place.size("dp", "cp", "sp") > 1,
+            eight_bits=planned.eight_bits,
         )
 
-    def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> _MainWeight:
-        elements = bucket.held(p)
-        weights = p.detach().view(-1)[elements]
-        half = p.dtype in (torch.float16, torch.bfloat16)
-        gradient = bucket.of(bucket.gradients, p, elements)
-        # the host has its own
-        copied = half and not (self.on_host and self.options.use_precision_aware_optimizer)
-        return _MainWeight(bucket, p, elements, weights.float() if copied else weights, gradient, not copied)
+    def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> MainWeight:
+        alone = self.on_host and self.options.use_precision_aware_optimizer
+        return main_weight(bucket, p, on_host_alone=alone)
 
     def zero(self) -> None:
         self.gathered.forget()
@@ -275,9 +250,7 @@ class Megatron(Backend):
                 main.values.grad = main.gradient.to(main.values.dtype)
             wait_for_device(self.mains[0].values)
             super().step()
-        for main in self.mains:
-            if not main.shared:
-                main.model_values.copy_(main.values)
+        write_back(self.mains, self.buffers)
         if not self.options.overlap_param_gather:
             for buffer in self.buffers:
                 for bucket in buffer.buckets:
@@ -296,7 +269,7 @@ class Megatron(Backend):
         return {self.names[m.parameter]: HeldPart(m.gradient, m.elements.start) for m in self.mains}
 
     def weight_parts(self) -> dict[str, HeldPart]:
-        mains = {self.names[m.parameter]: HeldPart(m.model_values, m.elements.start) for m in self.mains}
+        mains = {self.names[m.parameter]: HeldPart(m.counts_as, m.elements.start) for m in self.mains}
         return self.frozen_parts() | mains
 
     @classmethod
@@ -331,8 +304,11 @@ class Megatron(Backend):
         phase = "backward" if options.overlap_grad_reduce else "gradient_sync"
         shards = options.distributed_optimizer and not options.deals
         lengths = sharded_lengths(step) if shards else Counter()
+        eight_bits = sharded_lengths(step, eight_bits=True) if options.fp8_param_gather else Counter()
         if options.update == "muon":
             yield from muon_traffic(step, options)
+        if options.fp8_param_gather:
+            yield from magnitudes_traffic(step)
         for summed in step.summed:
             axes = summed.group_axes
             if not shards:
@@ -340,6 +316,7 @@ class Megatron(Backend):
                 continue
             elements, each = lengths[summed.axes], options.sharing(summed.size)
             summed_bytes, gathered_bytes = elements * width, elements * step.element_bytes
+            gathered_bytes -= eight_bits[summed.axes] * (step.element_bytes - 1)
             yield Traffic(phase, "main gradients", "reduce_scatter", 1, summed_bytes, axes, each)
             if each < summed.size:
                 part, instances = summed_bytes // each, summed.size // each

@@ -32,6 +32,8 @@ class MegatronOptions(OptimizerOptions):
         gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
         bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
             Megatron-Core's.
+        fp8_param_gather: weights whose matmuls are in eight bits by one scale each (``model_options.fp8``)
+            are kept and gathered as one byte an element, and cast from the main weights.
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
             weights.
@@ -60,6 +62,7 @@ class MegatronOptions(OptimizerOptions):
     num_distributed_optimizer_instances: int = 1
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    fp8_param_gather: bool = False
     align_param_gather: bool = True
     gradient_accumulation_fusion: bool = True
     bucket_size: int | None = None
@@ -93,6 +96,10 @@ class MegatronOptions(OptimizerOptions):
         self._check_muon()
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+        if self.fp8_param_gather and (not self.distributed_optimizer or self.optimizer == "host"):
+            raise ValueError("fp8_param_gather needs distributed_optimizer, with its optimizer on the device")
+        if self.fp8_param_gather and self.update == "muon":
+            raise ValueError("update: muon has no fp8_param_gather; leave one out")
         if self.num_distributed_optimizer_instances > 1 and not self.distributed_optimizer:
             raise ValueError("num_distributed_optimizer_instances needs distributed_optimizer")
         if self.bucket_size is not None and self.bucket_size < 1:

@@ -11,6 +11,7 @@ from torch import nn
 
 from spbench.impls.axes import Place
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
+from spbench.impls.backends.eight_bit_weights import in_eight_bits
 from spbench.impls.backends.flat import covered
 from spbench.impls.backends.layer_wise import Dealt, dealt, packed
 from spbench.impls.backends.megatron_options import MegatronOptions
@@ -31,6 +32,7 @@ class PlannedBuffer:
         axes: those of the strategy over which their gradients are summed.
         parameters: by name.
         sharded: whether each rank has a part of every bucket.
+        eight_bits: whether its weights are kept so.
     """
 
     chunk: int
@@ -38,6 +40,7 @@ class PlannedBuffer:
     parameters: Mapping[str, nn.Parameter]
     layouts: Sequence[BucketLayout]
     sharded: bool
+    eight_bits: bool = False
 
     @property
     def elements(self) -> list[int]:
@@ -55,18 +58,30 @@ def planned_buffers(
         full_at = options.full_at(around, number)
         for axes, all_of_axes in by_partial_axes(names, strategy).items():
             sharding = options.sharding(around.place.size(*summed_axes(axes)))
-            for packs in (True, False) if options.packs else (False,):
-                parameters = [p for p in all_of_axes if not options.packs or is_matrix(names[p], p) == packs]
-                if not parameters:
-                    continue
-                if packs:
+            for apart, parameters in _sorted(all_of_axes, names, options):
+                if apart and options.packs:
                     assert sharding is not None
                     layouts = packed([p.shape for p in parameters], full_at, sharding)
                 else:
                     alone = [p is tied for p in parameters]
                     layouts = laid_out([p.numel() for p in parameters], alone, full_at, sharding)
                 by_name = {names[p]: p for p in parameters}
-                yield PlannedBuffer(number, axes, by_name, layouts, sharding is not None)
+                eight_bits = apart and options.fp8_param_gather
+                yield PlannedBuffer(number, axes, by_name, layouts, sharding is not None, eight_bits)
+
+
+def _sorted(
+    parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str], options: MegatronOptions
+) -> Iterator[tuple[bool, list[nn.Parameter]]]:
+    """Those that have a buffer of their own (matrices that are packed, weights in eight bits) and the
+    others, where there are any."""
+
+    def stands_apart(p: nn.Parameter) -> bool:
+        return is_matrix(names[p], p) if options.packs else options.fp8_param_gather and in_eight_bits(p)
+
+    for apart in (True, False):
+        if chosen := [p for p in parameters if stands_apart(p) == apart]:
+            yield apart, chosen
 
 
 def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffic]:
@@ -138,7 +153,8 @@ def cuts_of_buffers(step: PlannedStep) -> Hashable:
             padding = layout.end - layout.start - sum(sizes)
             # the only bucket is of all layers, and others of some
             within = None if full_at is None else tuple(sizes)
-            found.add((buffer.chunk, buffer.axes, padding, within, whole, part if each > 1 else None))
+            kind = buffer.chunk, buffer.axes, buffer.eight_bits
+            found.add((*kind, padding, within, whole, part if each > 1 else None))
     return frozenset(found)
 
 
@@ -148,12 +164,25 @@ def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:
     return planned_buffers(step.build(), step.strategy, step.around, step.options)
 
 
-def sharded_lengths(step: PlannedStep) -> Counter[tuple[str, ...]]:
-    """Elements of the padded buffers, by the axes of the strategy over which they are summed."""
+def sharded_lengths(step: PlannedStep, *, eight_bits: bool = False) -> Counter[tuple[str, ...]]:
+    """Elements of the padded buffers, or of those whose weights are in ``eight_bits``, by the axes of the
+    strategy over which they are summed."""
     padded: Counter[tuple[str, ...]] = Counter()
     for buffer in _planned(step):
-        padded[buffer.axes] += buffer.layouts[-1].end
+        if buffer.eight_bits or not eight_bits:
+            padded[buffer.axes] += buffer.layouts[-1].end
     return padded
+
+
+def magnitudes_traffic(step: PlannedStep) -> Iterator[Traffic]:
+    """The all-reduces of the largest magnitudes of weights that are cast to eight bits after an update."""
+    assert isinstance(step.options, MegatronOptions)
+    for buffer in (each for each in _planned(step) if each.eight_bits):
+        axes, (some, *_) = summed_axes(buffer.axes), buffer.parameters.values()
+        width = 4 if some.spbench_fp8.delayed else max(4, step.element_bytes)  # type: ignore[attr-defined]
+        each = step.options.sharing(step.around.place.size(*axes))
+        nbytes = len(buffer.parameters) * width
+        yield Traffic("optimizer", "largest of weights", "all_reduce", 1, nbytes, axes, each)
 
 
 def dealt_weights(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 @torch.library.custom_op("spbench::silu_times", mutates_args=())
 def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 @_silu_times.register_fake
@@ -30,10 +30,10 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _silu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of silu(gate) * up with regard to both."""
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return gradient * up * (sigmoid + silu * (1 - sigmoid)), gradient * silu
+    """The gradients of silu(gate) * up with regard to both, in no more memory than theirs."""
+    d_gate = gradient * up
+    torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+    return d_gate, F.silu(gate).mul_(gradient)
 
 
 @torch.library.custom_op("spbench::silu_times_backward_", mutates_args={"gate", "up"})
@@ -131,7 +131,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("spbench::bias_gelu", mutates_args=())
 def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias, approximate="tanh")
+    return torch.ops.aten.gelu_(x + bias, approximate="tanh")
 
 
 @_bias_gelu.register_fake
@@ -141,7 +141,8 @@ def _(x: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("spbench::bias_gelu_backward", mutates_args=())
 def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(gradient, x + bias, approximate="tanh")
+    d_x = x + bias
+    return torch.ops.aten.gelu_backward.grad_input(gradient, d_x, approximate="tanh", grad_input=d_x)
 
 
 @_bias_gelu_backward.register_fake
@@ -176,7 +177,7 @@ def _gate_and_up(y: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
 @torch.library.custom_op("spbench::swiglu", mutates_args=())
 def _swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = _gate_and_up(y, bias)
-    return (F.silu(gate) * up).contiguous()
+    return F.silu(gate).mul_(up).contiguous()
 
 
 @_swiglu.register_fake
@@ -187,10 +188,7 @@ def _(y: Tensor, bias: Tensor | None) -> Tensor:
 @torch.library.custom_op("spbench::swiglu_backward", mutates_args=())
 def _swiglu_backward(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = _gate_and_up(y, bias)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    d_gate = gradient * up * (sigmoid + silu * (1 - sigmoid))
-    return torch.stack((d_gate, gradient * silu), -2).contiguous()
+    return torch.stack(_silu_gradients(gradient, gate, up), -2).contiguous()
 
 
 @_swiglu_backward.register_fake

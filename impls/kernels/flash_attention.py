@@ -121,9 +121,9 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     if not _is_half(q):
         return forward_by_scores(q, k, v, scale, causal)
-    features = v.shape[3]
+    features, width = v.shape[3], _width(q)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(_as_wide_as(q, x).transpose(1, 2) for x in (q, k, v)),
+        *(_widened(x, width).transpose(1, 2) for x in (q, k, v)),
         None,
         None,
         q.shape[2],
@@ -136,9 +136,14 @@ def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     return o[..., :features].transpose(1, 2), lse
 
 
-def _as_wide_as(q: Tensor, x: Tensor) -> Tensor:
-    """x [..., A] with zeros up to the head size of q: torch's CUDA kernels have one head size."""
-    missing = q.shape[3] - x.shape[3]
+def _width(q: Tensor) -> int:
+    """The head size of which torch's CUDA kernels compute: a multiple of 8."""
+    return -(-q.shape[3] // 8) * 8
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """x [..., A] with zeros up to that head size: torch has one for queries, keys and values."""
+    missing = width - x.shape[3]
     return F.pad(x, (0, missing)) if missing else x
 
 
@@ -191,9 +196,9 @@ def _backward_on_cuda(
     if not _is_half(q):
         return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
-    features = v.shape[3]
+    width = _width(q)
     gradients = torch.ops.aten._flash_attention_backward(
-        *(_as_wide_as(q, x).transpose(1, 2) for x in (d_o, q, k, v, o)),
+        *(_widened(x, width).transpose(1, 2) for x in (d_o, q, k, v, o)),
         lse.contiguous(),
         None,
         None,
@@ -205,8 +210,8 @@ def _backward_on_cuda(
         unused,
         scale=scale,
     )
-    d_q, d_k, d_v = (x.transpose(1, 2) for x in gradients)
-    return d_q, d_k, d_v[..., :features]
+    d_q, d_k, d_v = (y.transpose(1, 2)[..., : x.shape[3]] for x, y in zip((q, k, v), gradients, strict=True))
+    return d_q, d_k, d_v
 
 
 def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

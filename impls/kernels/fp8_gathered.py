@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce, joined, start_all_gather, start_reduce_scatter
-from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, Quantized, fp8_recast, fp8_transpose, multiply_fp8
+from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, Quantized, fp8_recast, multiply_fp8
 from spbench.impls.kernels.fp8_projection import Fp8Recipe, cast_weight, weight_gradient_fp8, with_bias
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, bias_gradient, library_of
 
@@ -49,7 +49,7 @@ class _GatheredProjection(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         largest = recipe.largest(rows, recipe.tile)
-        if largest is not None:
+        if isinstance(largest, Tensor):
             all_reduce(largest, group, dist.ReduceOp.MAX)
         own = recipe.cast(rows, recipe.tile, E4M3, largest)
         b, b_t = cast_weight(weight, recipe)
@@ -67,14 +67,15 @@ class _GatheredProjection(torch.autograd.Function):
         weight, recipe, dim, group = ctx.weight, ctx.recipe, ctx.dim, ctx.group
         by_engine = library_of(weight) == TRANSFORMER_ENGINE
         d_rows = d_y.reshape(-1, d_y.shape[-1])
-        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, recipe.largest(d_rows, recipe.tile))
+        largest = recipe.largest(d_rows, recipe.tile, "gradient")
+        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, largest)
         x = gathered(Quantized(data, scale, recipe.tile), ctx.shape, dim, group)
         b_t = Quantized(b_data, b_scale, recipe.weights)
         whole_d_x = multiply_fp8(a, b_t.mT, ctx.dtype, by_engine=by_engine)
         whole_d_x = whole_d_x.view(*_whole_shape(ctx.shape, dim, group), ctx.shape[-1])
         d_x, departure = start_reduce_scatter(whole_d_x, dim, group)
         if recipe.whole:
-            x_t = Quantized(fp8_transpose(x.data), x.scale, WHOLE)
+            x_t = recipe.transposed(x)
         else:
             data, scale = fp8_recast(x.data, x.scale, recipe.tile, recipe.scales)
             x_t = Quantized(data, scale, recipe.tile)

@@ -16,8 +16,8 @@ Letters: m rows of x, H features in, F out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,10 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_amax,
     fp8_cast,
     fp8_cast_both,
+    fp8_transpose,
     multiply_fp8,
 )
+from spbench.impls.kernels.fp8_delayed import Slot, fp8_cast_both_delayed_, fp8_cast_delayed_
 from spbench.impls.kernels.kept_results import keeping, kept_number, kept_product
 from spbench.impls.kernels.projection import (
     TRANSFORMER_ENGINE,
@@ -56,6 +58,11 @@ class Fp8Recipe:
         weights: of weights.
         gradients: the format of gradients; activations and weights are E4M3.
         scales: torch.float32: powers of two in float32; E8M0: in one byte; None: any float32.
+        transposes: matmuls take operands whose summed dim is contiguous alone, as Hopper's; else, as
+            Blackwell's (is_non_tn_fp8_gemm_supported of transformer_engine/pytorch/utils.py), those with one
+            scale need no transposed copy.
+        delayed: scales are of earlier passes (:mod:`fp8_delayed`); ``slots`` has the places of the matrices
+            of one matmul, by what they are: "input", "weight" or "gradient".
         wide_weight_gradient: the matmul of the weight's gradient stays in the precision of x, and that of the
             input's gradient has one scale for the weight.
     """
@@ -66,29 +73,54 @@ class Fp8Recipe:
     gradients: torch.dtype = E4M3
     scales: torch.dtype | None = None
     wide_weight_gradient: bool = False
+    transposes: bool = True
+    delayed: bool = False
+    slots: Mapping[str, Slot] | None = None
 
     @property
     def whole(self) -> bool:
         """Whether activations and gradients have one scale each."""
         return self.tile == WHOLE
 
-    def largest(self, x: Tensor, tile: Tile) -> Tensor | None:
-        """The largest magnitude of x, where its scale needs one of all."""
+    def largest(self, x: Tensor, tile: Tile, what: str = "input") -> Tensor | Slot | None:
+        """What a cast of x needs before: its largest magnitude where one scale is of all, or the place of its
+        scale where that is delayed."""
+        if self.slots is not None:
+            return self.slots[what]
         return fp8_amax(x) if tile == WHOLE else None
 
     def cast(
-        self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None, *, transposed: bool = False
+        self,
+        x: Tensor,
+        tile: Tile,
+        dtype: torch.dtype,
+        largest: Tensor | Slot | None,
+        *,
+        transposed: bool = False,
     ) -> Quantized:
         """x [r, c] in eight bits, or x^T."""
+        if isinstance(largest, Slot):
+            data, scale = fp8_cast_delayed_(x, largest.scale, largest.largest, dtype, transposed)
+            return Quantized(data, scale, WHOLE)
         data, scale = fp8_cast(x, largest, dtype, tile, self.scales, transposed)
         return Quantized(data, scale, tile)
 
     def cast_both(
-        self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | None
+        self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | Slot | None
     ) -> tuple[Quantized, Quantized]:
         """x [r, c] and x^T in eight bits."""
+        if self.whole and not self.transposes:
+            once = self.cast(x, tile, dtype, largest)
+            return once, once.mT
+        if isinstance(largest, Slot):
+            data, transposed, scale = fp8_cast_both_delayed_(x, largest.scale, largest.largest, dtype)
+            return Quantized(data, scale, WHOLE), Quantized(transposed, scale, WHOLE)
         data, scale, transposed, of_transposed = fp8_cast_both(x, largest, dtype, tile, self.scales)
         return Quantized(data, scale, tile), Quantized(transposed, of_transposed, tile)
+
+    def transposed(self, x: Quantized) -> Quantized:
+        """The transpose of what has one scale, as matmuls take it."""
+        return Quantized(fp8_transpose(x.data), x.scale.mT, WHOLE) if self.transposes else x.mT
 
     def project(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         """x [..., H] W^T + b -> [..., F]."""
@@ -108,12 +140,14 @@ class Fp8Recipe:
 
 
 #: by the names that Megatron-LM and torchao give them. Tensorwise: TransformerEngine's Float8CurrentScaling,
-#: torchao's default. Blockwise: Float8BlockScaling, as DeepSeek-V3 has it (arXiv 2412.19437, section 3.3).
-#: mxfp8: MXFP8BlockScaling. Rowwise, and that with a wide weight gradient: torchao's (float8/config.py)
+#: torchao's default. Delayed: DelayedScaling. Blockwise: Float8BlockScaling, as DeepSeek-V3 has it (arXiv
+#: 2412.19437, section 3.3). mxfp8: MXFP8BlockScaling. Rowwise, and that with a wide weight gradient:
+#: torchao's (float8/config.py)
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         Fp8Recipe("tensorwise", gradients=E5M2),
+        Fp8Recipe("delayed", gradients=E5M2, delayed=True),
         Fp8Recipe("rowwise", tile=(1, 0), weights=(1, 0), scales=torch.float32),
         Fp8Recipe(
             "rowwise_with_gw_hp",
@@ -128,15 +162,18 @@ RECIPES = {
 }
 
 
-def mark_recipe(module: nn.Module, name: str) -> None:
-    """Have the projections of a module multiply by a recipe of RECIPES. Called before each forward, as
-    backends that gather weights put other tensors in their place."""
-    recipe = RECIPES[name]
+def mark_recipe(module: nn.Module, recipe: Fp8Recipe | None) -> None:
+    """Have the projections of a module multiply by a recipe. Called before each forward too, as backends that
+    gather weights put other tensors in their place."""
+    if recipe is None:
+        return
     for each in module.modules():
         # backends whose weights are parts of one flat tensor leave views in the place of parameters
-        for weight in (*each._parameters.values(), *vars(each).values()):
+        slots = vars(each).get("spbench_fp8_slots", {})
+        for name, weight in (*each._parameters.items(), *vars(each).items()):
             if isinstance(weight, Tensor) and weight.ndim > 1:
-                weight.spbench_fp8 = recipe  # type: ignore[attr-defined]
+                own = replace(recipe, slots=slots.get(name)) if recipe.delayed else recipe
+                weight.spbench_fp8 = own  # type: ignore[attr-defined]
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
@@ -245,7 +282,8 @@ class _EngineProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, b_data, b_scale = ctx.saved_tensors
-        weight, recipe, largest = ctx.weight, ctx.recipe, ctx.recipe.largest(d_y, ctx.recipe.tile)
+        weight, recipe = ctx.weight, ctx.recipe
+        largest = recipe.largest(d_y, recipe.tile, "gradient")
         a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, largest)
         d_x = None
         if ctx.needs_input_grad[0]:
@@ -271,7 +309,11 @@ def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Qua
     if casts is None or step is None or made_in != step:
         casts = None
         weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # their memory is taken again
-        casts = recipe.cast_both(whole, recipe.weights, E4M3, recipe.largest(whole, recipe.weights))
+        if (scale := getattr(weight, "spbench_fp8_scale", None)) is not None:  # kept in eight bits
+            casts = Quantized(whole, scale, WHOLE), recipe.transposed(Quantized(whole, scale, WHOLE))
+        else:
+            largest = recipe.largest(whole, recipe.weights, "weight")
+            casts = recipe.cast_both(whole, recipe.weights, E4M3, largest)
         if step is not None:
             weight.spbench_fp8_casts = step, casts  # type: ignore[attr-defined]
     return casts

@@ -27,6 +27,9 @@ TORCH_PRODUCTS = frozenset(
 TRANSFORMER_ENGINE_PRODUCTS = frozenset(
     {"te_mm", "te_mm_to", "te_accumulate_mm_", "te_fp8_mm", "te_fp8_accumulate_mm_"}
 )
+#: further workspaces of its matmuls that collectives run beside (_NUM_MAX_UB_STREAMS of
+#: transformer_engine/pytorch/cpp_extensions/gemm.py)
+USERBUFFER_STREAMS = 3
 
 
 @torch.library.custom_op("spbench::te_mm", mutates_args=())
@@ -119,10 +122,11 @@ class Placeholders:
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def like(self, weight: Tensor) -> Tensor:
-        """A tensor of the weight's shape and dtype, in memory that all such share."""
-        key = weight.shape, weight.dtype
+        """A tensor of the shape and dtype of the weight's gradient, in memory that all such share."""
+        dtype = getattr(weight, "grad_dtype", None) or weight.dtype  # of eight bits it is another
+        key = weight.shape, dtype
         if key not in self._made:
-            self._made[key] = torch.empty_like(weight)
+            self._made[key] = torch.empty_like(weight, dtype=dtype)
         return self._made[key].detach()
 
 

@@ -32,12 +32,29 @@ def rounded_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) 
     return y if weight is None else weight * y
 
 
-@torch.library.custom_op("spbench::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     precise = x.to(_precise(x.dtype))
     rstd = (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = precise * rstd
     return (y if weight is None else y * weight).to(x.dtype).contiguous(), rstd.contiguous()
+
+
+@torch.library.custom_op("spbench::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return _normalized(x, weight, eps)
+
+
+def _by_torch(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether torch's kernel for GPUs takes these, which has no intermediates."""
+    return x.dtype != torch.float64 and (weight is None or weight.dtype == x.dtype)
+
+
+@_rms_norm.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    if not _by_torch(x, weight):
+        return _normalized(x, weight, eps)
+    y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
+    return y.contiguous(), rstd.contiguous()
 
 
 @_rms_norm.register_fake
@@ -45,10 +62,7 @@ def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=_precise(x.dtype))
 
 
-@torch.library.custom_op("spbench::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
-    gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     normal, d_y = x.to(rstd.dtype) * rstd, gradient.to(rstd.dtype)
     d_normal = d_y if weight is None else d_y * weight
     d_x = rstd * (d_normal - normal * (d_normal * normal).mean(-1, keepdim=True))
@@ -57,6 +71,22 @@ def _rms_norm_backward(
     else:
         d_weight = (d_y * normal).flatten(0, -2).sum(0).to(weight.dtype)
     return d_x.to(x.dtype).contiguous(), d_weight
+
+
+@torch.library.custom_op("spbench::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _gradients(gradient, x, rstd, weight)
+
+
+@_rms_norm_backward.register_kernel("cuda")
+def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not _by_torch(x, weight):
+        return _gradients(gradient, x, rstd, weight)
+    wanted = [True, weight is not None]
+    d_x, d_weight = torch.ops.aten._fused_rms_norm_backward(gradient, x, x.shape[-1:], rstd, weight, wanted)
+    return d_x, x.new_empty(0) if weight is None else d_weight
 
 
 @_rms_norm_backward.register_fake

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 #: what a masked score becomes; Megatron-LM's and BERT's value, finite so that a row with no key stays finite
 MASKED_SCORE = -10000.0
+#: keys of a row that one program of the kernels for GPUs holds; longer rows go through float32 step by step
+LONGEST_ROW = 2**15
 
 
 def _plain(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
@@ -20,10 +24,29 @@ def _plain(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = Fal
     return torch.softmax(scores, -1)
 
 
-@torch.library.custom_op("spbench::masked_softmax", mutates_args=())
-def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def _in_steps(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
     return _plain(working, mask, scale, causal).to(scores.dtype)
+
+
+def _has_kernel(scores: Tensor) -> bool:
+    """Whether the Triton kernels take such scores on a GPU."""
+    keys = scores.shape[-1]
+    return scores.dtype != torch.float64 and 0 < keys <= LONGEST_ROW and find_spec("triton") is not None
+
+
+@torch.library.custom_op("spbench::masked_softmax", mutates_args=())
+def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return _in_steps(scores, mask, scale, causal)
+
+
+@_masked_softmax.register_kernel("cuda")
+def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    if not _has_kernel(scores):
+        return _in_steps(scores, mask, scale, causal)
+    kernels = import_module("spbench.impls.kernels.softmax_triton")
+    result: Tensor = kernels.masked_softmax(scores, mask, scale, causal, MASKED_SCORE)
+    return result
 
 
 @_masked_softmax.register_fake
@@ -31,11 +54,23 @@ def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     return scores.new_empty(scores.shape)  # contiguous, whatever the scores are
 
 
-@torch.library.custom_op("spbench::masked_softmax_backward_", mutates_args={"gradient"})
-def _masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
+def _gradient_in_steps(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
     working = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
     result = torch._softmax_backward_data(gradient.to(working), probabilities.to(working), -1, working)
     gradient.copy_(result.mul_(scale))
+
+
+@torch.library.custom_op("spbench::masked_softmax_backward_", mutates_args={"gradient"})
+def _masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
+    _gradient_in_steps(gradient, probabilities, scale)
+
+
+@_masked_softmax_backward_.register_kernel("cuda")
+def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
+    if not _has_kernel(gradient):
+        return _gradient_in_steps(gradient, probabilities, scale)
+    kernels = import_module("spbench.impls.kernels.softmax_triton")
+    return kernels.masked_softmax_backward_(gradient, probabilities, scale)
 
 
 @_masked_softmax_backward_.register_fake

@@ -124,10 +124,15 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
         loss: for a split vocabulary, as in :class:`TensorParallelOptions`.
         gathered: the memory of gathered inputs: "made" and freed each time, or "reused", as Megatron-LM's own
             layers (library: megatron-local) do in any case.
+        userbuffers: collectives of projections run in parts beside their matmuls, for which
+            TransformerEngine has further workspaces (``get_cublas_workspace`` of
+            transformer_engine/pytorch/cpp_extensions/gemm.py since 2.10). Here the collectives are waited
+            for, and gathered inputs are tensors, not communication buffers.
     """
 
     vocabulary: str = "whole"
     gathered: str = "made"
+    userbuffers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,7 +85,10 @@ class EmulatedGroup(dist.ProcessGroup):
             _draw([output])
         return work
 
-    # by their names before torch 2.12, whose fake group writes no result of these
+
+class _EmulatedGroupOfOld(EmulatedGroup):
+    """The same by the names of torch before 2.12, whose fake group writes no result of these."""
+
     def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
         work: dist.Work = super().alltoall_base(output, *rest)  # type: ignore[misc]
         _draw([output])
@@ -106,7 +109,10 @@ def _draw(tensors: Iterable[Tensor]) -> None:
                 x.zero_()
 
 
-dist.Backend.register_backend(BACKEND, EmulatedGroup, extended_api=True, devices=[*DEVICES])
+_is_new = hasattr(dist.ProcessGroup, "all_to_all_single")
+dist.Backend.register_backend(
+    BACKEND, EmulatedGroup if _is_new else _EmulatedGroupOfOld, extended_api=True, devices=[*DEVICES]
+)
 
 
 class EmulatedEngine(Engine):

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, islice
 
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.impls.training.turns import Action, Turn, Turns
@@ -72,24 +72,28 @@ class InterleavedTurns:
         """Which end of the pipeline the rank is; 0: none."""
         return (self.of.rank == self.of.ranks - 1) - (self.of.rank == 0)
 
-    def short(self) -> InterleavedTurns | None:
-        """The step from which this one is put together; None: there is none that is shorter."""
+    def shorter(self) -> Iterator[InterleavedTurns]:
+        """Steps from which this one may be put together, the shortest first."""
         of = self.of
         # what is sent beside the computation is waited for in turns that are not told apart here
         if self.gathers or of.overlapped or of.group != of.ranks or of.micro_batches % of.group:
-            return None
+            return
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)
-        for group, more in product(_SHORT_GROUPS, range(2)):
-            count, ranks = _GROUPS * group, group + more
-            for rank in range(ranks):
-                turns = Turns(rank, ranks, of.chunks, count, group, of.overlapped)
-                short = replace(self, of=turns)
-                if (more and short._end) or 3 * len(turns) > 2 * least:
-                    continue
-                if (short._end, short._order) == (self._end, self._order):
-                    return short
-        return None
+        for group in _SHORT_GROUPS:
+            ranks = ((rank, group + more) for more in range(2) for rank in range(group + more))
+            steps = (
+                replace(self, of=Turns(*each, of.chunks, _GROUPS * group, group, of.overlapped))
+                for each in ranks
+            )
+            alike = (
+                short
+                for short in steps
+                if (short._end, short._order) == (self._end, self._order)
+                and not (short._end and short.of.ranks > group)
+                and 3 * len(short.of) <= 2 * least
+            )
+            yield from islice(alike, 1)
 
     @cached_property
     def actions(self) -> list[Action]:
@@ -167,10 +171,11 @@ class InterleavedTurns:
         return *in_group, outside, min(micro_batch, _NEAR), *ends
 
     @cached_property
-    def _of_kind(self) -> dict[Hashable, list[Action]]:
+    def _of_kind(self) -> dict[Hashable, list[tuple[tuple[Hashable, ...], int]]]:
+        """Where the actions of each kind are, and their places."""
         alike = defaultdict(list)
-        for action in self.actions:
-            alike[self._kind(action)].append(action)
+        for place, action in enumerate(self.actions):
+            alike[self._kind(action)].append((self._where(action), place))
         return alike
 
     def like(self, place: int, other: InterleavedTurns) -> int:
@@ -184,13 +189,13 @@ class InterleavedTurns:
         action = self.actions[place]
         where = self._where(action)
 
-        def in_common(like: Action) -> list[bool]:
-            return [a == b for a, b in zip(where, other._where(like), strict=True)]
+        def in_common(like: tuple[tuple[Hashable, ...], int]) -> list[bool]:
+            return [a == b for a, b in zip(where, like[0], strict=True)]
 
         alike = other._of_kind.get(self._kind(action))
         if not alike:
             raise NotAlike(f"no action of the short step is as {action[0]} {action[1]}")
-        return other._places[max(alike, key=in_common)]
+        return max(alike, key=in_common)[1]
 
     def _near(self, place: int, forwards: bool) -> Iterator[tuple[int | None, int]]:
         """Numbers of forwards (else of backwards) by which those are told that the action at a place refers

@@ -10,9 +10,8 @@ hold several runs of layers have turns of their own (:mod:`measure.engines.inter
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -34,6 +33,9 @@ _APART = 2
 #: the micro-batches held in a short step
 _FEWEST = 2 * _APART
 
+#: traces of short steps, by the form of a stage's modules and the turns of the step
+ShortSteps = dict[Hashable, dict[AnyTurns, Trace]]
+
 _log = logging.getLogger(__name__)
 
 
@@ -51,10 +53,11 @@ class Turns:
         """What a step is asked to run, see :func:`record_step`."""
         return self.ahead
 
-    def short(self) -> Turns | None:
-        """The step from which this one is put together; None: there is none that is shorter."""
+    def shorter(self) -> Iterator[Turns]:
+        """The step from which this one is put together, if there is one that is shorter."""
         short = replace(self, ahead=_FEWEST)
-        return short if self.ahead >= _APART and self._alternates and short._alternates else None
+        if self.ahead >= _APART and self._alternates and short._alternates:
+            yield short
 
     def __len__(self) -> int:
         return self.count + self.ahead
@@ -119,28 +122,60 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
     if schedule != "1f1b" or count < cell.sizes.pp + 2:
         raise NotAlike("turns of several runs of layers, or too few of them")
     for each, traced in zip(classes, traces, strict=True):
-        assert traced.program is not None
         held = _turns(cell, each)
         assert isinstance(held, Turns)
-        parts = TurnParts(listed_program(traced.program), held, 1)
-        like, references = parts.in_turns(replace(held, count=count - 1))
-        program = program_in_order(traced.program, parts.listed.order(like, references))
-        fewer.append(replace(traced, program=program))
+        fewer.append(_cut(traced, held, replace(held, count=count - 1)))
     return fewer
 
 
-def stage_traces(cell: Cell, classes: Sequence[RankClass], *, events: bool) -> list[Trace]:
+def _cut(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
+    """A trace with the program of fewer turns than it has; all else stays.
+
+    Raises:
+        NotAlike: it does not say it.
+    """
+    assert trace.program is not None
+    parts = TurnParts(listed_program(trace.program), held, 1)
+    order = parts.listed.order(*parts.in_turns(turns))
+    return replace(trace, program=program_in_order(trace.program, order))
+
+
+def stage_traces(
+    cell: Cell,
+    classes: Sequence[RankClass],
+    *,
+    events: bool,
+    micro_batches: int | None = None,
+    short: ShortSteps | None = None,
+) -> list[Trace]:
     """The trace of the first rank of each of the rank classes of a cell that was planned; arguments as of
-    :func:`trace`."""
-    alike: dict[Hashable, dict[Any, list[int]]] = {}
+    :func:`trace`.
+
+    Args:
+        micro_batches: of a step with fewer than the cell has. Inputs are those of all of them, and of a rank
+            that is traced whole the memory and the calls too.
+        short: what was traced already, to which further steps are added.
+
+    Raises:
+        NotAlike: the traces do not say what fewer micro-batches do.
+    """
+    alike: dict[tuple[Hashable, AnyTurns, AnyTurns], list[int]] = {}
     for each in classes:
-        alike.setdefault(_form(cell, each), {}).setdefault(_turns(cell, each), []).append(each.first)
-    traces = {
-        rank: replace(made, rank=rank)
-        for by_turns in alike.values()
-        for ranks, made in _by_short_step(by_turns, cell, events)
-        for rank in ranks
-    }
+        whole, turns = _turns(cell, each), _turns(cell, each, micro_batches)
+        alike.setdefault((_form(cell, each), whole, turns), []).append(each.first)
+    short, traces = {} if short is None else short, dict[int, Trace]()
+    for (form, whole, turns), ranks in alike.items():
+        traced = short.setdefault(form, {})
+        made = _from_short_step(turns, whole, traced, cell, ranks[0])
+        if made is None and (turns == whole or isinstance(whole, Turns)):
+            if whole not in traced:
+                _log.info("ranks %s of %s are traced whole", ranks, cell.key)
+                traced[whole] = trace(cell, ranks[0], events=events, checked=True)
+            made = traced[whole] if turns == whole else _cut(traced[whole], whole, turns)
+        if made is None:
+            raise NotAlike(f"ranks {ranks} are traced whole")
+        made = made if events else replace(made, program=None)
+        traces |= {rank: replace(made, rank=rank) for rank in ranks}
     return [traces[each.first] for each in classes]
 
 
@@ -153,38 +188,35 @@ def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort
     return trace(cell, ranks.first, events=events, effort=effort)
 
 
-def _turns(cell: Cell, each: RankClass) -> AnyTurns:
+def _turns(cell: Cell, each: RankClass, micro_batches: int | None = None) -> AnyTurns:
     training, backend = cell.training, backend_class(cell.training.backend)
+    count = micro_batches or training.micro_batches
     if (turns := turns_of(cell, each.stage)) is not None:
+        turns = replace(turns, micro_batches=count)
         return InterleavedTurns(turns, backend.zeroes_in_step, "parameters" in (backend.shares_out or ()))
-    count = training.micro_batches
     return Turns(count, forwards_ahead(training.schedule, each.stage, count), backend.zeroes_in_step)
 
 
-def _by_short_step(
-    ranks: Mapping[AnyTurns, Sequence[int]], cell: Cell, events: bool
-) -> Iterator[tuple[Sequence[int], Trace]]:
-    """Ranks whose stages have the same form, and the trace of each of them. A rank whose trace cannot be told
-    from one of a short step is traced.
+def _from_short_step(
+    turns: AnyTurns, whole: AnyTurns, traced: dict[AnyTurns, Trace], cell: Cell, rank: int
+) -> Trace | None:
+    """The trace of a rank with these turns, and events, from a step that is shorter than its whole one; None:
+    there is none that says it.
 
     Args:
-        ranks: by their turns; ranks of the same turns have one trace.
+        traced: short steps, to which further ones are added.
     """
-    traced: dict[AnyTurns, Trace] = {}
-    for turns, alike in ranks.items():
-        short = turns.short()
-        if short is not None and short not in traced and len(short) <= len(turns):
+    for short in whole.shorter():
+        if len(short) > len(whole):
+            continue
+        if short not in traced:
             # its program says which calls communicate in which turn
-            traced[short] = trace(cell, alike[0], events=True, checked=True, turns=short.run)
+            traced[short] = trace(cell, rank, events=True, checked=True, turns=short.run)
         try:
-            if short not in traced:
-                raise NotAlike("there is no shorter step")
-            together = put_together(traced[short], short, turns)
+            return put_together(traced[short], short, turns)
         except NotAlike as error:
-            _log.info("ranks %s of %s are traced whole: %s", alike, cell.key, error)
-            yield alike, trace(cell, alike[0], events=events, checked=True)
-        else:
-            yield alike, together if events else replace(together, program=None)
+            _log.info("rank %s of %s is not as %s: %s", rank, cell.key, short.run, error)
+    return None
 
 
 def _form(cell: Cell, each: RankClass) -> Hashable:

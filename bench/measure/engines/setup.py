@@ -20,6 +20,7 @@ from spbench.impls.axes import Place
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS, GROUPED_WORKSPACES
+from spbench.impls.kernels.projection import USERBUFFER_STREAMS
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import set_options
@@ -179,7 +180,10 @@ def workspace_bytes(cell: Cell) -> dict[str, int]:
     library; cuBLAS's as ``training.cublas_workspace`` says, if it does."""
     limits = load_cluster(cell.cluster).device.workspaces
     nbytes: dict[str, int] = {name: limit.value or 0 for name, limit in limits.items()}
-    nbytes[GROUPED_WORKSPACES] = GROUPED_STREAMS * nbytes.get("transformer_engine", 0)
+    engine = nbytes.get("transformer_engine", 0)
+    nbytes[GROUPED_WORKSPACES] = GROUPED_STREAMS * engine
+    if cell.strategy_options.get("userbuffers"):
+        nbytes["transformer_engine"] = (1 + USERBUFFER_STREAMS) * engine
     config = cell.training.cublas_workspace
     return nbytes if config is None else {**nbytes, "cublas": configured_bytes(config)}
 

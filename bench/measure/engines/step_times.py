@@ -25,6 +25,7 @@ from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import telemetry_of
 from spbench.bench.measure.engines.deepened_traces import with_layers
 from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
+from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
 from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
@@ -159,10 +160,10 @@ def add_step_time(
         measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
 
 
-def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline) -> None:
+def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline | StepNumbers) -> None:
     """Set the step time of a simulation, what it is made of, and what bounds it."""
     add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown, timeline.priced_by)
-    measurement.parts = timeline.parts
+    measurement.parts = dict(timeline.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
     measurement.mfu = utilization(cell, timeline.step_time_s)
     measurement.flops, wrong = checked_flops(cell, timeline.flops)

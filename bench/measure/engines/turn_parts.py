@@ -7,7 +7,9 @@ that its like refers to, as seen from the other step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,7 +41,9 @@ class AnyTurns(Protocol):
 
     def __len__(self) -> int: ...
 
-    def short(self) -> Any: ...
+    def __hash__(self) -> int: ...
+
+    def shorter(self) -> Iterator[Any]: ...
 
     def phases(self, turn: int) -> list[str]: ...
 
@@ -97,7 +101,8 @@ class TurnParts:
             NotAlike: it cannot be told what one refers to.
         """
         keys, part_of = _keys(turns, self.steps), {key: part for part, key in enumerate(self.keys)}
-        likes = [part_of[step, turns.like(turn, self.turns) if step >= 0 else turn] for step, turn in keys]
+        alike = _likes(turns, self.turns)
+        likes = [part_of[step, alike[turn] if step >= 0 else turn] for step, turn in keys]
         place_of = {key: place for place, key in enumerate(keys)}
         begins = np.cumsum([0, *(self.first[part + 1] - self.first[part] for part in likes)])
         like = np.concatenate([self.entries(part) for part in likes])
@@ -152,6 +157,12 @@ class TurnParts:
 
 def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
     return [_SET_UP, *((step, turn) for step in range(steps) for turn in range(len(turns) + 1))]
+
+
+@lru_cache(maxsize=16)
+def _likes(turns: AnyTurns, held: AnyTurns) -> list[int]:
+    """Of each turn, and of the end, its like; the same for all lists of a trace."""
+    return [turns.like(turn, held) for turn in range(len(turns) + 1)]
 
 
 def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,9 +11,11 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
-from spbench.bench.measure.engines.pipeline_stages import stage_traces, without_one
+from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, without_one
 from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.measure.engines.rank_memory import limit_by_host
+from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
@@ -22,6 +25,8 @@ from spbench.bench.measure.simulator.costs import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement
 from spbench.impls.models.model import model_preset
+
+_log = logging.getLogger(__name__)
 
 
 class VirtualEngine(Engine):
@@ -46,7 +51,13 @@ class VirtualEngine(Engine):
         Raises:
             Unsupported: the strategy cannot run these sizes.
         """
-        return trace_classes(cell, events=can_time(cell)).measurement()
+        timed, short = can_time(cell), ShortSteps()
+        if (counts := counts_on_line(cell)) and timed and not cell.meters and not takes_plain_path():
+            try:
+                return measured_on_line(cell, counts, short)
+            except NotAlike as error:
+                _log.info("%s is put together whole: %s", cell.key, error)
+        return trace_classes(cell, events=timed, short=short).measurement()
 
 
 def largest(by_rank: Sequence[Measurement]) -> Measurement:
@@ -140,10 +151,10 @@ class ClassTraces:
         else:
             add_simulated_time(measurement, self.cell, timeline)
 
-    def memory_measurement(self) -> Measurement:
-        """The cell's measurement without times."""
+    def memory_measurement(self, by_class: Sequence[Measurement] | None = None) -> Measurement:
+        """The cell's measurement without times; from those of its classes, if they are given."""
         load = {"imbalance": imbalance(self.cell), **expert_load(self.cell)}
-        return merged(self.cell, self.by_class).model_copy(update=load)
+        return merged(self.cell, self.by_class if by_class is None else by_class).model_copy(update=load)
 
     @property
     def timed(self) -> bool:
@@ -185,8 +196,11 @@ class ClassTraces:
         )
 
 
-def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
+def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None = None) -> ClassTraces:
     """Trace the first rank of each of a cell's rank classes.
+
+    Args:
+        short: see :func:`stage_traces`.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -195,5 +209,53 @@ def trace_classes(cell: Cell, *, events: bool = False) -> ClassTraces:
     if cell.sizes.pp == 1 or cell.meters or plain:
         traces = [trace(cell, each.first, events=events, checked=True) for each in planned.classes]
     else:
-        traces = stage_traces(cell, planned.classes, events=events)
+        traces = stage_traces(cell, planned.classes, events=events, short=short)
     return ClassTraces(cell, planned, traces, fold=not plain)
+
+
+@no_cyclic_collection()
+def measured_on_line(cell: Cell, counts: Sequence[int], short: ShortSteps) -> Measurement:
+    """The measurement of a cell with very many micro-batches, from steps of a few; see
+    :mod:`measure.engines.step_line`.
+
+    Args:
+        counts: of micro-batches, three.
+        short: see :func:`stage_traces`.
+
+    Raises:
+        NotAlike: they do not say it.
+        Unsupported: the strategy cannot run these sizes.
+    """
+    planned, micro_batches = plan(cell), cell.training.micro_batches
+    classes = planned.classes
+    few = [
+        ClassTraces(cell, planned, stage_traces(cell, classes, events=True, micro_batches=n, short=short))
+        for n in counts
+    ]
+    by_class = []
+    for ranks, traces in zip(classes, zip(*(each.traces for each in few), strict=True), strict=True):
+        if (of_class := _class_on_line(few[-1], counts, traces)) is None:
+            whole = stage_traces(cell, [ranks], events=True, short=short)
+            of_class = ClassTraces(cell, planned, whole).by_class[0]
+        by_class.append(of_class)
+    measurement = few[-1].memory_measurement(by_class)
+    if measurement.status == "ok":
+        try:
+            steps = [StepNumbers.of(each.simulator()()) for each in few]
+        except RatesUnknown as error:
+            measurement.reason = measurement.reason or f"no time: {error}"
+        else:
+            add_simulated_time(measurement, cell, on_line(counts, steps, micro_batches))
+    return measurement
+
+
+def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trace]) -> Measurement | None:
+    """The measurement of a class of ranks from its traces of those numbers of micro-batches; None: its memory
+    is not the same in all of them, as where something is kept of each."""
+    calls = calls_on_line(counts, [trace.communication for trace in traces], of.cell.training.micro_batches)
+    different = {id(trace.memory): replace(trace, communication=calls) for trace in traces}
+    capacity = usable_memory_bytes(of.cell, of.planned)
+    first, *others = (trace.measurement(capacity, of.planned) for trace in different.values())
+    if first.unpriced_operators or any(each != first for each in others):
+        return None
+    return first

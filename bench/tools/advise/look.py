@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,12 +21,12 @@ from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_la
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import check_sizes, closed_form, plan, sent_rows
 from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.simulator.costs import RatesUnknown
-from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit.anatomy import fullest
@@ -48,49 +47,18 @@ Depth = Literal["small", "few_layers", "all_layers"]
 NEEDED = "needed"
 #: what of a row of a closed form may grow with the number of layers
 _GROWING = ("count", "payload_bytes", "sent_bytes")
-#: a part of a step
-Named = TypeVar("Named", str, Substitute)
 
 
-@dataclass(frozen=True)
-class ShallowStep:
-    """Numbers of a simulated step that grow by the same amount with each layer and micro-batch.
+def step_of(traces: ClassTraces) -> StepNumbers:
+    """The step of traces of the classes of ranks, simulated.
 
-    Attributes:
-        seconds: "step" and what the step is made of, by name.
-        parts: as :attr:`Measurement.parts`.
-        priced_by: as :attr:`Timeline.priced_by`.
+    Raises:
+        Unsupported: the cluster lacks a rate that they need.
     """
-
-    seconds: Mapping[str, float]
-    parts: Mapping[str, float]
-    priced_by: Mapping[Substitute, float]
-
-    @classmethod
-    def of(cls, traces: ClassTraces) -> ShallowStep:
-        """Simulated from traces of the classes of ranks.
-
-        Raises:
-            Unsupported: the cluster lacks a rate that they need.
-        """
-        try:
-            timeline = traces.simulator()()
-        except RatesUnknown as error:
-            raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
-        seconds = {"step": timeline.step_time_s, **timeline.breakdown}
-        return cls(seconds, timeline.parts, timeline.priced_by)
-
-    def on(self, other: ShallowStep, times: float) -> ShallowStep:
-        """This and ``times`` what another one has more."""
-
-        def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
-            return {
-                name: max(0.0, a.get(name, 0.0) + times * (b.get(name, 0.0) - a.get(name, 0.0)))
-                for name in {**a, **b}
-            }
-
-        of_both = grown(self.seconds, other.seconds), grown(self.parts, other.parts)
-        return ShallowStep(*of_both, grown(self.priced_by, other.priced_by))
+    try:
+        return StepNumbers.of(traces.simulator()())
+    except RatesUnknown as error:
+        raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
 
 
 def looks(asking: Asking, cells: Iterable[Cell], depth: Depth) -> Iterator[tuple[Cell, Outcome]]:
@@ -142,11 +110,10 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         step = shallow.on(deeper, more)
         measurement.formula = _sent(cell, at, deepest[1], more)
     measurement.communication = []
-    breakdown = {name: seconds for name, seconds in step.seconds.items() if name != "step"}
-    add_step_time(measurement, cell, step.seconds["step"], breakdown, step.priced_by)
+    add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
     measurement.parts = dict(step.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
-    measurement.mfu = utilization(cell, step.seconds["step"])
+    measurement.mfu = utilization(cell, step.step_time_s)
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
 
@@ -193,8 +160,8 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
     return {counts[0]: fewer, counts[-1]: most}
 
 
-def _steps(by_count: Mapping[int, ClassTraces]) -> dict[int, ShallowStep]:
-    return {n: ShallowStep.of(traces) for n, traces in by_count.items()}
+def _steps(by_count: Mapping[int, ClassTraces]) -> dict[int, StepNumbers]:
+    return {n: step_of(traces) for n, traces in by_count.items()}
 
 
 def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
@@ -213,7 +180,7 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
     return with_layers(other, layers * stage_layers(cell)[1])
 
 
-def _grown(steps: Mapping[int, ShallowStep], micro_batches: int) -> ShallowStep:
+def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
     """The step of that many micro-batches."""
     (first, a), *rest = steps.items()
     if not rest:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scipy.stats import kendalltau
+import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
@@ -205,7 +205,9 @@ def agreement(rows: Sequence[ComparedCell]) -> Agreement:
     ]
     errors = [abs(row.relative_error) for row in rows]
     return Agreement(
-        tau=float(kendalltau([r.measured_s for r in rows], [r.predicted_s for r in rows]).statistic),
+        tau=float(
+            scipy.stats.kendalltau([r.measured_s for r in rows], [r.predicted_s for r in rows]).statistic
+        ),
         clear_pairs=len(clear),
         clear_pairs_alike=sum(clear),
         median_error=median(errors),

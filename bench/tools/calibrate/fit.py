@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import scipy  # whose parts, a second of imports, are imported as they are first used
 import torch
-from scipy.optimize import brentq
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
@@ -155,7 +155,7 @@ def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> flo
     error_a, error_b = error(a), error(b)
     if error_a * error_b > 0:
         return math.exp(a if abs(error_a) < abs(error_b) else b)
-    return math.exp(brentq(error, a, b, xtol=_ARRIVED))
+    return math.exp(scipy.optimize.brentq(error, a, b, xtol=_ARRIVED))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.tools.calibrate.log_findings import AttentionSpeed, Findings, TimedCollective, TimedPass
 from spbench.impls.traffic import WIRE_SHARE
@@ -33,7 +33,7 @@ def least_squares(values: Sequence[float], *columns: Sequence[float]) -> LeastSq
     of messages of bytes and of gigabytes count alike."""
     matrix = np.column_stack(columns) / np.asarray(values, float)[:, None]
     scale = np.linalg.norm(matrix, axis=0)  # seconds stand beside bytes and FLOPs
-    coefficients = nnls(matrix / scale, np.ones(len(values)))[0] / scale
+    coefficients = scipy.optimize.nnls(matrix / scale, np.ones(len(values)))[0] / scale
     errors = np.abs(matrix @ coefficients - 1)
     return LeastSquares(tuple(map(float, coefficients)), float(errors.mean()), float(errors.max()))
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
@@ -151,16 +152,14 @@ def _in_turns(base: Row, new: Row) -> bool:
 
 
 def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
-    from scipy import stats  # takes a second, which comparisons of exact metrics alone need not wait for
-
     alone = _is_one_process(base, new)
     before, now = (np.log(_units(reading, "samples" if alone else "rounds")) for reading in (base, new))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of observations that are all alike
         if in_turns and len(before) == len(now) and not alone:
-            result, effect = stats.ttest_1samp(now - before, 0), np.mean(now - before)
+            result, effect = scipy.stats.ttest_1samp(now - before, 0), np.mean(now - before)
         else:
-            result, effect = stats.ttest_ind(now, before, equal_var=False), now.mean() - before.mean()
+            result, effect = scipy.stats.ttest_ind(now, before, equal_var=False), now.mean() - before.mean()
         interval = result.confidence_interval(1 - ALPHA)
     if alone:
         seen = [np.median(now) - np.median(before), now.min() - before.min()]
@@ -175,9 +174,7 @@ def _corrected(tested: Sequence[_Tested]) -> Sequence[float]:
     """Their p-values, corrected for how many there are."""
     if not tested:
         return []
-    from scipy.stats import false_discovery_control
-
-    return [float(p) for p in false_discovery_control([judged.p for judged in tested])]
+    return [float(p) for p in scipy.stats.false_discovery_control([judged.p for judged in tested])]
 
 
 def _precision(tested: Sequence[_Tested]) -> Iterable[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy  # whose parts, a second of imports, are imported as they are first used
 from numpy.typing import NDArray
 
 #: relative; a smaller change of a measured level is not reported
@@ -127,9 +128,7 @@ def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
 
 def _tails(statistic: float, degrees: int) -> float:
     """Both tails of Student's distribution."""
-    from scipy.special import stdtr
-
-    return float(2 * stdtr(degrees, -statistic))
+    return float(2 * scipy.special.stdtr(degrees, -statistic))
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
@@ -199,20 +199,25 @@ class _Program:
         count = len(self.changes)
         if not count:
             return
-        rules = [LinearConstraint(self.saved, self.excess, np.inf)]
+        rules = [scipy.optimize.LinearConstraint(self.saved, self.excess, np.inf)]
         for a, b in self.apart:
             row = np.zeros(count)
             row[[a, b]] = 1
-            rules.append(LinearConstraint(row, -np.inf, 1))
+            rules.append(scipy.optimize.LinearConstraint(row, -np.inf, 1))
         while True:
-            answer = milp(self.costs, constraints=rules, integrality=np.ones(count), bounds=Bounds(0, 1))
+            answer = scipy.optimize.milp(
+                self.costs,
+                constraints=rules,
+                integrality=np.ones(count),
+                bounds=scipy.optimize.Bounds(0, 1),
+            )
             if answer.x is None:
                 return
             taken = np.flatnonzero(answer.x > 0.5)
             if len(taken):
                 yield [self.changes[at] for at in taken]
             row = np.where(answer.x > 0.5, 1.0, -1.0)  # not this one again
-            rules.append(LinearConstraint(row, -np.inf, len(taken) - 1))
+            rules.append(scipy.optimize.LinearConstraint(row, -np.inf, len(taken) - 1))
 
     def pairs(self) -> Iterator[tuple[float, Sequence[Change]]]:
         """Pairs that may fit, with the seconds of their steps if costs add up, the cheapest first."""

@@ -78,6 +78,9 @@ def _step(k: Account) -> TransformersStep:
             given_of(k, "packed_sequence.packed_sequence_size"),
         ),
         optimizer=Said("adam" if adam else optimizer, given_of(k, "optimizer._target_")),
+        foreach=Said(
+            optimizer.startswith("torch.optim."), given_of(k, "optimizer._target_"), "torch's default"
+        ),
         lora=Said(
             k.value("peft.dim") if k.has("peft._target_") else 0, given_of(k, "peft._target_", "peft.dim")
         ),

@@ -13,8 +13,8 @@ from spbench.bench.tools.jobs.deepspeed_files import MODEL_PATH, sorted_files
 from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.torchtitan import COMPILED, ROTATIONS
-from spbench.bench.tools.jobs.transformers_kernels import SEPARATE
+from spbench.bench.tools.jobs.torchtitan import ROTATIONS
+from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER, SEPARATE
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
@@ -91,7 +91,7 @@ class DeepSpeedJob:
         if family in SEPARATE:
             note = f"projections of {family} are layers of their own in transformers"
             k.set("model_options.separate_projections", True, note=note)
-            if not liger:
+            if not liger and not k.value(f"{_TRAINER}torch_compile"):
                 k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
         if liger:
             for option, value in (
@@ -118,6 +118,8 @@ class DeepSpeedJob:
                 k.set("model_options.recompute_reentrant", True, kwargs, note="the default is reentrant")
         k.ignore("nothing runs again", again, by_fsdp, kwargs)
         if k.value(f"{_TRAINER}torch_compile"):
+            fused = FUSED_BY_COMPILER[1:] if liger else FUSED_BY_COMPILER
+            k.add("model_options.fusions", [*fused], f"{_TRAINER}torch_compile")
             k.approximate(COMPILED, f"{_TRAINER}torch_compile")
 
     def _family(self) -> str:

@@ -18,7 +18,7 @@ from spbench.bench.tools.jobs.megatron_fp8 import set_fp8
 from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
-from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule
+from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule, set_userbuffers
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in, words_in
 from spbench.bench.tools.jobs.variables import variables
@@ -85,11 +85,12 @@ def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str])
 def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
     """Make the settings of all arguments."""
     set_model(a, bert=bert, cluster=cluster)
-    set_fp8(a)
+    set_fp8(a, cluster)
     replicas = _set_parallelism(a, gpus)
     _set_batch(a, replicas)
     set_schedule(a)
     set_optimizer(a, cluster)
+    set_userbuffers(a)
     a.unasked = f"{model_name(bert)} has no option for it"
 
 

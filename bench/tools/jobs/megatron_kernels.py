@@ -60,7 +60,7 @@ def _device(cluster: str | None) -> Device | None:
         return None  # raised again with the cell
 
 
-def _card(cluster: str | None) -> tuple[str, int]:
+def card_of(cluster: str | None) -> tuple[str, int]:
     """The name of a cluster's card and its generation; ("", 0) where it is not known."""
     device = _device(cluster)
     return ("", 0) if device is None else (device.name, generation_of(device))
@@ -73,7 +73,7 @@ def set_workspace(a: Account, cluster: str | None) -> None:
         a.set(option, a.environment[variable], variable)
     elif a.has("--deterministic-mode"):
         a.set(option, large, "--deterministic-mode")
-    elif _card(cluster)[1] >= 10 and (release_of(a) or (0, 0)) >= LARGE_WORKSPACE_ON_BLACKWELL:
+    elif card_of(cluster)[1] >= 10 and (release_of(a) or (0, 0)) >= LARGE_WORKSPACE_ON_BLACKWELL:
         a.set(option, large, CONTAINER, note="torch's default on Blackwell")
 
 
@@ -136,7 +136,7 @@ def set_attention(a: Account, local: bool, cluster: str | None) -> None:
 def _choose_attention(a: Account, cluster: str) -> None:
     """The kernel that TransformerEngine takes where it may (:func:`engines_choice`, and
     nvte_get_fused_attn_backend)."""
-    card, generation = _card(cluster)
+    card, generation = card_of(cluster)
     fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if a.environment.get(name) == "0"}
     deterministic = a.has("--deterministic-mode") or a.environment.get(fixed) == "0"

@@ -278,3 +278,21 @@ def _set_moments(a: Account, cluster: str | None) -> None:
         a.remarks.append("kernels of --deterministic-mode are slower, which is not modelled")
         a.took("see what is approximate", "--deterministic-mode")
     a.first_steps(one=a.value("--train-iters") == 1)
+
+
+def set_userbuffers(a: Account) -> None:
+    """Set TransformerEngine's workspaces for collectives in parts beside matmuls; these need sequence
+    parallelism."""
+    switch = "--tp-comm-overlap"
+    kinds = (
+        *("--no-tp-comm-bulk-wgrad", "--no-tp-comm-bulk-dgrad", "--no-tp-comm-overlap-ag"),
+        *("--no-tp-comm-overlap-rs", "--tp-comm-overlap-rs-dgrad", "--no-tp-comm-split-ag"),
+        *("--no-tp-comm-split-rs", "--tp-comm-overlap-cfg"),
+    )
+    several = (a.value("--tensor-model-parallel-size") or 1) > 1 and a.has("--sequence-parallel")
+    if not a.has(switch) or not several:
+        a.ignore("of --tp-comm-overlap, which needs --sequence-parallel and several ranks", switch, *kinds)
+        return
+    a.add("strategy_options.userbuffers", True, a.spelled(switch))
+    because = "collectives are waited for, and buffers outside torch's allocator are not counted"
+    a.leave("memory and time", because, switch, *kinds)

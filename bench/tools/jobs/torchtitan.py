@@ -17,6 +17,7 @@ from spbench.bench.tools.jobs.torchtitan_files import content_of
 from spbench.bench.tools.jobs.torchtitan_fp8 import set_fp8
 from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel
 from spbench.bench.tools.jobs.torchtitan_pipeline import micro_batches, set_pipeline
+from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER
 from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml
 
@@ -25,7 +26,6 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
-COMPILED = "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
 
 
 @cache
@@ -271,6 +271,8 @@ class TorchtitanJob(TorchtitanModel):
         way = "optimizer.fused" if self.version == "a" else "optimizer.implementation"
         if k.value(way) in (True, "fused"):
             k.took("a fused Adam, the one that there is", way)
+        elif k.value(way) in (False, "foreach") and not k.value(offloaded):
+            k.set("training.implementation", "foreach", way)
         else:
             k.approximate("Adam's step is fused, and makes no tensors of its own", way)
         launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
@@ -287,6 +289,8 @@ class TorchtitanJob(TorchtitanModel):
         k.ignore("nothing is compiled", parts)
         overlapped = self.named("enable_async_tensor_parallel")
         if compiled:
+            if "model" in self.value(parts, ["model"]):
+                k.add("model_options.fusions", [*FUSED_BY_COMPILER], k.spelled(switch))
             k.approximate(COMPILED, *filter(k.has, (switch, parts)))
         if k.value(overlapped) and compiled:
             k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)

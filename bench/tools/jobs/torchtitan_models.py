@@ -116,7 +116,8 @@ class TorchtitanModel:
         norm = self.value("model.norm_type", "rmsnorm")
         if norm not in ("rmsnorm", "fused_rmsnorm"):
             k.refuse("layer norms without a bias", *own)
-        way, note = "fused" if norm == "fused_rmsnorm" else "plain", "" if own else "operator by operator"
+        one_kernel = norm == "fused_rmsnorm" or k.value("training.compile")
+        way, note = "fused" if one_kernel else "plain", "" if own else "operator by operator"
         k.set("model_options.rms_norm", way, *own, note=note)
 
     @property

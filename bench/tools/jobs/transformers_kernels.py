@@ -23,7 +23,9 @@ ATTENTION = {
 }
 #: families of config.json whose models have a layer for each projection
 SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
-COMPILED = "what is compiled is counted operator by operator: Inductor keeps and makes fewer tensors"
+#: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
+FUSED_BY_COMPILER = ("swiglu", "rope")
+COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Inductor fuses more"
 
 
 def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
@@ -32,7 +34,7 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if family in SEPARATE:
         note = f"projections of {family} are layers of their own in transformers"
         k.set("model_options.separate_projections", True, note=note)
-        if "norm" not in liger:
+        if "norm" not in liger and not step.compiled.value:
             k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
     attention = ATTENTION.get(str(step.attention.value))
     if attention is None:
@@ -59,6 +61,8 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     k.ignore("the MLP is computed at once", *step.mlp_tiles.names)
     _checkpoints(k, step)
     if step.compiled.value:
+        fused = [name for name in FUSED_BY_COMPILER if name not in liger or step.mlp_tiles.value]
+        k.add("model_options.fusions", fused, " ".join(step.compiled.names) or "torch.compile")
         k.approximate(COMPILED, *step.compiled.names)
     k.ignore("nothing is compiled", *step.compiled.names)
 

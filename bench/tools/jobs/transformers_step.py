@@ -45,6 +45,7 @@ class TransformersStep:
         liger: which of Liger's kernels run: words of "norm", "swiglu", "loss".
         mlp_tiles: the MLP is computed in tiles, each of as many tokens as the model is wide, or that number.
         optimizer: "adam", "adam 8 bits", or another.
+        foreach: its update is torch's default, a kernel for each operation on all weights.
         lora: the rank of adapters; 0: all weights are trained; quantized: bits of frozen weights, 0: not.
         packed: rows are packed of several samples.
         compiled: torch.compile is on.
@@ -74,6 +75,7 @@ class TransformersStep:
     liger: Said = Said("")
     mlp_tiles: Said = Said(False)
     optimizer: Said = Said("adam")
+    foreach: Said = Said(False)
     lora: Said = Said(0)
     quantized: Said = Said(0)
     packed: Said = Said(False)

@@ -55,6 +55,7 @@ _ROLES = {
     "gpt3_mcore_te_tp2_pp2_cross_entropy": "inferred",
     "gpt3_mcore_te_tp2_pp2_resume_torch_dist_cross_entropy": "inferred",
     "mixtral_8x7b": "inferred",
+    "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8": "inferred",  # workspaces of userbuffers
 }
 
 _GPUS = ("a100", "h100", "gb200")

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from scipy.stats import kendalltau
+import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -78,7 +78,9 @@ class TimesOrder:
     def tau(self) -> float:
         """Kendall's tau-b, of which ties do not count against the order: 1: the same order, -1: the reverse;
         nan where all of one kind are ties."""
-        return float(kendalltau([s[1] for s in self.layouts], [s[2] for s in self.layouts]).statistic)
+        return float(
+            scipy.stats.kendalltau([s[1] for s in self.layouts], [s[2] for s in self.layouts]).statistic
+        )
 
     @property
     def fastest(self) -> tuple[tuple[Cell, float, float], tuple[Cell, float, float]]:

@@ -66,10 +66,10 @@ class DecoderBlock(nn.Module):
         self.parallel, self.model, self.random = model.parallel_residual, model, strategy.random
         self.has_experts = isinstance(self.mlp, MixtureModule)
         mark_library(self, model.library)
+        mark_recipe(self, model.fp8_recipe)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        if self.model.fp8 != "none":
-            mark_recipe(self, self.model.fp8)
+        mark_recipe(self, self.model.fp8_recipe)
         mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
         if self.mlp is None:
             return mixed
@@ -106,17 +106,23 @@ class LoneDecoderLayer(nn.Module):
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = checkpoints_on_host(model.checkpoints)
         self.attended = model.attended(seq_len)
+        self.scaling = model.delayed_scaling(layer, strategy)
         freeze(layer, model)
         strategy.pack(self.attended)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
-        if self.model.fp8 != "none":
-            mark_recipe(self, self.model.fp8)
+        mark_recipe(self, self.model.fp8_recipe)
+        if self.scaling is not None:
+            x = self.scaling.entering(x)
         places = Places(self.strategy, self.seq_len, x, self.attended)
         if self.model.recomputes_layers:
             if self.on_host is not None:
                 self.on_host.begin()
             how = self.model.recomputation
-            return {"y": recomputed(self.layer, self.strategy.random, x, places, on_host=self.on_host, **how)}
-        return {"y": self.layer(x, places)}
+            y = recomputed(self.layer, self.strategy.random, x, places, on_host=self.on_host, **how)
+        else:
+            y = self.layer(x, places)
+        if self.scaling is not None:
+            self.scaling.update(forward=True)
+        return {"y": y}

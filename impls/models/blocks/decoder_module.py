@@ -55,6 +55,7 @@ class Decoder(nn.Module):
             self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
+        self.scaling = model.delayed_scaling(self.blocks, strategy)
         freeze(self, model)
         self.on_host = checkpoints_on_host(model.checkpoints)
         #: whether a step's first micro-batch casts weights, which the others use
@@ -86,6 +87,8 @@ class Decoder(nn.Module):
         mask = _loader_mask(inputs["tokens"], self.seq_len) if loaded else None
         x = with_gradient(self._embedded(inputs["tokens"]), self.model) if hidden is None else hidden
         del hidden
+        if self.scaling is not None:
+            x = self.scaling.entering(x)
         places = self._places_like(x)
         if self.on_host is not None:
             self.on_host.begin()
@@ -101,6 +104,8 @@ class Decoder(nn.Module):
             outputs |= self._losses(x, inputs)
             if further:
                 outputs |= self._further_losses(further, inputs, outputs["loss"])
+        if self.scaling is not None:
+            self.scaling.update(forward=True)
         del mask
         return outputs
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.models.blocks.adapter_options import AdapterOptions
+from spbench.impls.models.blocks.fp8_options import Fp8Options
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
@@ -44,7 +43,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
+class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options):
     """What the layers of a decoder are made of, and which kernels they use.
 
     An option that changes how, not what, a layer computes has its plain value in
@@ -81,8 +80,6 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             keeps the whole for backward. Else they are copied out of it.
         library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
             and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
-        fp8: the matmuls of the projections of layers are in eight bits, by one of
-            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
         fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
             "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
             queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
@@ -143,7 +140,6 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     library: str = "torch"
     fusions: Sequence[str] = ()
     unfused: Sequence[str] = ()
-    fp8: str = "none"
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
@@ -203,7 +199,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
-        self._check_fp8()
+        self.check_fp8()
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")
         if min(self.autotune_flush_kib, self.autotune_copies) < 0:
@@ -237,27 +233,6 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions):
     def attention_width(self) -> int:
         """Features of all heads of queries."""
         return self.heads * self.head_size
-
-    def _check_fp8(self) -> None:
-        if self.fp8 == "none":
-            return
-        if self.fp8.startswith("rowwise") and self.fused:
-            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
-        if self.library == "megatron-local":
-            raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
-        for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
-            if getattr(self, name, 0):
-                raise ValueError(f"fp8 needs dense layers without adapters and tiles; leave {name} out")
-
-    @property
-    def gathered_dims(self) -> dict[str, int]:
-        """What a site says of a projection in eight bits, and of its input, if that is gathered so."""
-        if self.fp8 == "none" or self.separate_projections:
-            return {} if self.fp8 == "none" else {"fp8": 1}
-        recipe = RECIPES[self.fp8]
-        scale = (recipe.scales or torch.float32).itemsize
-        width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
-        return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": scale}
 
     @property
     def recomputes_layers(self) -> bool:

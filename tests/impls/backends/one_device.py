@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from typing import Any
 from unittest import mock
 
@@ -28,7 +30,7 @@ from spbench.bench.measurement import Measurement
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
-from spbench.impls.models.model import model_preset
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.training.step import Training, initialize
 
@@ -52,21 +54,53 @@ def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed
     return Cell.model_validate(settings | changed)
 
 
-def reference_step(
-    reference: Training, batch: dict[str, Tensor], largest: float
-) -> tuple[dict[str, Tensor], Tensor]:
-    """A step of one device with gradients clipped to a norm, unless that is 0; returns them before it was,
-    and their norm."""
+@dataclass(frozen=True)
+class ReferenceStep:
+    """A step of one device, by parameter: gradients before their norm was clipped, and updated weights."""
+
+    gradients: dict[str, Tensor]
+    norm: Tensor
+    weights: dict[str, Tensor]
+
+
+def reference_step(reference: Training, batch: dict[str, Tensor], largest: float) -> ReferenceStep:
+    """A step of one device with gradients clipped to a norm, unless that is 0."""
     reference.gradients(batch)
     parameters = dict(reference.module.named_parameters())
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     norm = nn.utils.clip_grad_norm_(parameters.values(), largest or float("inf"))
     reference.backend.step()
-    return gradients, norm
+    return ReferenceStep(gradients, norm, {name: p.detach().clone() for name, p in parameters.items()})
+
+
+def whole_batch(model: Model, step: int) -> dict[str, Tensor]:
+    batch = model.inputs(12, LENGTH, torch.Generator().manual_seed(step))
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def as_it_is(reference: Training) -> None:
+    """Leaves the optimizer of one device as it is."""
+
+
+@lru_cache(maxsize=64)
+def _reference_steps(pickled: bytes) -> list[ReferenceStep]:
+    """The steps of one device, of the pickled model, largest norm and change of its optimizer: a rank
+    compares one backend and fault after another with the same ones. Nobody writes to them."""
+    model, largest, updated = pickle.loads(pickled)
+    with default_dtype(torch.float64):
+        whole = model.build(Strategy(), LENGTH)
+    set_weights(whole)
+    reference = Training(whole, Strategy(), PRECISIONS["fp64"])
+    updated(reference)
+    steps = []
+    for step in range(STEPS):
+        reference.optimizer.set_learning_rate(0.01)
+        steps.append(reference_step(reference, whole_batch(model, step), largest))
+    return steps
 
 
 class _Step:
-    """The training of this rank beside that of one device.
+    """The training of this rank beside that of one device (``reference``, by step).
 
     Attributes:
         shards: by parameter, the part that the strategy gives this rank (None: all), and its shape.
@@ -82,11 +116,6 @@ class _Step:
         updated: Callable[[Training], None],
     ):
         self.model = model_preset(asked.model, asked.model_options)
-        with default_dtype(torch.float64):
-            self.whole = self.model.build(Strategy(), LENGTH)
-        set_weights(self.whole)
-        self.reference = Training(self.whole, Strategy(), PRECISIONS["fp64"])
-        updated(self.reference)
         self.shards: dict[str, tuple[Any, torch.Size]] = {}
         self.gradients: dict[str, Tensor] = {}
         self.places: dict[str, HeldPart] = {}
@@ -97,6 +126,8 @@ class _Step:
 
         with mock.patch("spbench.impls.training.step.backend_class", return_value=cls):
             self.training, self.strategy, self.around = build_training(asked, mesh, noted)
+        largest = getattr(self.training.backend.options, "clip_grad", 0)
+        self.reference = _reference_steps(pickle.dumps((self.model, largest, updated)))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -114,22 +145,18 @@ class _Step:
 
     def errors(self, step: int) -> dict[str, float]:
         """Of gradients, updated weights and the norm, after one more step of both."""
-        batch = self.model.inputs(12, LENGTH, torch.Generator().manual_seed(step))
-        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-        for each in (self.reference, self.training):
-            each.optimizer.set_learning_rate(0.01)
-        largest = getattr(self.training.backend.options, "clip_grad", 0)
-        whole_gradients, norm = reference_step(self.reference, batch, largest)
+        batch, reference = whole_batch(self.model, step), self.reference[step]
+        self.training.optimizer.set_learning_rate(0.01)
         self.training.step(rank_inputs(self.model, self.strategy, self.around, batch), self._phase)
         errors: dict[str, float] = {}
         if self.training.backend.gradient_norm is not None:
             name = f"norm {step} of all"
-            errors |= relative_errors({name: norm}, {name: self.training.backend.gradient_norm})
-        parts, truth = self.training.backend.weight_parts(), dict(self.whole.named_parameters())
+            errors |= relative_errors({name: reference.norm}, {name: self.training.backend.gradient_norm})
+        parts = self.training.backend.weight_parts()
         held = {name: part.values.flatten() for name, part in parts.items()}
-        expected = {name: self._mine(name, truth[name].detach(), parts) for name in parts}
+        expected = {name: self._mine(name, reference.weights[name], parts) for name in parts}
         errors |= {f"weight {step} {name}": e for name, e in relative_errors(expected, held).items()}
-        expected = {name: self._mine(name, whole_gradients[name], self.places) for name in self.places}
+        expected = {name: self._mine(name, reference.gradients[name], self.places) for name in self.places}
         held = {name: x.flatten() for name, x in self.gradients.items()}
         return errors | {f"gradient {step} {name}": e for name, e in relative_errors(expected, held).items()}
 
@@ -137,7 +164,7 @@ class _Step:
         """Infinity for each weight of which the parts of all ranks do not make a whole: equal parts would
         show little."""
         parts, errors = self.training.backend.weight_parts(), {}
-        for name, p in self.whole.named_parameters():
+        for name, p in self.reference[0].weights.items():
             count = torch.zeros_like(p, dtype=torch.int64)
             if name in parts:
                 shard, shape = self.shards[name]
@@ -154,7 +181,7 @@ def errors_of_rank(
     mesh: DeviceMesh,
     asked: Cell,
     cls: type[Backend],
-    updated: Callable[[Training], None] = lambda reference: None,
+    updated: Callable[[Training], None] = as_it_is,
 ) -> dict[str, float]:
     """Relative errors of what this rank holds of each step's gradients and updated weights, from those of
     one device, whose optimizer ``updated`` may change."""

@@ -68,7 +68,7 @@ def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     ("backend", "schedule"),
     [
         ("zero3", {"schedule": "1f1b", "micro_batches": 3}),
-        ("zero2", {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6}),
+        slow("zero2", {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6}),
         slow("zero2", {"schedule": "1f1b", "micro_batches": 3}),
         slow("zero3", {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6}),
         slow("zero3", {"schedule": "gpipe", "micro_batches": 3}),

@@ -144,6 +144,7 @@ def _library_arguments(x: Tensor, y: Tensor, q: Tensor, k: Tensor, lse: Tensor) 
 def _in_eight_bits(x: Tensor, y: Tensor, main: Tensor) -> dict[str, tuple[Any, ...]]:
     """Arguments of casts to eight bits and of their matmuls; x, y [3, 8], main [8, 8]."""
     e4m3, half = torch.float8_e4m3fn, torch.bfloat16
+    largest = OPS.fp8_amax(x).float()
     a, of_a = OPS.fp8_cast(x, None, e4m3, [1, 4], None, True)
     b, of_b = OPS.fp8_cast(y, None, torch.float8_e5m2, [1, 4], None, True)
     arguments: dict[str, tuple[Any, ...]] = {
@@ -151,6 +152,9 @@ def _in_eight_bits(x: Tensor, y: Tensor, main: Tensor) -> dict[str, tuple[Any, .
         "fp8_cast": (x, OPS.fp8_amax(x), e4m3, [0, 0], None, False),
         "fp8_cast transposed": (x, None, e4m3, [1, 2], torch.float8_e8m0fnu, True),
         "fp8_cast_both": (x, None, e4m3, [1, 0], torch.float32),
+        "fp8_cast_delayed_": (x, largest, largest.clone(), e4m3, True),
+        "fp8_cast_both_delayed_": (x, largest, largest.clone(), e4m3),
+        "fp8_update_scales_": (main.float().abs(), main[0].float().abs(), 448.0),
         "fp8_transpose": (a,),
         "fp8_recast": (a, of_a, [1, 4], torch.float32),
     }

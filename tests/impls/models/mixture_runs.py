@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,11 +67,19 @@ def whole_inputs(model: Model) -> dict[str, torch.Tensor]:
 
 def on_one_device(setting: Setting) -> dict[str, torch.Tensor]:
     """The gradients, by plain operators, of as many micro-batches as the replicas run together."""
-    model = model_preset(setting.model, setting.options)
-    plain = set_options(model, model.plain_options, "")
     replicas = 1 if setting.options.get("aux_loss") == "global" else setting.sizes.get("dp", 1)
     parts = setting.micro_batches * replicas
-    alone = Setting({}, options=setting.options, micro_batches=parts)
+    return _gradients_of_one_device(
+        pickle.dumps(Setting({}, "", setting.options, setting.model, micro_batches=parts))
+    )
+
+
+@lru_cache(maxsize=64)
+def _gradients_of_one_device(pickled: bytes) -> dict[str, torch.Tensor]:
+    """Of a pickled setting without a mesh; a rank compares one mesh after another with the same ones."""
+    alone = pickle.loads(pickled)
+    model = model_preset(alone.model, alone.options)
+    plain = set_options(model, model.plain_options, "")
     training = training_of(plain, Strategy(), alone, Composition())
     training.gradients(whole_inputs(model))
     return {n: p.grad for n, p in training.module.named_parameters() if p.grad is not None}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,23 @@ TURNS: dict[str, Callable[..., Turns]] = {
 STAGE_LAYERS = {"uneven": (1, 3), "layers of the middle": (0, 2, 2, 0), "one layer less": (0, 1, 2, 1)}
 
 
+def whole_batch(model: Model) -> dict[str, torch.Tensor]:
+    whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
+    return {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
+
+
+@lru_cache(maxsize=16)
+def on_one_device(pickled: bytes) -> tuple[nn.Module, torch.Tensor]:
+    """A pickled model with its gradients, and its loss, which a rank compares with one mesh after another."""
+    model = pickle.loads(pickled)
+    with default_dtype(torch.float64):
+        module = model.build(Strategy(), LENGTH)
+    initialize(module, 5, deviation=0.1, everything=True)
+    loss = module(whole_batch(model))["loss"]
+    loss.backward()
+    return module, loss.detach()
+
+
 def errors_of_rank(
     mesh: DeviceMesh,
     name: str,
@@ -49,8 +67,7 @@ def errors_of_rank(
 ) -> dict[str, float]:
     """Relative errors of the loss and of every gradient that this rank holds, in float64."""
     model, precision = model or model_preset("bert-tiny", OPTIONS), PRECISIONS["fp64"]
-    whole = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(3))
-    whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
+    whole = whole_batch(model)
     place = Place.on(mesh)
     strategy = nesting(name).configured(place)
     schedule, _, how = schedule.partition(": ")
@@ -58,13 +75,11 @@ def errors_of_rank(
     turns = TURNS[how](around.stage.index, around.stage.count, 2, micro_batches) if how in TURNS else None
     with default_dtype(torch.float64):
         # the padded vocabulary of one device and of the ranks is the same: 96 rows
-        reference = model.build(Strategy(), LENGTH)
         module = rank_module(partial(model.build, strategy, LENGTH), around)
-    for built in (reference, module):
-        initialize(built, 5, deviation=0.1, everything=True)
+    initialize(module, 5, deviation=0.1, everything=True)
     if fault == "layers of the other chunk":
         module[0].blocks, module[1].blocks = module[1].blocks, module[0].blocks  # type: ignore[index]
-    reference(whole)["loss"].backward()
+    reference, reference_loss = on_one_device(pickle.dumps(model))
 
     training = Training(
         module,
@@ -93,8 +108,7 @@ def errors_of_rank(
     expected, got = gradients_of(reference, module)
     if around.stage.last:
         all_reduce(loss, place.group(*strategy.position_axes))
-        with torch.no_grad():
-            expected["loss"] = reference(whole)["loss"]
+        expected["loss"] = reference_loss
         got["loss"] = all_reduce(loss, place.group("dp"))
     return relative_errors(expected, got)
 

@@ -57,8 +57,7 @@ def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) ->
     """Of the same name, through the same chunk, with as many phases; the first and the last micro-batch of a
     backward are copies of such ones."""
     whole = InterleavedTurns(Turns(rank, 8, chunks, 64))
-    short = whole.short()
-    assert short is not None
+    short = next(whole.shorter())
     assert 5 * len(short) < 2 * len(whole)
     for place, (name, number) in enumerate(whole.actions):
         like = whole.like(place, short)
@@ -78,9 +77,8 @@ def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) ->
 
 
 def test_a_step_that_is_short_is_run_whole() -> None:
-    assert InterleavedTurns(Turns(1, 4, 2, 8)).short() is None
-    assert InterleavedTurns(Turns(1, 4, 2, 64, 6)).short() is None
-    assert InterleavedTurns(Turns(1, 4, 2, 64, overlapped=True)).short() is None
+    for turns in (Turns(1, 4, 2, 8), Turns(1, 4, 2, 64, 6), Turns(1, 4, 2, 64, overlapped=True)):
+        assert not [*InterleavedTurns(turns).shorter()]
 
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
@@ -89,7 +87,6 @@ def test_a_rank_is_put_together_from_a_short_step(rank: int) -> None:
     training = {"schedule": "interleaved", "virtual_stages": 2}
     cell = staged(16, batch=16, model_options={"layers": 8}, sizes={"pp": 4, "tp": 2}, training=training)
     turns, first = InterleavedTurns(Turns(rank, 4, 2, 16)), plan(cell).classes[rank].first
-    short = turns.short()
-    assert short is not None
+    short = next(turns.shorter())
     together = put_together(trace(cell, first, events=True, turns=short.run), short, turns)
     assert differences(together, trace(cell, first, events=True)) == []

@@ -83,7 +83,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         return steps
 
-    def stages(cell: Cell, classes: Any, *, events: bool) -> list[Trace]:
+    def stages(cell: Cell, classes: Any, **asked: Any) -> list[Trace]:
         traced: list[int] = []
         trace = pipeline_stages.trace
 
@@ -93,7 +93,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         with monkeypatch.context() as counting:
             counting.setattr(pipeline_stages, "trace", counted)
-            made = pipeline_stages.stage_traces(cell, classes, events=events)
+            made = pipeline_stages.stage_traces(cell, classes, **asked)
         if len(traced) < len(classes):
             taken.add("stages")
         return made
@@ -165,7 +165,7 @@ def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool
 #: what differs in kind; the others are traced in the slow run
 ALWAYS = (
     *("contiguous", "chunks", "micro-batches under zero3", "gpipe"),
-    *("layers of a ring", "layers in a bucket", "columns"),
+    *("main gradients", "layers in a bucket", "columns"),
 )
 
 
@@ -349,7 +349,7 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
     "storages of a step are dropped": ("contiguous", step_records.StorageRecord, "repeat", less(1)),
     "storages keep their numbers": ("contiguous", step_records.MemoryMeter, "renumber", nothing),
     "posts keep their numbers": ("contiguous", step_records.EventLog, "renumber_posts", nothing),
-    "losses are not kept": ("micro-batches", step_records.KeptTensors, "repeat", nothing),
+    "losses are not kept": ("micro-batches under zero3", step_records.KeptTensors, "repeat", nothing),
     "a step depends on more than its key": ("striped", Meetings, "of", other_fourth),
     "a micro-batch is not as the others": ("stages", StageRun, "forward", other_eighth),
     "a stage's storage is larger": ("stages", pipeline_stages, "put_together", changed(larger)),

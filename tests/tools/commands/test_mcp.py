@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import jsonschema
 import pytest
-from mcp import StdioServerParameters
-from mcp.client.client import Client
-from mcp.client.stdio import stdio_client
 
 from scripts.schemas import SCHEMAS
 from spbench.bench.tools.run.mcp_server import TOOLS, server
 from tests.tools.commands.conftest import Run, command_line
+
+# the SDK is imported where it is used: a second, for the one process of several that runs these tests
+if TYPE_CHECKING:
+    from mcp.client.client import Client
 
 __all__ = ["command_line"]
 
@@ -40,6 +41,7 @@ ADVISE: dict[str, Any] = {
 
 def asked(ask: Callable[[Client], Awaitable[Answer]]) -> Answer:
     """The outcome of a client in a session with the server, both in this process."""
+    from mcp.client.client import Client
 
     async def session() -> Answer:
         async with Client(server()) as client:
@@ -86,6 +88,10 @@ def test_a_session_gets_the_same_json_as_the_command(
     command_line: Run, tool: str, arguments: dict[str, Any]
 ) -> None:
     """The server is a process of its own, as an agent starts it."""
+    from mcp import StdioServerParameters
+    from mcp.client.client import Client
+    from mcp.client.stdio import stdio_client
+
     started = StdioServerParameters(command=sys.executable, args=["-m", "spbench", "mcp"])
 
     async def session() -> Any:

@@ -75,6 +75,7 @@ def test_what_is_imported_is_a_cell() -> None:
 
 
 _A, _H, _B = "dgx-a100", "dgx-h100", "dgx-b200"
+_NATIVE = "--bf16 --use-distributed-optimizer --fp8-param-gather --fp8-format hybrid --fp8-recipe"
 _OFFLOADED = "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
 _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entropy-loss-fusion"
 
@@ -105,6 +106,28 @@ _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entro
         (_H, "", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "model_options.fp8", "tensorwise"),
         (_H, "", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "model_options.fp8", "blockwise"),
         (_A, "", "--fp8-recipe mxfp8 --fp8-param-gather", "model_options.fp8", None),
+        (_H, "", "--bf16 --fp8-format hybrid", "model_options.fp8", "delayed"),
+        (_H, "", "--fp8-format hybrid --fp8-amax-history-len 8", "model_options.fp8_history", None),
+        (
+            _H,
+            "",
+            "--fp8-format hybrid --fp8-amax-history-len 8 --fp8-amax-compute-algo max",
+            "model_options.fp8_history",
+            8,
+        ),
+        (_H, "", f"{_NATIVE} tensorwise", "training.fp8_param_gather", True),
+        (_H, "", f"{_NATIVE} mxfp8", "training.fp8_param_gather", None),
+        (_H, "", f"{_NATIVE} tensorwise", "model_options.fp8_transposes", None),
+        (_B, "", f"{_NATIVE} tensorwise", "model_options.fp8_transposes", False),
+        (_B, "", f"{_NATIVE} blockwise", "model_options.fp8_transposes", None),
+        (_H, "", "--tp-comm-overlap", "strategy_options.userbuffers", None),
+        (
+            _H,
+            "",
+            "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
+            "strategy_options.userbuffers",
+            True,
+        ),
         (_A, "", "--squared-relu", "model_options.mlp", "squared_relu"),
         (_A, "", "--qk-layernorm", "model_options.qk_norm", True),
         (_A, "", "--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
@@ -214,8 +237,10 @@ def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]
          "--global-batch-size 9 is no multiple of --micro-batch-size 2 x 8 replicas"),
         ("--use-torch-fsdp2 --untie-embeddings-and-output-weights",
          "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
-        ("--fp8-format hybrid",
-         "--fp8-format hybrid: matmuls in 8 bits with scales of earlier steps: not modelled"),
+        ("--fp8-format hybrid --fp8-recipe custom",
+         "--fp8-format hybrid, --fp8-recipe custom: matmuls in 8 bits with a recipe in Python: not modelled"),
+        ("--fp8-format hybrid --first-last-layers-bf16",
+         "--first-last-layers-bf16 does not go with --fp8-recipe delayed, in Megatron-LM too"),
         ("--hiden-size 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hiden-size (did you mean "
          "--hidden-size?); without --strict it is left out"),
         ("--hidden 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hidden (did you mean "

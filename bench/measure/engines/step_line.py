@@ -1,0 +1,116 @@
+"""The step of a pipeline with very many micro-batches, from steps of a few: once the pipeline is full, each
+further group of micro-batches takes as long as the one before, sends as much, and holds nothing more.
+
+So a step's seconds and what it sends are a line in the number of micro-batches. Steps of three numbers of
+them say which; where these are not on a line, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.simulator.step_parts import Flops
+from spbench.bench.measure.simulator.substitutes import Substitute
+from spbench.bench.measure.simulator.timeline import Timeline
+from spbench.bench.measure.trace.meter import CommunicationMeter
+
+#: groups of micro-batches of the steps: a first and a last one, and others between
+_GROUPS = (3, 4, 5)
+#: how many times the micro-batches of all three steps together a cell has at least
+_WORTH = 2
+#: how far the second step may be from the line of the others, as a share of the step
+_OFF = 1e-9
+#: a part of a step
+Named = TypeVar("Named", str, Substitute)
+
+
+def counts_on_line(cell: Cell) -> tuple[int, int, int] | None:
+    """The numbers of micro-batches whose steps say what the cell's is; None: all of it is run as quickly."""
+    training, pp = cell.training, cell.sizes.pp
+    # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
+    first = 2 * pp + 1
+    a, b, c = (pp * n for n in _GROUPS) if training.schedule == "interleaved" else range(first, first + 3)
+    return (a, b, c) if pp > 1 and training.micro_batches >= _WORTH * (a + b + c) else None
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Numbers of a simulated step that grow by the same amount with each micro-batch, and with each layer.
+
+    Attributes:
+        step_time_s, breakdown, parts, priced_by, flops: as of :class:`Timeline`.
+    """
+
+    step_time_s: float
+    breakdown: Mapping[str, float]
+    parts: Mapping[str, float]
+    priced_by: Mapping[Substitute, float]
+    flops: Flops
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> StepNumbers:
+        """Those of a timeline."""
+        numbers = timeline.step_time_s, timeline.breakdown, timeline.parts, timeline.priced_by
+        return cls(*numbers, timeline.flops)
+
+    def on(self, other: StepNumbers, times: float) -> StepNumbers:
+        """This and ``times`` what another one has more."""
+
+        def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
+            return {
+                name: max(0.0, a.get(name, 0.0) + times * (b.get(name, 0.0) - a.get(name, 0.0)))
+                for name in {**a, **b}
+            }
+
+        step = {"step": self.step_time_s}, {"step": other.step_time_s}
+        of_both = (
+            grown(self.breakdown, other.breakdown),
+            grown(self.parts, other.parts),
+            grown(self.priced_by, other.priced_by),
+        )
+        flops = self.flops.plus(other.flops.plus(self.flops.times(-1)).times(times))
+        return StepNumbers(grown(*step)["step"], *of_both, flops)
+
+    def off(self, other: StepNumbers) -> float:
+        """By how much the number that differs most does, as a share of the step."""
+        pairs = [(self.step_time_s, other.step_time_s)]
+        for mine, theirs in ((self.breakdown, other.breakdown), (self.parts, other.parts)):
+            pairs += [(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in {**mine, **theirs}]
+        return max(abs(a - b) for a, b in pairs) / self.step_time_s
+
+
+def on_line(counts: Sequence[int], steps: Sequence[StepNumbers], micro_batches: int) -> StepNumbers:
+    """The step of that many micro-batches, from those of three numbers of them.
+
+    Raises:
+        NotAlike: they are not on a line.
+    """
+    first, second, third = steps
+    share = (counts[1] - counts[0]) / (counts[2] - counts[0])
+    if (off := second.off(first.on(third, share))) > _OFF:
+        raise NotAlike(f"steps of {', '.join(map(str, counts))} micro-batches are {off:.1g} off a line")
+    return first.on(third, (micro_batches - counts[0]) / (counts[2] - counts[0]))
+
+
+def calls_on_line(
+    counts: Sequence[int], meters: Sequence[CommunicationMeter], micro_batches: int
+) -> CommunicationMeter:
+    """What a rank sends in a step of that many micro-batches, from steps of three numbers of them.
+
+    Raises:
+        NotAlike: they are not on a line.
+    """
+    first, second, third = (meter.counts for meter in meters)
+    meter = CommunicationMeter(meters[-1].axes)
+    meter.current_phase = meters[-1].current_phase
+    for operation in {**first, **second, **third}:
+        a, b, c = (each[operation] for each in (first, second, third))
+        more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
+        if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
+            raise NotAlike(f"calls of {operation.collective} are not on a line")
+        meter.counts[operation] = c + more
+    return meter

@@ -1,0 +1,85 @@
+"""The options of a decoder whose projections multiply in eight bits, and what these ask of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from spbench.impls.kernels.fp8_casts import E4M3
+from spbench.impls.kernels.fp8_delayed import PLACES_OF_A_MATMUL, DelayedScaling
+from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
+from spbench.impls.strategies.base import Site, Strategy
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """How the projections of layers multiply in eight bits.
+
+    Attributes:
+        fp8: the matmuls of the projections of layers are in eight bits, by one of
+            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
+        fp8_history: with fp8 "delayed": passes of which the largest magnitude makes a scale.
+        fp8_transposes: of TransformerEngine's operands with one scale, matmuls need transposed copies, as on
+            Hopper; on Blackwell they do not.
+    """
+
+    fp8: str = "none"
+    fp8_history: int = 1
+    fp8_transposes: bool = True
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """How the operands of matmuls in eight bits are scaled; None: there are none."""
+        return None if self.fp8 == "none" else replace(RECIPES[self.fp8], transposes=self.fp8_transposes)
+
+    def delayed_scaling(self, layers: nn.Module, strategy: Strategy) -> DelayedScaling | None:
+        """The scales of all matmuls of layers in eight bits, if these are of earlier passes; ranks of a
+        pipeline stage have the same."""
+        if (recipe := self.fp8_recipe) is None or not recipe.delayed:
+            return None
+        numbers = (torch.finfo(E4M3).max, torch.finfo(recipe.gradients).max)
+        group = strategy.place.group(*strategy.place.stage_axes)
+        return DelayedScaling(layers, self.fp8_history, numbers, group)
+
+    def scale_sites(self, layers: Sequence[int]) -> list[Site]:
+        """The site of the scales of a stage's layers, each of which has four weights."""
+        if self.fp8 != "delayed":
+            return []
+        forward, backward = (4 * len(layers) * PLACES_OF_A_MATMUL[each] for each in (True, False))
+        return [Site("fp8_scales", 1, {"forward": forward, "backward": backward})]
+
+    def check_fp8(self: Any) -> None:
+        """Raise ValueError for options of eight bits that do not fit each other, or the model."""
+        if not self.fp8_transposes and (self.fp8 == "none" or self.library != TRANSFORMER_ENGINE):
+            raise ValueError("fp8_transposes: false needs fp8 and library: transformer-engine")
+        if self.fp8_history < 1 or (self.fp8_history > 1 and self.fp8 != "delayed"):
+            raise ValueError("fp8_history is at least 1, and needs fp8: delayed")
+        if self.fp8 == "none":
+            return
+        if self.fp8 == "delayed" and self.library != TRANSFORMER_ENGINE:
+            raise ValueError(f"fp8: delayed needs library: transformer-engine, not {self.library}")
+        if self.fp8.startswith("rowwise") and self.fused:
+            raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
+        if self.library == "megatron-local":
+            raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
+        for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
+            if getattr(self, name, 0):
+                raise ValueError(f"fp8 needs dense layers without adapters and tiles; leave {name} out")
+
+    @property
+    def gathered_dims(self: Any) -> dict[str, int]:
+        """What a site says of a projection in eight bits, and of its input, if that is gathered so."""
+        if self.fp8 == "none" or self.separate_projections:
+            return {} if self.fp8 == "none" else {"fp8": 1}
+        recipe = RECIPES[self.fp8]
+        scale = (recipe.scales or torch.float32).itemsize
+        width = recipe.tile[1] or (self.hidden if recipe.tile[0] else 0)
+        if recipe.delayed:  # no magnitude is reduced before the cast
+            width = self.hidden
+            return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": 0}
+        return {"fp8": 1, "fp8_tile": width, "fp8_scale_bytes": scale}

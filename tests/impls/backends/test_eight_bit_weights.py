@@ -1,0 +1,170 @@
+"""Weights that Megatron's buffers keep and gather in eight bits: values, faults, bytes sent and held."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.setup import build_training, rank_inputs
+from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
+from spbench.impls.backends import main_weights
+from spbench.impls.backends.main_gradients import GradientBucket
+from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.kernels.fp8_casts import E4M3
+from spbench.impls.models.model import model_preset
+from tests.impls.backends.one_device import set_weights
+from tests.impls.models.test_early_stop import kernels, trace
+
+MODEL = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 2}
+GATHERED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 700}
+
+
+def asked(kept: bool, precision: str = "fp64", **changed: Any) -> Cell:
+    settings = {
+        "model": "causal-transformer-tiny",
+        "model_options": MODEL,
+        "strategy": "single",
+        "sizes": {"dp": 2},
+        "batch": 4,
+        "seq_len": 16,
+        "precision": precision,
+        "training": {
+            "backend": "megatron",
+            "micro_batches": 2,
+            **GATHERED,
+            "overlap_param_gather": True,
+            "fp8_param_gather": kept,
+        },
+    }
+    return Cell.model_validate(settings | changed)
+
+
+def stepped(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
+    """This rank's losses of two steps, then its parts of the main weights and of what weights count as."""
+    training, strategy, around = build_training(cell, mesh, set_weights)
+    model, results = model_preset(cell.model, cell.model_options), dict[str, Tensor]()
+    for step in range(2):
+        batch = model.inputs(cell.batch, cell.seq_len, torch.Generator().manual_seed(step))
+        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        training.optimizer.set_learning_rate(0.01)
+        results[f"loss {step}"] = training.step(rank_inputs(model, strategy, around, batch))
+    backend = training.backend
+    for main in backend.mains:  # type: ignore[attr-defined]
+        name, own = backend.names[main.parameter], main.elements
+        for kind, values in (("main", main.values), ("weight", main.counts_as)):
+            results[f"{kind} {name}"] = values.new_zeros(main.parameter.numel())
+            results[f"{kind} {name}"][own] = values
+    dtypes = {p.dtype for p in backend.names}
+    assert (E4M3 in dtypes) == bool(cell.training.backend_options.get("fp8_param_gather"))
+    return results
+
+
+def summed(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Results of all ranks, each of which has zeros in the place of others' parts."""
+    names = {name for each in results for name in each}
+    return {name: torch.stack([each[name] for each in results if name in each]).sum(0) for name in names}
+
+
+def farthest(**changed: Any) -> dict[str, float]:
+    """How far results with weights kept in eight bits are from those with weights cast in each step, as a
+    share of the largest magnitude, by the first word of their names."""
+    kept, cast = (
+        summed(LockstepRanks().run({"dp": 2}, stepped, asked(each, **changed))) for each in (True, False)
+    )
+    shares: dict[str, float] = {}
+    for name, x in cast.items():
+        kind, share = name.split()[0], ((kept[name] - x).abs().max() / x.abs().max()).item()
+        shares[kind] = max(shares.get(kind, 0.0), share)
+    return shares
+
+
+def test_steps_are_those_of_weights_that_are_cast_each_step() -> None:
+    """Both have the same main weights in float64, so that the same casts multiply."""
+    shares = farthest()
+    assert max(shares["loss"], shares["main"]) < 1e-12
+    assert 1e-3 < shares["weight"] < 2.0**-4  # what is kept is rounded
+
+
+def test_weights_that_are_cast_by_delayed_scales_are_near_the_main_weights() -> None:
+    cell = asked(True, model_options={**MODEL, "fp8": "delayed"})
+    results = summed(LockstepRanks().run({"dp": 2}, stepped, cell))
+    names = [name.removeprefix("main ") for name in results if name.startswith("main blocks")]
+    assert names
+    for name in names:
+        main, weight = results[f"main {name}"], results[f"weight {name}"]
+        assert (weight - main).abs().max() <= 2.0**-4 * main.abs().max()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        mock.patch.object(main_weights, "all_reduce", lambda x, *_: x),
+        mock.patch.object(GradientBucket, "gather", return_value=None),
+    ],
+)
+def test_a_scale_of_one_rank_and_parts_that_are_not_gathered_are_seen(fault: Any) -> None:
+    with fault:
+        assert farthest()["loss"] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "late", "fp8"),
+    [
+        ("single", {"dp": 4}, True, "tensorwise"),
+        ("megatron_sp", {"dp": 2, "tp": 2}, False, "tensorwise"),
+        ("single", {"dp": 2, "pp": 2}, True, "tensorwise"),
+        ("megatron_sp", {"dp": 2, "tp": 2}, True, "delayed"),
+    ],
+)
+def test_bytes_sent_are_those_of_the_closed_form(
+    strategy: str, sizes: dict[str, int], late: bool, fp8: str
+) -> None:
+    training = {
+        "backend": "megatron",
+        "micro_batches": 2,
+        **GATHERED,
+        "overlap_param_gather": late,
+        "fp8_param_gather": True,
+    }
+    setting = {"strategy": strategy, "sizes": sizes, "batch": 8, "precision": "bf16", "training": training}
+    traced = trace(model_options={**MODEL, "fp8": fp8}, **setting)
+    measured = traced.measurement(None)
+    assert measured.formula_difference == []
+    assert any(row["purpose"] == "largest of weights" for row in measured.formula)
+
+
+def test_a_weight_is_a_byte_an_element_and_its_transpose_another_where_matmuls_need_it() -> None:
+    def parameters(kept: bool, **options: Any) -> tuple[int, int]:
+        training = {"backend": "megatron", "distributed_optimizer": True, "fp8_param_gather": kept}
+        model = {**MODEL, "hidden": 256, "heads": 4, "inner": 512, **options}
+        cell = {"model_options": model, "sizes": {"dp": 2}, "batch": 2}
+        traced = trace(**cell, precision="bf16", training=training)
+        held = trace_classes(asked(False, "bf16", **cell, training=training)).by_class[0].by_class[-1]
+        return held["allocated_bytes"], kernels(traced)["fp8_transpose"]
+
+    weights = 2 * (4 * 256**2 + 3 * 256 * 512)
+    cast, kept = parameters(False), parameters(True)
+    both = parameters(True, fp8_transposes=False)
+    assert cast[0] - kept[0] == pytest.approx(2 * weights, rel=0.02)  # 2 + 1 + 1 bytes, or 1 + 1
+    assert kept[0] - both[0] == pytest.approx(weights, rel=0.02)
+    assert (cast[1], kept[1], both[1]) == (0, 8, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"distributed_optimizer": True, "optimizer": "host"},
+        {"distributed_optimizer": True, "update": "muon"},
+    ],
+)
+def test_what_does_not_go_with_kept_weights_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="fp8_param_gather"):
+        MegatronOptions(fp8_param_gather=True, **options)
