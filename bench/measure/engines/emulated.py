@@ -90,12 +90,12 @@ class _EmulatedGroupOfOld(EmulatedGroup):
     """The same by the names of torch before 2.12, whose fake group writes no result of these."""
 
     def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
-        work: dist.Work = super().alltoall_base(output, *rest)  # type: ignore[misc]
+        work: dist.Work = super().alltoall_base(output, *rest)
         _draw([output])
         return work
 
     def _reduce_scatter_base(self, output: Tensor, *rest: Any) -> dist.Work:
-        work: dist.Work = super()._reduce_scatter_base(output, *rest)  # type: ignore[misc]
+        work: dist.Work = super()._reduce_scatter_base(output, *rest)
         _draw([output])
         return work
 
