@@ -30,8 +30,9 @@ def project_gathered(
     group: dist.ProcessGroup,
 ) -> Tensor:
     """The positions of all ranks of x [.., L/N, .., H], which lie along ``dim``, W^T + b."""
-    result: Tensor = _GatheredProjection.apply(x, weight, bias, recipe, dim, group)
-    return result
+    # a view of what the function returns, and not made within it, may be changed in place
+    rows: Tensor = _GatheredProjection.apply(x, weight, bias, recipe, dim, group)
+    return rows.view(*_whole_shape(x.shape, dim, group), rows.shape[-1])
 
 
 class _GatheredProjection(torch.autograd.Function):
@@ -58,8 +59,7 @@ class _GatheredProjection(torch.autograd.Function):
         ctx.shape, ctx.dim, ctx.group = x.shape, dim, group
         a = gathered(own, x.shape, dim, group)
         by_engine = library_of(weight) == TRANSFORMER_ENGINE
-        y = with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=by_engine), bias)
-        return y.view(*_whole_shape(x.shape, dim, group), y.shape[-1])
+        return with_bias(multiply_fp8(a, b.mT, x.dtype, by_engine=by_engine), bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:

@@ -151,8 +151,9 @@ class Training:
         """A step without the optimizer; returns as :meth:`step` does."""
         self.strategy.random.begin_step(self.steps)
         self.strategy.losses.begin_step(self.micro_batches, self.optimizer.scaled)
-        if getattr(self.module, "casts_weights", False):
-            begin_step(self.module, self.steps)
+        for stage in chunks_of(self.module):
+            if getattr(stage, "casts_weights", False):
+                begin_step(stage, self.steps)
         self.steps += 1
         self.optimizer.begin()  # before the first phase: what it does once is in no step's time
         with phase("forward") if self.backend.zeroes_in_step else nullcontext():

@@ -25,10 +25,9 @@ def set_fp8(a: Account, cluster: str | None) -> None:
     if recipe == "custom":
         _refuse(a, "matmuls in 8 bits with a recipe in Python", _RECIPE)
         return
-    for name, of in (("--num-experts", "experts"), ("--multi-latent-attention", "latent attention")):
-        if a.value(name):
-            _refuse(a, f"matmuls in 8 bits of {of}")
-            return
+    if a.value("--num-experts") and recipe == "delayed":
+        _refuse(a, "matmuls in 8 bits of experts with scales of earlier steps", _RECIPE)
+        return
     if a.value("--transformer-impl") == "local":
         _refuse(a, "matmuls in 8 bits without TransformerEngine")
         return

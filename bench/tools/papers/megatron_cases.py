@@ -56,6 +56,7 @@ _ROLES = {
     "gpt3_mcore_te_tp2_pp2_resume_torch_dist_cross_entropy": "inferred",
     "mixtral_8x7b": "inferred",
     "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8": "inferred",  # workspaces of userbuffers
+    "gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": "inferred",  # casts that are kept
 }
 
 _GPUS = ("a100", "h100", "gb200")
@@ -94,8 +95,7 @@ class GoldenCase:
 
     Attributes:
         golden: the name of the golden value: dev or lts, and the machine.
-        container: the release of NVIDIA's container of PyTorch, such as "25.09".
-        text: the test's configuration.
+        container: the release of NVIDIA's container, as "25.09"; text: the test's configuration.
     """
 
     family: str

@@ -268,7 +268,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         in_tiles, tiles = ("vocabulary_logits", loss), self.loss_tiling.dims
         sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
         sites.append(Site("parameters", 1, self.parameters(rows, stage)))
-        sites += self.scale_sites([*layers, *self.prediction_layers(stage)])
+        sites += self.scale_sites(len(layers), len(predictions))
         return [*frozen(sites, adapter_parameters(self, layers))] if self.lora_rank else sites
 
     def _layer_sites(self, layer: int, batch: int, seq_len: int, again: bool, spared: bool) -> Iterator[Site]:

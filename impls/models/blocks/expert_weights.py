@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.fp8_grouped import grouped_project_fp8
 from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project, stacked_project
 from spbench.impls.layout import Shard, StackShard, mark_expert, mark_shard
 from spbench.impls.strategies.layers import GroupedLinear, Linear
@@ -71,14 +72,19 @@ class SeparateExperts(nn.ModuleDict):
 
     def opened(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """Rows x [R, H] of experts with that many each -> [R, P, F]."""
-        y = grouped_project(x, [each.opens.weight for each in self._experts], lengths)
+        y = self._project(x, [each.opens.weight for each in self._experts], lengths)
         biases = [each.opens.bias.flatten() for each in self._experts if each.opens.bias is not None]
         y = add_grouped_bias(y, biases, lengths) if biases else y
         return y.unflatten(-1, self._experts[0].opens.weight.shape[:2])
 
     def closed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """[R, F] -> [R, H], without the bias."""
-        return grouped_project(x, [each.closes.weight for each in self._experts], lengths)
+        return self._project(x, [each.closes.weight for each in self._experts], lengths)
+
+    def _project(self, x: Tensor, weights: Sequence[nn.Parameter], lengths: Sequence[int]) -> Tensor:
+        if (recipe := getattr(weights[0], "spbench_fp8", None)) is not None:
+            return grouped_project_fp8(x, weights, lengths, recipe)
+        return grouped_project(x, weights, lengths)
 
     def with_bias(self, y: Tensor, lengths: Sequence[int], weights: Tensor | None) -> Tensor:
         """y [R, H] plus the closing bias, if there is one, times the weights [R] of rows."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,11 +45,14 @@ class Fp8Options:
         group = strategy.place.group(*strategy.place.stage_axes)
         return DelayedScaling(layers, self.fp8_history, numbers, group)
 
-    def scale_sites(self, layers: Sequence[int]) -> list[Site]:
-        """The site of the scales of a stage's layers, each of which has four weights."""
+    def scale_sites(self: Any, layers: int, predictions: int) -> list[Site]:
+        """The site of the scales of a stage's layers and predictions, if they are delayed. A layer has two
+        weights of an MLP and two of attention, or four or five with latents; a prediction one more."""
         if self.fp8 != "delayed":
             return []
-        forward, backward = (4 * len(layers) * PLACES_OF_A_MATMUL[each] for each in (True, False))
+        attention = 4 + bool(self.q_lora_rank) if self.kv_lora_rank else 2
+        weights = (2 + attention) * (layers + predictions) + predictions
+        forward, backward = (weights * PLACES_OF_A_MATMUL[each] for each in (True, False))
         return [Site("fp8_scales", 1, {"forward": forward, "backward": backward})]
 
     def check_fp8(self: Any) -> None:
@@ -67,9 +69,13 @@ class Fp8Options:
             raise ValueError(f"fp8: {self.fp8} is torchao's and needs library: torch, not {self.library}")
         if self.library == "megatron-local":
             raise ValueError("fp8 needs library: torch or transformer-engine, not megatron-local")
-        for name in ("experts", "kv_lora_rank", "lora_rank", "mlp_tile"):
+        for name in ("lora_rank", "mlp_tile"):
             if getattr(self, name, 0):
-                raise ValueError(f"fp8 needs dense layers without adapters and tiles; leave {name} out")
+                raise ValueError(f"fp8 needs layers without adapters and tiles; leave {name} out")
+        if getattr(self, "experts", 0) and (self.library != TRANSFORMER_ENGINE or self.fp8 == "delayed"):
+            raise ValueError(
+                "experts in eight bits need library: transformer-engine, and another recipe than delayed"
+            )
 
     @property
     def gathered_dims(self: Any) -> dict[str, int]:

@@ -86,7 +86,8 @@ class LatentAttention(SoftmaxAttention):
         up_again = again or model.recomputes("mla_up_proj")
 
         def opens(features: int, to: int) -> Site:
-            return Site("linear_in", 1, {"B": batch, "L": seq_len, "H": features, "F": to}, up_again)
+            sizes = {"B": batch, "L": seq_len, "H": features, "F": to}
+            return Site("linear_in", 1, sizes | model.gathered_dims, up_again)
 
         tokens, heads = {"B": batch, "L": seq_len}, model.heads
         sites = [

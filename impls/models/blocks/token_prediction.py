@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
+from spbench.impls.kernels.fp8_projection import mark_recipe
 from spbench.impls.kernels.projection import mark_library
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.places import Places
@@ -39,9 +40,12 @@ class TokenPrediction(nn.Module):
         self.project = Linear(2 * model.hidden, model.hidden, bias=False)
         self.block = DecoderBlock(model, strategy, layer)
         self.norm = make_norm(model)
+        self.recipe = model.fp8_recipe
         mark_library(self, model.library)
+        mark_recipe(self.project, self.recipe)
 
     def forward(self, hidden: Tensor, embedded: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        mark_recipe(self.project, self.recipe)
         both = torch.cat((self.token_norm(embedded), self.hidden_norm(hidden)), -1)
         x = self.block(self.project.project(both), places)
         return x, self.norm(x)

@@ -161,7 +161,18 @@ def _in_eight_bits(x: Tensor, y: Tensor, main: Tensor) -> dict[str, tuple[Any, .
     for prefix in ("", "te_"):
         arguments[f"{prefix}fp8_mm"] = (a, b.mT, of_a, of_b.mT, [1, 4, 4, 1], half)
         arguments[f"{prefix}fp8_accumulate_mm_"] = (main.clone(), a, b.mT, of_a, of_b.mT, [1, 4, 4, 1])
-    return arguments
+    rows = [2, 1]
+    data, scale, turned, of_turned = OPS.fp8_cast_rows(x, rows, None, e4m3, [1, 4], None)
+    of_weights = turned, turned, of_turned, of_turned, rows, [1, 4]
+    return {
+        **arguments,
+        "fp8_amax_rows": (x, rows),
+        "fp8_cast_rows": (x, rows, OPS.fp8_amax_rows(x, rows), e4m3, [0, 0], None),
+        "fp8_cast_rows in tiles": (x, rows, None, e4m3, [1, 4], torch.float8_e8m0fnu),
+        "te_fp8_grouped_mm": (data, [b, b], scale, [of_b, of_b], rows, [1, 4, 1, 4], half),
+        "te_fp8_grouped_mm_weights": (*of_weights, half),
+        "te_fp8_grouped_accumulate_mm_": ([main.clone(), main.clone()], *of_weights),
+    }
 
 
 def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ...]]:

@@ -287,6 +287,15 @@ def test_weights_are_cast_in_the_first_micro_batch_of_a_step() -> None:
     assert casts[1] == casts[2] == 3 * (4 + 4) + 4
 
 
+def test_weights_of_interleaved_stages_are_cast_once_a_step_too() -> None:
+    options = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 4}
+    schedule = {"schedule": "interleaved", "virtual_stages": 2, "overlap_p2p_communication": True}
+    training = {"micro_batches": 4, "backend": "megatron", **schedule}
+    sizes = {"pp": 2}
+    counted = kernels(trace(model_options=options, precision="bf16", batch=4, sizes=sizes, training=training))
+    assert counted["fp8_cast_both"] == 2 * (4 * (4 + 4) + 4)
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
 def test_bytes_gathered_are_those_of_the_closed_form(name: str) -> None:
     options = {"fp8": name, "library": "transformer-engine"}

@@ -1,0 +1,233 @@
+"""A matmul of each expert's rows with the expert's own weight in eight bits, all in one call, as
+TransformerEngine's GroupedLinear has it (transformer_engine/pytorch/module/grouped_linear.py, 2.x).
+
+Each expert's rows are a matrix of their own, with scales of their own; weights are cast as those of other
+projections. A cast both ways returns the rows, and in a buffer of as many bytes the transposes of the rows of
+each expert, one after another. Each cast is one operator here, where TransformerEngine may launch a kernel an
+expert. Rows are not padded to the multiples that its matmuls need.
+
+Letters: R rows of all experts together, n experts, H features in, F out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spbench.impls.kernels.fp8_casts import E4M3, Tile, _cast, _counts_as, _multiply, _scales_shape
+from spbench.impls.kernels.fp8_projection import Fp8Recipe, cast_weight
+from spbench.impls.kernels.projection import added_to_main_grad, matrix
+
+
+def _scale_counts(rows: Sequence[int], columns: int, tile: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many scales each expert's rows have, and their transpose."""
+    forward = [math.prod(_scales_shape((r, columns), tile)) for r in rows]
+    return forward, [math.prod(_scales_shape((columns, r), tile)) for r in rows]
+
+
+@torch.library.custom_op("spbench::fp8_amax_rows", mutates_args=())
+def fp8_amax_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """The largest magnitude of each expert's rows of x, [n] in float32 or float64; 0 of none."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    none = x.new_zeros((), dtype=dtype)
+    parts = x.split(list(rows))
+    return torch.stack([part.abs().amax().to(dtype) if len(part) else none for part in parts])
+
+
+@fp8_amax_rows.register_fake
+def _(x: Tensor, rows: Sequence[int]) -> Tensor:
+    return x.new_empty(len(rows), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.custom_op("spbench::fp8_cast_rows", mutates_args=())
+def fp8_cast_rows(
+    x: Tensor,
+    rows: Sequence[int],
+    largest: Tensor | None,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    scales: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [R, c] in eight bits [R, c] with scales [s], and the transposes of each expert's rows one after
+    another in a buffer [R, c], with scales [t]."""
+    data, of_data, turned, of_turned = [], [], [], []
+    for number, part in enumerate(x.split(list(rows))):
+        if not len(part):
+            continue
+        known = None if largest is None else largest[number]
+        for results, of_results, each in ((data, of_data, part), (turned, of_turned, part.mT)):
+            cast, scale = _cast(each, known, dtype, tile, scales)
+            results.append(cast.flatten())
+            of_results.append(scale.flatten())
+    joined = torch.cat(data).view(x.shape), torch.cat(turned).view(x.shape)
+    return joined[0], torch.cat(of_data), joined[1], torch.cat(of_turned)
+
+
+@fp8_cast_rows.register_fake
+def _(
+    x: Tensor,
+    rows: Sequence[int],
+    largest: Tensor | None,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    scales: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    counts = [sum(each) for each in _scale_counts(rows, x.shape[1], tile)]
+    of_data, of_turned = (x.new_empty(n, dtype=scales or torch.float32) for n in counts)
+    return x.new_empty(x.shape, dtype=dtype), of_data, x.new_empty(x.shape, dtype=dtype), of_turned
+
+
+def _turned(
+    data: Tensor, scale: Tensor, rows: Sequence[int], tile: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
+    """What the transposes [c, r] of each expert's rows count as, in ``dtype`` or float32."""
+    columns = data.shape[1]
+    _, counts = _scale_counts(rows, columns, tile)
+    parts = zip(data.flatten().split([r * columns for r in rows]), scale.split(counts), rows, strict=True)
+    shapes = [_scales_shape((columns, r), tile) for r in rows]
+    return [
+        _counts_as(x.view(columns, r), of_x.view(shape), tile, dtype)
+        for (x, of_x, r), shape in zip(parts, shapes, strict=True)
+    ]
+
+
+@torch.library.custom_op("spbench::te_fp8_grouped_mm", mutates_args=())
+def te_fp8_grouped_mm(
+    a: Tensor,
+    b: Sequence[Tensor],
+    of_a: Tensor,
+    of_b: Sequence[Tensor],
+    rows: Sequence[int],
+    tiles: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Each expert's rows of a [R, k] times its b [k, n] -> [R, n] in ``dtype``."""
+    counts, _ = _scale_counts(rows, a.shape[1], tiles[:2])
+    results = []
+    for part, scale, w, of_w in zip(a.split(list(rows)), of_a.split(counts), b, of_b, strict=True):
+        shaped = scale.view(_scales_shape(part.shape, tiles[:2]))
+        results.append(_multiply(part, w, shaped, of_w, tiles, dtype).to(dtype))
+    return torch.cat(results)
+
+
+@te_fp8_grouped_mm.register_fake
+def _(
+    a: Tensor,
+    b: Sequence[Tensor],
+    of_a: Tensor,
+    of_b: Sequence[Tensor],
+    rows: Sequence[int],
+    tiles: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b[0].shape[1], dtype=dtype)
+
+
+@torch.library.custom_op("spbench::te_fp8_grouped_mm_weights", mutates_args=())
+def te_fp8_grouped_mm_weights(
+    d_y: Tensor,
+    x: Tensor,
+    of_d_y: Tensor,
+    of_x: Tensor,
+    rows: Sequence[int],
+    tile: Sequence[int],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The gradient [F, H] of each expert's weight, from transposes as :func:`fp8_cast_rows` joins them: of
+    d_y [R, F] and of x [R, H]."""
+    of_all = (_turned(*each, rows, tile, dtype) for each in ((d_y, of_d_y), (x, of_x)))
+    parts = zip(*of_all, strict=True)
+    return [(d @ part.mT).to(dtype) for d, part in parts]
+
+
+@te_fp8_grouped_mm_weights.register_fake
+def _(
+    d_y: Tensor,
+    x: Tensor,
+    of_d_y: Tensor,
+    of_x: Tensor,
+    rows: Sequence[int],
+    tile: Sequence[int],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return [x.new_empty(d_y.shape[1], x.shape[1], dtype=dtype) for _ in rows]
+
+
+@torch.library.custom_op("spbench::te_fp8_grouped_accumulate_mm_", mutates_args={"into"})
+def te_fp8_grouped_accumulate_mm_(
+    into: Sequence[Tensor],
+    d_y: Tensor,
+    x: Tensor,
+    of_d_y: Tensor,
+    of_x: Tensor,
+    rows: Sequence[int],
+    tile: Sequence[int],
+) -> None:
+    """As :func:`te_fp8_grouped_mm_weights`, added to a buffer of each expert [F, H]."""
+    of_all = (_turned(*each, rows, tile, into[0].dtype) for each in ((d_y, of_d_y), (x, of_x)))
+    for total, d, part in zip(into, *of_all, strict=True):
+        total.add_((d @ part.mT).to(total.dtype))
+
+
+@te_fp8_grouped_accumulate_mm_.register_fake
+def _(
+    into: Sequence[Tensor],
+    d_y: Tensor,
+    x: Tensor,
+    of_d_y: Tensor,
+    of_x: Tensor,
+    rows: Sequence[int],
+    tile: Sequence[int],
+) -> None:
+    return None
+
+
+def _cast_rows(
+    x: Tensor, rows: Sequence[int], recipe: Fp8Recipe, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    largest = fp8_amax_rows(x, rows) if recipe.whole else None
+    return fp8_cast_rows(x, rows, largest, dtype, recipe.tile, recipe.scales)
+
+
+class _GroupedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: Sequence[int], recipe: Fp8Recipe, *weights: nn.Parameter
+    ) -> Tensor:
+        data, scale, x_t, of_x_t = _cast_rows(x, rows, recipe, E4M3)
+        casts = [cast_weight(weight, recipe) for weight in weights]
+        turned = [each for _, b_t in casts for each in (b_t.data, b_t.scale)]
+        ctx.save_for_backward(x_t, of_x_t, *turned)
+        ctx.rows, ctx.recipe, ctx.weights, ctx.dtype = rows, recipe, weights, x.dtype
+        b = [each.mT for each, _ in casts]
+        tiles = [*recipe.tile, *b[0].tile]
+        return te_fp8_grouped_mm(data, [w.data for w in b], scale, [w.scale for w in b], rows, tiles, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, of_x_t, *turned = ctx.saved_tensors
+        rows, recipe, weights = ctx.rows, ctx.recipe, ctx.weights
+        data, scale, d_y_t, of_d_y_t = _cast_rows(d_y.contiguous(), rows, recipe, recipe.gradients)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            tile: Tile = (recipe.weights[1], recipe.weights[0])
+            b, of_b = [each.mT for each in turned[::2]], [each.mT for each in turned[1::2]]
+            d_x = te_fp8_grouped_mm(data, b, scale, of_b, rows, [*recipe.tile, *tile], ctx.dtype)
+        given = d_y_t, x_t, of_d_y_t, of_x_t, rows, recipe.tile
+        if getattr(weights[0], "main_grad", None) is None:
+            gradients = te_fp8_grouped_mm_weights(*given, ctx.dtype)
+            return d_x, None, None, *(d.view(w.shape) for d, w in zip(gradients, weights, strict=True))
+        te_fp8_grouped_accumulate_mm_([matrix(weight.main_grad) for weight in weights], *given)
+        return d_x, None, None, *(added_to_main_grad(weight) for weight in weights)
+
+
+def grouped_project_fp8(
+    x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int], recipe: Fp8Recipe
+) -> Tensor:
+    """As :func:`grouped_project`, by a recipe of TransformerEngine."""
+    result: Tensor = _GroupedProjection.apply(x, tuple(rows), recipe, *weights)
+    return result
