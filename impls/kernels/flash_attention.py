@@ -123,7 +123,7 @@ def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
         return forward_by_scores(q, k, v, scale, causal)
     features, width = v.shape[3], _width(q)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(_widened(x, width).transpose(1, 2) for x in (q, k, v)),
+        *(_by_position(x, width) for x in (q, k, v)),
         None,
         None,
         q.shape[2],
@@ -141,10 +141,15 @@ def _width(q: Tensor) -> int:
     return -(-q.shape[3] // 8) * 8
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    """x [..., A] with zeros up to that head size: torch has one for queries, keys and values."""
+def _by_position(x: Tensor, width: int) -> Tensor:
+    """x [B, Z, M, A] as [B, M, Z, width], with zeros beyond A: torch has one head size for all arguments.
+
+    The kernels lay results out as their arguments lie, so an argument that lies by head is copied.
+    """
     missing = width - x.shape[3]
-    return F.pad(x, (0, missing)) if missing else x
+    by_position = (F.pad(x, (0, missing)) if missing else x).transpose(1, 2)
+    is_by_head = by_position.stride(1) < by_position.stride(2)
+    return by_position.contiguous() if is_by_head else by_position
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -198,7 +203,7 @@ def _backward_on_cuda(
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
     width = _width(q)
     gradients = torch.ops.aten._flash_attention_backward(
-        *(_widened(x, width).transpose(1, 2) for x in (d_o, q, k, v, o)),
+        *(_by_position(x, width) for x in (d_o, q, k, v, o)),
         lse.contiguous(),
         None,
         None,

@@ -24,6 +24,7 @@ from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.rings import wait_for_device
+from spbench.impls.training.turns import Ahead
 
 
 class StageRun:
@@ -127,11 +128,13 @@ class Pipeline:
     Args:
         run: of the stage.
         schedule: "1f1b" or "gpipe".
-        ahead: see :func:`forwards_ahead`; None: as many as the schedule says.
+        turns: of a step, which may be of fewer micro-batches than it is given; None: as the schedule says.
     """
 
-    def __init__(self, run: StageRun, around: Composition, schedule: str = "1f1b", ahead: int | None = None):
-        self.of_stage, self.schedule, self.ahead = run, schedule, ahead
+    def __init__(
+        self, run: StageRun, around: Composition, schedule: str = "1f1b", turns: Ahead | None = None
+    ):
+        self.of_stage, self.schedule, self.turns = run, schedule, turns
         self.stage, self.group = around.stage, around.pp_group
 
     def run(
@@ -145,10 +148,8 @@ class Pipeline:
 
         Returns the sum of this rank's shares of the losses, detached; zero but on the last stage.
         """
-        count, stage = len(micro_batches), self.of_stage
-        ahead = self.ahead
-        if ahead is None:
-            ahead = forwards_ahead(self.schedule, self.stage, count)
+        every, stage = len(micro_batches), self.of_stage
+        count, ahead = self.turns or (every, forwards_ahead(self.schedule, self.stage, every))
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses: list[Tensor] = []
         arrived = None  # what came with the exchange after the last backward
@@ -184,6 +185,7 @@ class Pipeline:
                 gradient = stage.whole(inputs, self._exchange(inputs, receive_backward=True))
                 d_x = stage.backward(*held.popleft(), gradient, scaled, last=not held)
                 self._exchange(inputs, send_backward=d_x)
+        losses += losses[-1:] * (every - count)  # of the micro-batches that a trace leaves out
         return summed(losses, micro_batches)
 
     def _exchange(

@@ -19,7 +19,7 @@ from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.training.interleaved import InterleavedPipeline
 from spbench.impls.training.pipeline import Pipeline, StageRun
-from spbench.impls.training.turns import Turns
+from spbench.impls.training.turns import Ahead, Turns
 
 __all__ = [
     "PHASES",
@@ -78,7 +78,7 @@ class Training:
         schedule: of the pipeline: one of SCHEDULES. "interleaved" where ``around`` has several stages a rank,
             and only there.
         turns: of that schedule; None: groups of as many micro-batches as there are ranks. Of other schedules
-            how many micro-batches run forward before the first backward; None: as many as these say.
+            None: all micro-batches, in their order.
         moments, learning_rate: see :class:`BackendSettings`.
 
     Raises:
@@ -98,7 +98,7 @@ class Training:
         around: Composition | None = None,
         micro_batches: int = 1,
         schedule: str = "1f1b",
-        turns: Turns | int | None = None,
+        turns: Turns | Ahead | None = None,
         learning_rate: float = 1e-4,
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
@@ -175,7 +175,7 @@ def _pipeline(
     schedule: str,
     around: Composition,
     runs: Sequence[StageRun],
-    turns: Turns | int | None,
+    turns: Turns | Ahead | None,
     micro_batches: int,
 ) -> Pipeline | InterleavedPipeline:
     """What runs the micro-batches through a rank's stages.

@@ -27,6 +27,14 @@ class Turn(NamedTuple):
     micro_batch: int
 
 
+class Ahead(NamedTuple):
+    """A step of a rank with one stage: how many micro-batches it runs, and how many of them forward before
+    the first backward."""
+
+    micro_batches: int
+    forwards: int
+
+
 @dataclass(frozen=True)
 class Turns:
     """The turns of one rank.

@@ -26,12 +26,15 @@ from spbench.bench.measure.engines.tracing import takes_plain_path, trace
 from spbench.bench.measure.engines.turn_parts import OF_TURNS, AnyTurns, TurnParts, put_together
 from spbench.impls.registries import backend_class
 from spbench.impls.training.pipeline import forwards_ahead
+from spbench.impls.training.turns import Ahead
 
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
 #: many turns before it, or of its micro-batch's forward
 _APART = 2
-#: the micro-batches held in a short step
+#: the most micro-batches that a short step holds
 _FEWEST = 2 * _APART
+#: its micro-batches: of its warm-up, of a steady state that repeats, and a last one
+SHORT = 3 * _FEWEST + 1
 
 #: traces of short steps, by the form of a stage's modules and the turns of the step
 ShortSteps = dict[Hashable, dict[AnyTurns, Trace]]
@@ -49,15 +52,15 @@ class Turns:
     begins: bool = False
 
     @property
-    def run(self) -> int:
+    def run(self) -> Ahead:
         """What a step is asked to run, see :func:`record_step`."""
-        return self.ahead
+        return Ahead(self.count, self.ahead)
 
     def shorter(self) -> Iterator[Turns]:
         """The step from which this one is put together, if there is one that is shorter."""
-        short = replace(self, ahead=_FEWEST)
-        if self.ahead >= _APART and self._alternates and short._alternates:
-            yield short
+        if self._alternates and self.count > SHORT:
+            # stages that hold one or none have no first ones that differ from others
+            yield replace(self, count=SHORT, ahead=self.ahead if self.ahead < _APART else _FEWEST)
 
     def __len__(self) -> int:
         return self.count + self.ahead
@@ -102,12 +105,14 @@ class Turns:
                 return to - by
             if by - self.ahead in (0, 1):  # what the micro-batch's forward made, or received before it
                 return to - by + self.ahead - other.ahead
-        else:  # the end of the step refers to the first and the last turns of each kind
+        if turn >= len(self) - 1:  # the end of the step refers to the first and the last turns of each kind
             for mine, theirs in ((len(self), len(other)), (self.count, other.count)):
                 if abs(of - mine) <= _APART:
                     return of - mine + theirs
             if of <= 1 or of - self.ahead in (0, 1):
                 return of if of <= 1 else of - self.ahead + other.ahead
+            if not self.ahead:  # the last stage keeps the loss of each micro-batch
+                return of if 2 * of < self.count else of - self.count + other.count
         raise NotAlike(f"turn {turn} refers to turn {of}")
 
 
@@ -124,20 +129,12 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
     for each, traced in zip(classes, traces, strict=True):
         held = _turns(cell, each)
         assert isinstance(held, Turns)
-        fewer.append(_cut(traced, held, replace(held, count=count - 1)))
+        assert traced.program is not None
+        parts = TurnParts(listed_program(traced.program), held, 1)
+        like, references = parts.in_turns(replace(held, count=count - 1))
+        program = program_in_order(traced.program, parts.listed.order(like, references))
+        fewer.append(replace(traced, program=program))
     return fewer
-
-
-def _cut(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
-    """A trace with the program of fewer turns than it has; all else stays.
-
-    Raises:
-        NotAlike: it does not say it.
-    """
-    assert trace.program is not None
-    parts = TurnParts(listed_program(trace.program), held, 1)
-    order = parts.listed.order(*parts.in_turns(turns))
-    return replace(trace, program=program_in_order(trace.program, order))
 
 
 def stage_traces(
@@ -152,8 +149,7 @@ def stage_traces(
     :func:`trace`.
 
     Args:
-        micro_batches: of a step with fewer than the cell has. Inputs are those of all of them, and of a rank
-            that is traced whole the memory and the calls too.
+        micro_batches: of a step with fewer than the cell has. Inputs are those of all of them.
         short: what was traced already, to which further steps are added.
 
     Raises:
@@ -167,13 +163,11 @@ def stage_traces(
     for (form, whole, turns), ranks in alike.items():
         traced = short.setdefault(form, {})
         made = _from_short_step(turns, whole, traced, cell, ranks[0])
-        if made is None and (turns == whole or isinstance(whole, Turns)):
-            if whole not in traced:
-                _log.info("ranks %s of %s are traced whole", ranks, cell.key)
-                traced[whole] = trace(cell, ranks[0], events=events, checked=True)
-            made = traced[whole] if turns == whole else _cut(traced[whole], whole, turns)
         if made is None:
-            raise NotAlike(f"ranks {ranks} are traced whole")
+            if turns != whole:
+                raise NotAlike(f"ranks {ranks} are traced whole")
+            _log.info("ranks %s of %s are traced whole", ranks, cell.key)
+            made = trace(cell, ranks[0], events=events, checked=True)
         made = made if events else replace(made, program=None)
         traces |= {rank: replace(made, rank=rank) for rank in ranks}
     return [traces[each.first] for each in classes]

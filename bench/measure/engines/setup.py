@@ -29,7 +29,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.inference import Inference
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype
-from spbench.impls.training.turns import Turns
+from spbench.impls.training.turns import Ahead, Turns
 
 
 def set_up(
@@ -37,7 +37,7 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: Turns | int | None = None,
+    turns: Turns | Ahead | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Build what a cell runs on this rank, and this rank's inputs, with values from the two arguments after
     the mesh, on the mesh's device; see :func:`record_step` for the last one."""
@@ -65,7 +65,7 @@ def build_training(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[Strategy] | None = None,
-    turns: Turns | int | None = None,
+    turns: Turns | Ahead | None = None,
 ) -> tuple[Training, Strategy, Composition]:
     """The training of a cell on this rank, and what it was built with.
 
@@ -142,14 +142,13 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: Turns | int | None = None,
+    turns: Turns | Ahead | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
     """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
 
     Args:
         set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
-        turns: of an interleaved pipeline, which may be of fewer micro-batches than are set up; of another,
-            how many micro-batches run forward before the first backward. None: the cell's.
+        turns: of the pipeline, which may be of fewer micro-batches than are set up. None: the cell's.
     """
 
     def set_unseen(module: nn.Module) -> None:

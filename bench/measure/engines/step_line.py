@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.engines.pipeline_stages import SHORT
 from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
@@ -32,7 +33,7 @@ def counts_on_line(cell: Cell) -> tuple[int, int, int] | None:
     """The numbers of micro-batches whose steps say what the cell's is; None: all of it is run as quickly."""
     training, pp = cell.training, cell.sizes.pp
     # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
-    first = 2 * pp + 1
+    first = max(2 * pp + 1, SHORT)
     a, b, c = (pp * n for n in _GROUPS) if training.schedule == "interleaved" else range(first, first + 3)
     return (a, b, c) if pp > 1 and training.micro_batches >= _WORTH * (a + b + c) else None
 

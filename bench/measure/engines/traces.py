@@ -40,7 +40,7 @@ from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
 from spbench.impls.registries import versions
-from spbench.impls.training.turns import Turns
+from spbench.impls.training.turns import Ahead, Turns
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Kept:
 
 
 @contextmanager
-def making(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None) -> Iterator[Kept]:
+def making(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Iterator[Kept]:
     """The trace of a rank of a cell as an earlier run has kept it, and if there is none, the place for the
     one that is made inside; one process at a time is inside for the same trace.
 
@@ -199,7 +199,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
-def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None) -> str:
+def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> str:
     """A digest of all that a trace depends on."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
     for name in (*VARIABLES, "alloc_retries"):  # as a cluster's figures, they count afterwards

@@ -36,7 +36,7 @@ from spbench.bench.measure.trace.torch_internals import (
 )
 from spbench.impls.axes import device_mesh, whole_mesh
 from spbench.impls.layout import Unsupported
-from spbench.impls.training.turns import Turns
+from spbench.impls.training.turns import Ahead, Turns
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
@@ -97,7 +97,7 @@ def trace(
     events: bool = False,
     effort: Effort = "proved",
     checked: bool = False,
-    turns: Turns | int | None = None,
+    turns: Turns | Ahead | None = None,
 ) -> Trace:
     """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
     cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
@@ -126,7 +126,7 @@ def trace(
 
 
 def _put_together(
-    cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | int | None
+    cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | Ahead | None
 ) -> Trace | None:
     """The trace put together from those of few layers; None where that is not quicker, or not exact."""
     try:
@@ -146,7 +146,7 @@ def _put_together(
         return None
 
 
-def _kept(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None) -> Trace:
+def _kept(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Trace:
     """The trace with all layers of the cell, from disk if it is there."""
     with making(cell, rank, events, turns) as kept:
         if kept.trace is None:
@@ -154,7 +154,7 @@ def _kept(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None)
     return kept.trace
 
 
-def _traced(cell: Cell, rank: int, events: bool, turns: Turns | int | None = None) -> Trace:
+def _traced(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Trace:
     check_internals()
     further = meter_classes(cell.meters)
     with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():

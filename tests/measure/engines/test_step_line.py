@@ -25,7 +25,7 @@ _MEGATRON = {
     "moments": "later",
 }
 #: the last stage keeps the loss of each micro-batch
-SMALL = staged(36, batch=36, sizes={"pp": 2, "tp": 2}, model_options={"layers": 2})
+SMALL = staged(84, batch=84, sizes={"pp": 2, "tp": 2}, model_options={"layers": 2})
 INTERLEAVED = staged(
     144,
     batch=144,
@@ -114,7 +114,7 @@ def test_calls_on_a_line() -> None:
 
 
 def test_a_line_is_drawn_where_it_is_quicker() -> None:
-    few = SMALL.training.model_copy(update={"micro_batches": 35})
-    assert counts_on_line(SMALL) == (5, 6, 7)
+    few = SMALL.training.model_copy(update={"micro_batches": 83})
+    assert counts_on_line(SMALL) == (13, 14, 15)
     assert counts_on_line(SMALL.model_copy(update={"training": few})) is None
     assert counts_on_line(INTERLEAVED) == (18, 24, 30)
