@@ -54,7 +54,7 @@ def fp8_cast_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [R, c] in eight bits [R, c] with scales [s], and the transposes of each expert's rows one after
     another in a buffer [R, c], with scales [t]."""
-    data, of_data, turned, of_turned = [], [], [], []
+    data, of_data, turned, of_turned = (list[Tensor]() for _ in range(4))
     for number, part in enumerate(x.split(list(rows))):
         if not len(part):
             continue
