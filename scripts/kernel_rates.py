@@ -76,7 +76,7 @@ def main() -> int:
         return 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
     end, left_out = time.monotonic() + arguments.seconds, 0
-    with (arguments.folder / "kernel_rates.csv").open("w", newline="") as file:
+    with (arguments.folder / "kernel_rates.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for point in points():

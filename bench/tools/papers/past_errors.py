@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import scipy  # whose parts, a second of imports, are imported as they are first used
+import scipy  # whose parts are imported as they are first used
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -76,11 +76,9 @@ class TimesOrder:
 
     @property
     def tau(self) -> float:
-        """Kendall's tau-b, of which ties do not count against the order: 1: the same order, -1: the reverse;
-        nan where all of one kind are ties."""
-        return float(
-            scipy.stats.kendalltau([s[1] for s in self.layouts], [s[2] for s in self.layouts]).statistic
-        )
+        """Kendall's tau-b, which ties do not lower: 1: the same order, -1: the reverse; nan: all are ties."""
+        _, published, ours = zip(*self.layouts, strict=True)
+        return float(scipy.stats.kendalltau(published, ours).statistic)
 
     @property
     def fastest(self) -> tuple[tuple[Cell, float, float], tuple[Cell, float, float]]:
@@ -342,11 +340,11 @@ def _errors(errors: Sequence[float]) -> Line:
 def _order(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> Line:
     if not (runs := orders(records, cells)):
         return {}
-    distance = percent(fmean(run.distance for run in runs))
-    return {"runs_compared": len(runs), "tau": shown_tau(mean_tau(runs)), "our_best_from_the_best": distance}
+    best = percent(fmean(run.distance for run in runs))
+    return {"runs_compared": len(runs), "tau": shown_tau(mean_tau(runs)), "our_best_from_the_best": best}
 
 
 def _all(rates: str, covered: Sequence[Covered]) -> Line:
     sources = f"all, {len({each.source for each in covered})} sources alike"
-    share = (shown_share(overall(covered)) or "") if covered else ""
-    return _line(rates, sources, sum(each.rows for each in covered), share)
+    share = shown_share(overall(covered)) if covered else None
+    return _line(rates, sources, sum(each.rows for each in covered), share or "")
