@@ -36,6 +36,7 @@ HARMLESS = {
     "logits_held": "how long a tensor lives that the plain loss has anyway",
     "node_ranks": "of a dispatcher that the oracle does not use",
     "recompute_modules": "of recomputation, which is off",
+    **dict.fromkeys(("fp8_history", "fp8_transposes"), "of eight bits, which are off"),
 }
 #: options of one model
 KEPT = {
