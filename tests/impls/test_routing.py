@@ -39,6 +39,17 @@ def test_even_routing_gives_each_expert_as_many_tokens(experts: int, per_token: 
     assert plan.tokens(np.arange(2 * experts), 2 * experts, 3).tolist() == [6 * per_token] * experts
 
 
+@pytest.mark.parametrize("stride", [2, 4, 8, 64])
+@pytest.mark.parametrize(("experts", "per_token", "groups"), [(8, 2, 0), (64, 6, 8)])
+def test_even_routing_is_even_for_a_rank_with_stripes(
+    stride: int, experts: int, per_token: int, groups: int
+) -> None:
+    plan, length = RoutingPlan("even", experts, per_token, groups, groups // 4), stride * experts**2
+    for first in {0, 1, stride - 1}:
+        counts = plan.tokens(np.arange(first, length, stride), length, 1)
+        assert counts.tolist() == [experts * per_token] * experts
+
+
 def test_even_routing_keeps_to_groups() -> None:
     plan = RoutingPlan("even", 160, 6, groups=8, group_topk=3)
     chosen = plan.of_positions(320)
