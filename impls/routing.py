@@ -80,8 +80,8 @@ def _experts_of(plan: RoutingPlan, length: int) -> np.ndarray:
 def _even(plan: RoutingPlan, positions: np.ndarray) -> np.ndarray:
     """Experts at equal distances, the first one further for each position.
 
-    And one further for each block of E positions, and for each E blocks, so that also every E-th position, as a
-    rank has in stripes, meets all experts; where E divides L, as what is left of a block has no such order.
+    And one further for each block of E positions, and for each E blocks, so that also every E-th position, as
+    a rank has in stripes, meets all experts. Only where E divides L: a part of a block has no such order.
     """
     places = np.arange(plan.per_token)
     blocks = positions // plan.experts if len(positions) % plan.experts == 0 else np.zeros_like(positions)
