@@ -33,7 +33,6 @@ from spbench.bench.measure.trace.operator_results import (
     argument_at,
     described,
     key_of,
-    nothing_cut,
     worked_out,
 )
 from spbench.bench.measure.trace.repeated_steps import RepeatedSteps
@@ -46,6 +45,7 @@ from spbench.bench.measure.trace.torch_internals import (
     no_dispatch,
     replaced,
 )
+from spbench.bench.measure.trace.uncut_pieces import nothing_cut
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.keyed_steps import choosing_steps
 from spbench.impls.unlike_work import noting_work
@@ -240,7 +240,7 @@ class FastRecorder(Recorder):
         super()._enter_patches(patches)
         steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
-        patches.enter_context(nothing_cut())
+        patches.enter_context(nothing_cut(self._count_views))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -264,6 +264,12 @@ class FastRecorder(Recorder):
         if key not in MEMORY:
             _remember(key, described(func, args, kwargs, result))
         return result
+
+    def _count_views(self, number: int) -> None:
+        """Note views that a node of autograd would have taken."""
+        if number and self.events is not None and self.events.running:
+            self.events.count_node()
+            self.events.builder.host_work += number * VIEW
 
     def _known(
         self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
