@@ -21,7 +21,6 @@ from spbench.bench.measure.trace.torch_internals import (
     without_dispatch,
 )
 
-
 Path = tuple[int | str, ...]
 Key = tuple[Any, ...]
 

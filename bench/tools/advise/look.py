@@ -41,8 +41,8 @@ from spbench.impls.registries import backend_class
 DEPTHS = (1, 2)
 #: those of a backend that frees weights between layers: two are there at once, as in a deep model
 _DEPTHS_OF_SHARDS = (2, 3)
-#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly as
-#: the short steps that longer ones are put together from
+#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly
+#: as the short steps that longer ones are put together from
 _FEW_STAGES = 4
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]

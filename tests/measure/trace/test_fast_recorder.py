@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.trace import operator_results, recorder, uncut_pieces
+from spbench.bench.measure.trace import recorder, uncut_pieces
 from spbench.bench.measure.trace.operator_results import described, worked_out
 from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.bench.measure.trace.torch_internals import FakeTensor, fsdp_collectives

@@ -90,7 +90,9 @@ def sent(found: Measurement) -> list[float]:
     return [row[name] for row in found.formula for name in ("count", "payload_bytes", "sent_bytes")]
 
 
-@pytest.mark.parametrize("case", ["micro-batches", *map(slow, ("longer pipeline", "long pipeline", "zero3", "ring"))])
+@pytest.mark.parametrize(
+    "case", ["micro-batches", *map(slow, ("longer pipeline", "long pipeline", "zero3", "ring"))]
+)
 def test_a_micro_batch_less_is_cut_out_of_a_trace(case: str) -> None:
     cell = cell_of(case)
     traces = [virtual.trace_classes(of_few(cell, n), events=True) for n in _counts(cell)]
