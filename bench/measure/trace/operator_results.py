@@ -138,12 +138,21 @@ def _describe(value: Any, key: list[Any]) -> bool:
 
 def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Remembered | None:
     """What is to be built at the next call with this key; None where it must take the plain path."""
-    if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
+    if communicates(func) or schema_of(func).name in _UNUSUAL:
+        return None
+    if any(t in func.tags for t in _UNUSUAL_TAGS) and not _by_places(func, args):
         return None
     results = result if type(result) in (tuple, list) else [] if result is None else [result]
     if any(type(x) is not FakeTensor or x.constant is not None for x in results):
         return None
     return _remembered(args, kwargs, result)
+
+
+def _by_places(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call takes what lies at places that are listed; of a mask its values say how many."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
 
 
 def _remembered(

@@ -208,6 +208,8 @@ _IN_PLACE = (
     torch.ops.c10d._reduce_scatter_base_.default,
     torch.ops.c10d.allreduce_.default,
 )
+#: and those that return their work alone
+_WORK_ALONE = (*BETWEEN_TWO, torch.ops.c10d.alltoall_base_.default)
 
 
 def _remember(key: Key, remembered: Remembered | None) -> None:
@@ -283,10 +285,11 @@ class FastRecorder(Recorder):
         return remembered
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
-            return self._ended.boxed()  # the fake group would do nothing
-        if func in _IN_PLACE and isinstance(args[0][0] if isinstance(args[0], list) else args[0], FakeTensor):
-            return args[0], self._ended.boxed()
+        if func in _WORK_ALONE or func in _IN_PLACE:
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            if isinstance(first, FakeTensor):  # the fake group would do nothing
+                ended = self._ended.boxed()
+                return ended if func in _WORK_ALONE else (args[0], ended)
         return super()._run(func, args, kwargs)
 
     def _write_row(
