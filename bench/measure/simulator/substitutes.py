@@ -20,7 +20,7 @@ from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.crossings import crossed
+from spbench.bench.measure.simulator.crossings import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
@@ -160,7 +160,7 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
         if peer != rank:
             within = costs.node(peer) == costs.node(rank)
             yield from _of_link(costs, "send", within, None)
-            yield from _of_crossings(costs, "send", [rank, peer])
+            yield from _of_crossings(costs, "send", _furthest(costs, steps.all_ranks, steps.peers(partner)))
         return
     members = program.groups[partner].members(rank, program.mesh)
     yield from _of_crossings(costs, name, members)
@@ -170,6 +170,17 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
         yield from _of_link(costs, name, True, most)
     if nodes > 1:
         yield from _of_link(costs, name, False, nodes)
+
+
+def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
+    """Of the sends from each rank to its peer one between the largest parts of a node, for which the others
+    of a ring wait; the first send where none leaves a part."""
+    for each in reversed(crossings_of(costs.cluster)):
+        same_node = costs.node(ranks) == costs.node(peers)
+        leaves = np.flatnonzero(same_node & (ranks // each.devices != peers // each.devices))
+        if len(leaves):
+            return [int(ranks[leaves[0]]), int(peers[leaves[0]])]
+    return [int(ranks[0]), int(peers[0])]
 
 
 def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[Substitute]:
