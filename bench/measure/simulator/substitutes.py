@@ -131,12 +131,16 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
 
 
 def _beyond_table(device: Device, precision: str, program: Program, matmuls: np.ndarray) -> _Found:
-    """The matmuls of a precision that the card's table of them does not reach."""
+    """The matmuls of a precision that the card's table of them does not reach, and those that it has where
+    it is not known what of its rates a step keeps."""
     own = {str(name): each for name, each in (device.matmul or {}).items()}.get(precision)
     if own is not None and own.table.value is not None and not own.share.substitute:
         events = matmuls[program.shape[matmuls].any(axis=1)]
-        beyond = events[~matmuls_covered(own.table.value, program.shape[events])]
-        yield Substitute(f"{precision} matmuls", "the nearest of its table", "extrapolated"), beyond
+        covered = matmuls_covered(own.table.value, program.shape[events])
+        yield Substitute(f"{precision} matmuls", "the nearest of its table", "extrapolated"), events[~covered]
+        if own.sustained.value is None:
+            by = "its table of short calls, without a power limit"
+            yield Substitute(f"{precision} matmuls", by, "extrapolated"), events[covered]
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
