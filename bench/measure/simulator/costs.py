@@ -160,7 +160,8 @@ class Costs:
                 lambda flops, nbytes, peak=peak, bandwidth=bandwidth: flops / peak + nbytes / bandwidth,  # type: ignore[misc]
             )
             strided = program.strided[calls] * self.calibration.strided_element_s
-            seconds[calls] = by_table / self.calibration.compute_efficiency + strided
+            kept = self.calibration.compute_efficiency * (matmuls.sustained.value or 1.0)
+            seconds[calls] = by_table / kept + strided
 
     def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of
