@@ -35,6 +35,7 @@ class Asked:
         settings: that the cells are given, by dotted name.
         micro_batch: samples of one; the number of micro-batches follows.
         where, variant: as of :class:`Narrowing`, for scenarios alone.
+        given: what the files of a job leave to run time, by name.
     """
 
     cluster: str | None = None
@@ -44,6 +45,7 @@ class Asked:
     micro_batch: int | None = None
     where: Sequence[tuple[str, str]] = ()
     variant: str | None = None
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
