@@ -106,7 +106,7 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "deepspeed.*: give this configuration of DeepSpeed beside",
         ),
         ("axolotl", "context_parallel_size: 4", "context_parallel_size: 3", "8 GPUs are no multiple of 3"),
-        ("axolotl", "adamw_bnb_8bit", "muon", "optimizer = muon: another optimizer than Adam"),
+        ("axolotl", "adamw_bnb_8bit", "lion_8bit", "optimizer = lion_8bit: another optimizer than Adam"),
         ("LLaMA-Factory", "stage: sft", "stage: dpo", "stage = dpo: reinforcement learning, or preferences"),
         (
             "LLaMA-Factory v1",
@@ -114,12 +114,7 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "global_batch_size: 10",
             "a batch of 10 is no multiple",
         ),
-        (
-            "VeOmni",
-            "ulysses_size: 2",
-            "ep_size: 2",
-            "train.accelerator.ep_size = 2: this axis beside Ulysses",
-        ),
+        ("VeOmni", "ulysses_size: 2", "ep_size: 2", "ep_size = 2: the model has no experts"),
         ("ArcticTraining", "stage: 3", "stage: 0", "without ZeRO"),
         (
             "Automodel",
@@ -127,7 +122,8 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "",
             "how long sequences are is not said; --given dataset.seq_length=N",
         ),
-        ("Automodel", "tp_size: 1", "pp_size: 2", "distributed.pp_size = 2: a pipeline whose stages shard"),
+        ("Automodel", "tp_size: 1", "pp_size: 3", "8 GPUs are no multiple of 6"),
+        ("Automodel", "tp_size: 1", "ep_size: 2", "distributed.ep_size = 2: the model has no experts"),
         ("verl", "engine=fsdp", "engine=megatron", "engine = megatron: another engine than FSDP"),
         ("verl", "=Qwen/Qwen3-8B", "=$MODEL", "MODEL is not set in the script; --given MODEL=VALUE"),
         ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of llama2_7B, .*; give its YAML"),
