@@ -85,7 +85,6 @@ def _optimizer(k: Account, name: str) -> Said:
 def _newer_step(k: Account) -> TransformersStep:
     """Of version 1."""
     on_host = "dist_config.offload_params"
-    peft = "peft_config.name"
     quantized = k.value("quant_config.quantization_bit") or 0
     return TransformersStep(
         model=said(k, "model"),
@@ -103,11 +102,23 @@ def _newer_step(k: Account) -> TransformersStep:
         recompute=said(k, "enable_activation_checkpointing"),
         attention=said(k, "flash_attn"),
         liger=Said("norm swiglu" if k.value("kernel_config.name") else "", given_of(k, "kernel_config.name")),
-        lora=Said(8 if k.value(peft) == "lora" else 0, given_of(k, peft)),
+        lora=_newer_lora(k),
         quantized=Said(quantized, given_of(k, "quant_config.quantization_bit")),
         packed=Said(k.value("batching_strategy") != "normal", given_of(k, "batching_strategy")),
         optimizer=Said(k.value("optim_config.name") or "adam", given_of(k, "optim_config.name")),
     )
+
+
+def _newer_lora(k: Account) -> Said:
+    """Adapters of version 1, which it has by default of rank 8."""
+    name, rank = "peft_config.name", "peft_config.r"
+    if k.value(name) == "lora":
+        return Said(k.value(rank), given_of(k, name, rank))
+    if k.value(name) is not None:
+        because = "all weights are trained, with their gradients and optimizer"
+        k.stand_in("weights of which some are trained", "time and memory", because, name)
+    k.ignore("all weights are trained", rank)
+    return Said(0, given_of(k, name))
 
 
 def _distribution(k: Account) -> dict[str, Any]:

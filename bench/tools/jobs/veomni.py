@@ -67,5 +67,12 @@ def _step(k: Account) -> TransformersStep:
         liger=Said("norm swiglu loss", (), "VeOmni's default kernels are Liger's"),
         packed=said(k, f"{_TRAIN}dyn_bsz"),
         optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], given_of(k, optimizer[1])),
-        lora=Said(8 if k.value("model.lora_config") else 0, given_of(k, "model.lora_config")),
+        lora=_adapters(k),
     )
+
+
+def _adapters(k: Account) -> Said:
+    """The rank of adapters, which is 8 where their section has none."""
+    section = k.value("model.lora_config") or {}
+    rank = next((section[name] for name in ("rank", "r") if section.get(name)), 8 if section else 0)
+    return Said(rank, given_of(k, "model.lora_config"))

@@ -141,6 +141,18 @@ def test_what_a_programs_job_cannot_be_here(name: str, old: str, new: str, probl
         lenient(name, (old, new)).cell()
 
 
+def test_ranks_of_adapters_are_those_of_the_files() -> None:
+    veomni = made("VeOmni", ("model: {", "model: {lora_config: {rank: 64, alpha: 32}, "))
+    newer = made("LLaMA-Factory v1", ("cp_mode: ulysses", "peft_config: {name: lora, r: 16}"))
+    assert (veomni["model_options.lora_rank"], newer["model_options.lora_rank"]) == (64, 16)
+    (argument,) = [
+        each
+        for each in lenient("LLaMA-Factory v1", ("cp_mode: ulysses", "peft_config: {name: freeze}")).arguments
+        if each.name == "peft_config.name"
+    ]
+    assert argument.missing == "weights of which some are trained"
+
+
 def test_groups_of_replicas_shard_all_weights_each() -> None:
     cell = lenient("LLaMA-Factory v1", ("cp_size: 2", "mp_replicate_size: 2"), gpus=16).cell()
     assert (cell.sizes.dp, cell.batch, cell.training.micro_batches) == (16, 16, 1)
