@@ -182,7 +182,7 @@ def _fp8(k: Account) -> Said:
     if k.value(_TE_FP8) in _TE_RECIPES:
         linear, experts = (k.value(f"model.backend.{each}") for each in ("linear", "experts"))
         if "te" not in (linear, experts) or linear != experts:
-            because = "all projections are in eight bits, those of attention and of experts"
+            because = "all projections are in eight bits, of attention and of experts alike"
             k.stand_in("eight bits in a part of the layers", "time and memory", because, _TE_FP8)
         return Said(_TE_RECIPES[k.value(_TE_FP8)], (_TE_FP8,))
     if k.has(_TE_FP8):
