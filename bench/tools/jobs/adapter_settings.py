@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import Said
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, Said
 
 #: fields of a config.json of models whose adapters are not modelled, and what these have
 _WITHOUT = {
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "experts": EXPERTS,
     "latent attention": ("kv_lora_rank",),
     "linear attention": ("linear_num_key_heads", "mamba_num_heads"),
 }

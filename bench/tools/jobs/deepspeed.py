@@ -79,6 +79,7 @@ class DeepSpeedJob:
         self._model()
         if replicas is not None:
             self._batch(replicas)
+        self._length()
         self._precision()
         set_sharding(k, self.contents)
         self._optimizer()
@@ -245,6 +246,9 @@ class DeepSpeedJob:
         if parts != 1:
             k.set("training.micro_batches", parts, parts_name)
         k.took(f"training.micro_batches: {parts}", parts_name)
+
+    def _length(self) -> None:
+        k = self.keys
         lengths = [name for each in _LENGTHS if k.has(name := f"{_TRAINER}{each}")]
         values = {k.value(each) for each in lengths}
         if values <= {None}:
