@@ -119,13 +119,13 @@ def _gpus(
         nodes = next((source[name] for name in _NODES if name in source), "1" if torchrun else None)
         ranks = next((source[name] for name in _RANKS if name in source), None)
         if per_node is not None and nodes is not None:
-            return _matmul(per_node, nodes)
+            return _multiplied(per_node, nodes)
         if ranks is not None and not torchrun:
-            return _matmul(ranks)
-    return _matmul(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else (None, "")
+            return _multiplied(ranks)
+    return _multiplied(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else (None, "")
 
 
-def _matmul(*factors: str) -> tuple[int | None, str]:
+def _multiplied(*factors: str) -> tuple[int | None, str]:
     if unknown := [what for factor in factors for what in unknown_in(factor)]:
         return None, f"{unknown[0]} is not set in the script"
     if wrong := [factor for factor in factors if not re.fullmatch(r"[1-9]\d{0,5}", factor)]:
