@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.setting_values import read_model_file
-from spbench.bench.tools.jobs.account import key_account
+from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
@@ -54,7 +54,7 @@ def read(files: JobFiles) -> Job | None:
     table, problems = argument_table("swift_megatron"), list[str]()
     values = dict(options_of(launch.arguments[1:], table, problems))
     own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
-    known = {**table.content["defaults"], **_sizes(own.value("model"), problems), **values}
+    known = {**table.content["defaults"], **_sizes(own, problems), **values}
     known |= {"seq_length": own.value("max_length"), "max_position_embeddings": own.value("max_length")}
     if known.get("recompute_granularity") == "none":
         known["recompute_granularity"] = None
@@ -77,14 +77,15 @@ def read(files: JobFiles) -> Job | None:
     return replace(a, table=table).job("swift_megatron", files, arguments, files.machine_problems(gpus))
 
 
-def _sizes(name: Any, problems: list[str]) -> dict[str, Any]:
+def _sizes(own: Account, problems: list[str]) -> dict[str, Any]:
     """The arguments that a model's config.json stands for."""
     try:
-        fields = read_model_file(str(name))
+        named = named_model(str(own.value("model")))
     except UserError as error:
         problems.append(f"model: {error}")
         return {}
-    family = fields["model_type"]
+    named.account(own, *given_of(own, "model"))
+    fields, family = named.fields, named.fields["model_type"]
     if family not in _FAMILIES:
         problems.append(f"model: model_type {family} is none of {', '.join(_FAMILIES)}")
         return {}
