@@ -19,7 +19,11 @@ class Phi3Config(LlamaConfig):
     which changes no size."""
 
     name: ClassVar[str] = "phi3"
-    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**LlamaConfig.fixed, "embd_pdrop": [0], "resid_pdrop": [0]}
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **LlamaConfig.fixed,
+        "embd_pdrop": [0],
+        "resid_pdrop": [0],
+    }
     ignored: ClassVar[frozenset[str]] = frozenset({"original_max_position_embeddings"})
 
     sliding_window: PositiveInt | None = None
