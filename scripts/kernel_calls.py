@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ def normal(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor
     return torch.randn(shape, device="cuda").to(dtype).requires_grad_(grad)
 
 
+def prepared(call: Callable[..., Any], *makers: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+    """What makes the call: ``call`` with what each maker returns, made just before it is timed."""
+    return lambda: partial(call, *(make() for make in makers))
+
+
 KERNELS = {"flash_attention_2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 #: heads, heads of keys, head size, that of values, length, whether causal
 ATTENTIONS = (
@@ -51,37 +57,34 @@ ATTENTIONS = (
 )
 
 
+def attention_call(
+    backend: SDPBackend, grad: bool, causal: bool, *shapes: tuple[int, ...]
+) -> Callable[[], Any]:
+    """One call on q, k and v, with ``grad`` its backward too. Shapes are those of q, k, v and the gradient of
+    the output, [B, L, Z, A] in memory, as layers have them.
+    """
+    q, k, v, d_o = (normal(*shape).transpose(1, 2).detach().requires_grad_(grad) for shape in shapes)
+
+    def call() -> None:
+        with sdpa_kernel(backend):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] < q.shape[1])
+        if grad:
+            torch.autograd.grad(o, (q, k, v), d_o)
+
+    return call
+
+
 def attention() -> Iterator[Point]:
-    for heads, groups, size, values, length, causal in ATTENTIONS:
-        batch = max(1, 8192 // length)
+    for z, g, a, of_values, length, causal in ATTENTIONS:
+        b = max(1, 8192 // length)
         pairs = length**2 / (2 if causal else 1)
-        forward = 2 * batch * heads * pairs * (size + values)
-        backward = 2 * batch * heads * pairs * (3 * size + 2 * values)
-        shape = f"B{batch} Z{heads} G{groups} A{size}/{values} L{length} {'causal' if causal else 'whole'}"
+        forward = 2 * b * z * pairs * (a + of_values)
+        both = forward + 2 * b * z * pairs * (3 * a + 2 * of_values)
+        shape = f"B{b} Z{z} G{g} A{a}/{of_values} L{length} {'causal' if causal else 'whole'}"
+        shapes = ((b, length, z, a), (b, length, g, a), (b, length, g, of_values), (b, length, z, of_values))
         for kernel, backend in KERNELS.items():
-            for direction, flops in (("forward", forward), ("forward and backward", forward + backward)):
-
-                def make(
-                    backend: SDPBackend = backend,
-                    grad: bool = direction != "forward",
-                    of: Any = (batch, heads, groups, size, values, length, causal),
-                ) -> Callable[[], Any]:
-                    b, z, g, a, v_size, n, is_causal = of
-                    # [B, L, Z, A] in memory, as layers have them
-                    q, k, v = (
-                        normal(b, n, h, d).transpose(1, 2).detach().requires_grad_(grad)
-                        for h, d in ((z, a), (g, a), (g, v_size))
-                    )
-                    d_o = normal(b, n, z, v_size).transpose(1, 2)
-
-                    def call() -> None:
-                        with sdpa_kernel(backend):
-                            o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=g < z)
-                        if grad:
-                            torch.autograd.grad(o, (q, k, v), d_o)
-
-                    return call
-
+            for direction, flops in (("forward", forward), ("forward and backward", both)):
+                make = partial(attention_call, backend, direction != "forward", causal, *shapes)
                 yield Point("attention", kernel, shape, make, direction, flops=flops)
 
 
@@ -94,32 +97,27 @@ LAYERS = {
 }
 
 
+def scaled_matmul(recipe: str, m: int, k: int, n: int) -> Callable[[], Any]:
+    """[m, k] x [k, n] in eight bits with scales of whole tensors, or of rows and columns."""
+    a, b = normal(m, k).to(E4M3), normal(n, k).to(E4M3)
+    shapes: tuple[tuple[int, ...], ...] = ((), ()) if recipe == "tensorwise" else ((m, 1), (1, n))
+    scales = [torch.ones(s, device="cuda") for s in shapes]
+    return lambda: torch._scaled_mm(a, b.mT, *scales, out_dtype=BF16, use_fast_accum=True)
+
+
 def matmuls() -> Iterator[Point]:
     for model, layers in LAYERS.items():
-        for rows in (1024, 8192, 32768):
-            for h, f in layers:
-                if rows * f > 2**31:
-                    continue
-                flops, shape = 2.0 * rows * h * f, f"{model} [{rows}, {h}] x [{h}, {f}]"
-
-                def forward(m: int = rows, k: int = h, n: int = f) -> Callable[[], Any]:
-                    return partial(F.linear, normal(m, k), normal(n, k))
-
-                def of_weights(m: int = rows, k: int = h, n: int = f) -> Callable[[], Any]:
-                    return partial(torch.matmul, normal(m, n).mT, normal(m, k))
-
-                yield Point("matmul", "cublas", shape, forward, flops=flops)
-                yield Point("matmul", "cublas", shape, of_weights, "gradient of weights", flops=flops)
-                if model != "llama3-8b" or f > 2**16:
-                    continue
+        for m, (k, n) in product((1024, 8192, 32768), layers):
+            if m * n > 2**31:
+                continue
+            flops, shape = 2.0 * m * k * n, f"{model} [{m}, {k}] x [{k}, {n}]"
+            x, w, d_y = partial(normal, m, k), partial(normal, n, k), partial(normal, m, n)
+            yield Point("matmul", "cublas", shape, prepared(F.linear, x, w), flops=flops)
+            of_weights = prepared(lambda d_y, x: d_y.mT @ x, d_y, x)
+            yield Point("matmul", "cublas", shape, of_weights, "gradient of weights", flops=flops)
+            if model == "llama3-8b" and n <= 2**16:
                 for recipe in ("tensorwise", "rowwise"):
-
-                    def scaled(m: int = rows, k: int = h, n: int = f, by: str = recipe) -> Callable[[], Any]:
-                        a, b = normal(m, k).to(E4M3), normal(n, k).to(E4M3)
-                        shapes = ((), ()) if by == "tensorwise" else ((m, 1), (1, n))
-                        scales = [torch.ones(s, device="cuda") for s in shapes]
-                        return lambda: torch._scaled_mm(a, b.mT, *scales, out_dtype=BF16, use_fast_accum=True)
-
+                    scaled = partial(scaled_matmul, recipe, m, k, n)
                     yield Point("matmul", f"scaled_mm {recipe}", shape, scaled, dtype="fp8", flops=flops)
 
 
@@ -133,205 +131,110 @@ EXPERTS = {
 
 
 def grouped() -> Iterator[Point]:
-    for model, (experts, hidden, inner) in EXPERTS.items():
-        for rows in (256, 1024, 4096):
-            total = rows * experts
-            flops, shape = (
-                2.0 * total * hidden * inner,
-                f"{model} {experts} x [{rows}, {hidden}] x [{hidden}, {inner}]",
-            )
+    for (model, (experts, h, f)), rows in product(EXPERTS.items(), (256, 1024, 4096)):
+        total = rows * experts
+        flops, shape = 2.0 * total * h * f, f"{model} {experts} x [{rows}, {h}] x [{h}, {f}]"
+        x, w, d_y = partial(normal, total, h), partial(normal, experts, f, h), partial(normal, total, f)
+        ends = partial(torch.arange, rows, total + 1, rows, device="cuda", dtype=torch.int32)
+        calls = {
+            "forward": prepared(lambda x, w, ends: torch._grouped_mm(x, w.mT, offs=ends), x, w, ends),
+            "gradient of inputs": prepared(
+                lambda d_y, w, ends: torch._grouped_mm(d_y, w, offs=ends), d_y, w, ends
+            ),
+            "gradient of weights": prepared(
+                lambda d_y, x, ends: torch._grouped_mm(d_y.mT, x, offs=ends), d_y, x, ends
+            ),
+        }
+        for direction, make in calls.items():
+            yield Point("grouped matmul", "grouped_mm", shape, make, direction, flops=flops)
+        one_by_one = prepared(
+            lambda x, w: [F.linear(*of_expert) for of_expert in zip(x.chunk(len(w)), w, strict=True)], x, w
+        )
+        yield Point("grouped matmul", "one by one", shape, one_by_one, flops=flops)
 
-            def ends(n: int = experts, each: int = rows) -> Tensor:
-                return torch.arange(each, n * each + 1, each, device="cuda", dtype=torch.int32)
 
-            def forward(
-                t: int = total, n: int = experts, h: int = hidden, f: int = inner, ends: Any = ends
-            ) -> Callable[[], Any]:
-                x, w, offsets = normal(t, h), normal(n, f, h), ends()
-                return lambda: torch._grouped_mm(x, w.mT, offs=offsets)
-
-            def backward(
-                t: int = total, n: int = experts, h: int = hidden, f: int = inner, ends: Any = ends
-            ) -> Callable[[], Any]:
-                d_y, w, offsets = normal(t, f), normal(n, f, h), ends()
-                return lambda: torch._grouped_mm(d_y, w, offs=offsets)
-
-            def of_weights(
-                t: int = total, h: int = hidden, f: int = inner, ends: Any = ends
-            ) -> Callable[[], Any]:
-                d_y, x, offsets = normal(t, f), normal(t, h), ends()
-                return lambda: torch._grouped_mm(d_y.mT, x, offs=offsets)
-
-            def one_by_one(
-                n: int = experts, each: int = rows, h: int = hidden, f: int = inner
-            ) -> Callable[[], Any]:
-                xs, ws = [normal(each, h) for _ in range(n)], [normal(f, h) for _ in range(n)]
-                return lambda: [F.linear(x, w) for x, w in zip(xs, ws, strict=True)]
-
-            yield Point("grouped matmul", "grouped_mm", shape, forward, flops=flops)
-            yield Point("grouped matmul", "grouped_mm", shape, backward, "gradient of inputs", flops=flops)
-            yield Point("grouped matmul", "grouped_mm", shape, of_weights, "gradient of weights", flops=flops)
-            yield Point("grouped matmul", "one by one", shape, one_by_one, flops=flops)
+def adam(implementation: str) -> Callable[[], Any]:
+    weights = [nn.Parameter(normal(4096, 4096, dtype=torch.float32)) for _ in range(24)]
+    for w in weights:
+        w.grad = torch.randn_like(w)
+    return torch.optim.AdamW(weights, lr=1e-4, **{implementation: True}).step
 
 
 def moves() -> Iterator[Point]:
     """Kernels that move bytes, of [8192, 4096] in bfloat16 where nothing else is said."""
     n, h = 8192, 4096
-    one = 2.0 * n * h
-    x_of = partial(normal, n, h)
-
-    def of(call: Callable[..., Any], *given: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
-        return lambda: partial(call, *(make() for make in given))
-
-    weight = partial(normal, h)
-    yield Point("bytes", "add", f"[{n}, {h}]", of(torch.add, x_of, x_of), nbytes=3 * one)
-    yield Point("bytes", "copy", f"[{n}, {h}]", of(torch.clone, x_of), nbytes=2 * one)
-    yield Point(
-        "bytes", "copy of a transpose", f"[{n}, {h}]", of(lambda x: x.mT.contiguous(), x_of), nbytes=2 * one
-    )
-    yield Point("bytes", "to float32", f"[{n}, {h}]", of(lambda x: x.float(), x_of), nbytes=3 * one)
-    yield Point("bytes", "silu", f"[{n}, {h}]", of(F.silu, x_of), nbytes=2 * one)
-    yield Point("bytes", "gelu", f"[{n}, {h}]", of(F.gelu, x_of), nbytes=2 * one)
-    yield Point(
-        "bytes",
-        "rms_norm",
-        f"[{n}, {h}]",
-        of(lambda x, w: F.rms_norm(x, (h,), w), x_of, weight),
-        nbytes=2 * one,
-    )
-    yield Point(
-        "bytes",
-        "layer_norm",
-        f"[{n}, {h}]",
-        of(lambda x, w: F.layer_norm(x, (h,), w), x_of, weight),
-        nbytes=2 * one,
-    )
-    yield Point("bytes", "softmax", f"[{n}, {h}]", of(lambda x: x.softmax(-1), x_of), nbytes=2 * one)
-    yield Point("bytes", "dropout", f"[{n}, {h}]", of(lambda x: F.dropout(x, 0.1), x_of), nbytes=2.5 * one)
-    yield Point(
-        "bytes",
-        "index_select of rows",
-        f"[{n}, {h}]",
-        of(lambda x, i: x[i], x_of, lambda: torch.randperm(n, device="cuda")),
-        nbytes=2 * one,
-    )
-    yield Point(
-        "bytes",
-        "index_add of rows",
-        f"[{n}, {h}]",
-        of(lambda x, y, i: x.index_add_(0, i, y), x_of, x_of, lambda: torch.randperm(n, device="cuda")),
-        nbytes=3 * one,
-    )
-    yield Point("bytes", "sum", f"[{n}, {h}]", of(torch.sum, x_of), nbytes=one)
-    logits = partial(normal, 4096, 128256, dtype=torch.float32)
+    x, weight, rows = partial(normal, n, h), partial(normal, h), partial(torch.randperm, n, device="cuda")
+    #: by name: tensors of [8192, 4096] that are read or written, and the call
+    calls: dict[str, tuple[float, Callable[[], Callable[[], Any]]]] = {
+        "add": (3, prepared(torch.add, x, x)),
+        "copy": (2, prepared(torch.clone, x)),
+        "copy of a transpose": (2, prepared(lambda x: x.mT.contiguous(), x)),
+        "to float32": (3, prepared(Tensor.float, x)),
+        "silu": (2, prepared(F.silu, x)),
+        "gelu": (2, prepared(F.gelu, x)),
+        "rms_norm": (2, prepared(lambda x, w: F.rms_norm(x, (h,), w), x, weight)),
+        "layer_norm": (2, prepared(lambda x, w: F.layer_norm(x, (h,), w), x, weight)),
+        "softmax": (2, prepared(lambda x: x.softmax(-1), x)),
+        "dropout": (2.5, prepared(lambda x: F.dropout(x, 0.1), x)),
+        "index_select of rows": (2, prepared(lambda x, i: x[i], x, rows)),
+        "index_add of rows": (3, prepared(lambda x, y, i: x.index_add_(0, i, y), x, x, rows)),
+        "sum": (1, prepared(torch.sum, x)),
+    }
+    for name, (times, make) in calls.items():
+        yield Point("bytes", name, f"[{n}, {h}]", make, nbytes=times * 2 * n * h)
     labels = partial(torch.randint, 0, 128256, (4096,), device="cuda")
-    yield Point(
-        "bytes",
-        "cross_entropy",
-        "[4096, 128256]",
-        of(F.cross_entropy, logits, labels),
-        dtype="fp32",
-        nbytes=12.0 * 4096 * 128256,
-    )
-    for implementation in ("fused", "foreach"):
+    loss = prepared(F.cross_entropy, partial(normal, 4096, 128256, dtype=torch.float32), labels)
+    yield Point("bytes", "cross_entropy", "[4096, 128256]", loss, dtype="fp32", nbytes=12.0 * 4096 * 128256)
+    for kind in ("fused", "foreach"):
+        name, nbytes = f"AdamW {kind}", 28.0 * 24 * 4096**2
+        yield Point("bytes", name, "24 x [4096, 4096]", partial(adam, kind), dtype="fp32", nbytes=nbytes)
+    for count, (name, pinned) in product((2**20, 2**24, 2**28), (("pinned", True), ("pageable", False))):
+        of_host = partial(torch.ones, count, dtype=torch.uint8, pin_memory=pinned)
+        of_device = partial(torch.ones, count, dtype=torch.uint8, device="cuda")
+        for direction, source, target in (
+            ("to the device", of_host, of_device),
+            ("to the host", of_device, of_host),
+        ):
+            copy = prepared(partial(Tensor.copy_, non_blocking=True), target, source)
+            yield Point("host copy", name, f"{count} B", copy, direction, "uint8", nbytes=count)
 
-        def adam(kind: str = implementation) -> Callable[[], Any]:
-            weights = [nn.Parameter(normal(4096, 4096, dtype=torch.float32)) for _ in range(24)]
-            for w in weights:
-                w.grad = torch.randn_like(w)
-            return torch.optim.AdamW(weights, lr=1e-4, **{kind: True}).step
 
-        yield Point(
-            "bytes",
-            f"AdamW {implementation}",
-            "24 x [4096, 4096]",
-            adam,
-            dtype="fp32",
-            nbytes=28.0 * 24 * 4096**2,
-        )
-    for nbytes in (2**20, 2**24, 2**28):
-        for name, pinned in (("pinned", True), ("pageable", False)):
+#: how often a call that the device does faster than the host launches it is made
+TIMES = 100
 
-            def to_device(count: int = nbytes, pin: bool = pinned) -> Callable[[], Any]:
-                host = torch.ones(count, dtype=torch.uint8, pin_memory=pin)
-                device = torch.empty(count, dtype=torch.uint8, device="cuda")
-                return lambda: device.copy_(host, non_blocking=True)
 
-            def to_host(count: int = nbytes, pin: bool = pinned) -> Callable[[], Any]:
-                host = torch.ones(count, dtype=torch.uint8, pin_memory=pin)
-                device = torch.ones(count, dtype=torch.uint8, device="cuda")
-                return lambda: host.copy_(device, non_blocking=True)
+def repeated(call: Callable[..., Any], *given: Any) -> None:
+    for _ in range(TIMES):
+        call(*given)
 
-            yield Point("host copy", name, f"{nbytes} B", to_device, "to the device", "uint8", nbytes=nbytes)
-            yield Point("host copy", name, f"{nbytes} B", to_host, "to the host", "uint8", nbytes=nbytes)
+
+def chain(x: Tensor, length: int) -> None:
+    """The forward and backward of so many additions, one after another."""
+    y = x
+    for _ in range(length):
+        y = y + 1
+    torch.autograd.grad(y, x, torch.ones_like(y))
 
 
 def host() -> Iterator[Point]:
-    """Seconds of the host alone: 100 calls that the device does faster than the host launches them."""
-    times = 100
-
-    def repeat(call: Callable[[], Any]) -> Callable[[], Any]:
-        def calls() -> None:
-            for _ in range(times):
-                call()
-
-        return calls
-
-    def small(call: Callable[..., Any], grad: bool = False) -> Callable[[], Callable[[], Any]]:
-        return lambda: repeat(partial(call, normal(64, 64, grad=grad)))
-
+    """Seconds of the host alone."""
+    x, recorded = partial(normal, 64, 64), partial(normal, 64, 64, grad=True)
     linear = partial(nn.Linear, 64, 64, bias=False, device="cuda", dtype=BF16)
-    yield Point("host", "add", "100 calls", small(lambda x: x + x), on_host=True)
-    yield Point("host", "matmul", "100 calls", small(lambda x: x @ x), on_host=True)
-    yield Point("host", "view", "100 calls", small(lambda x: x.view(32, 128)), on_host=True)
-    yield Point(
-        "host", "add, recorded by autograd", "100 calls", small(lambda x: x + x, grad=True), on_host=True
-    )
-    yield Point(
-        "host",
-        "add, forward and backward",
-        "100 calls",
-        small(lambda x: torch.autograd.grad((x + 1).sum(), x), grad=True),
-        on_host=True,
-    )
-    yield Point(
-        "host",
-        "linear",
-        "100 calls",
-        lambda: (lambda m: repeat(partial(F.linear, normal(64, 64), m.weight)))(linear()),
-        on_host=True,
-    )
-    yield Point(
-        "host",
-        "module of a linear",
-        "100 calls",
-        lambda: (lambda m: repeat(partial(m, normal(64, 64))))(linear()),
-        on_host=True,
-    )
-    yield Point("host", "new tensor", "100 calls", small(lambda x: x.new_empty(64, 64)), on_host=True)
-
-    def chain(length: int) -> Callable[[], Callable[[], Any]]:
-        def make() -> Callable[[], Any]:
-            x = normal(64, 64, grad=True)
-
-            def backward() -> None:
-                y = x
-                for _ in range(length):
-                    y = y + 1
-                torch.autograd.grad(y, x, torch.ones_like(y))
-
-            return backward
-
-        return make
-
+    calls: dict[str, tuple[Callable[..., Any], tuple[Callable[[], Any], ...]]] = {
+        "add": (lambda x: x + x, (x,)),
+        "matmul": (lambda x: x @ x, (x,)),
+        "view": (lambda x: x.view(32, 128), (x,)),
+        "add, recorded by autograd": (lambda x: x + x, (recorded,)),
+        "add, forward and backward": (lambda x: torch.autograd.grad((x + 1).sum(), x), (recorded,)),
+        "linear": (F.linear, (x, lambda: linear().weight)),
+        "module of a linear": (lambda x, module: module(x), (x, linear)),
+        "new tensor": (lambda x: x.new_empty(64, 64), (x,)),
+    }
+    for name, (call, makers) in calls.items():
+        yield Point("host", name, f"{TIMES} calls", prepared(partial(repeated, call), *makers), on_host=True)
     for length in (10, 110):
-        yield Point(
-            "host",
-            f"chain of {length} additions, forward and backward",
-            "1 call",
-            chain(length),
-            on_host=True,
-        )
+        name = f"chain of {length} additions, forward and backward"
+        yield Point("host", name, "1 call", prepared(partial(chain, length=length), recorded), on_host=True)
 
 
 def points() -> Iterator[Point]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import check_sizes
@@ -45,3 +48,12 @@ network:
 """
     )
     return str(path)
+
+
+def approximately(value: Any) -> Any:
+    """As the value, but for what sums of many numbers are off by."""
+    if isinstance(value, Mapping):
+        return {name: approximately(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [approximately(each) for each in value]
+    return pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value

@@ -28,6 +28,7 @@ _MODELS = {
     "ulysses": "causal-transformer-tiny",
     "ring_attention": "causal-transformer-tiny",
     "all_gather_kv": "causal-transformer-tiny",
+    "fpdt": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }
 _CAUSAL, _GQA, _BERT = "causal-transformer-tiny", "causal-transformer-tiny-gqa", "bert-tiny"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
 from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
+from tests.measure.engines.cells import approximately
 from tests.measure.engines.short_cut_cells import staged
 
 _MEGATRON = {
@@ -37,15 +37,6 @@ INTERLEAVED = staged(
 AHEAD = staged(
     100, batch=200, sizes={"pp": 7, "tp": 2, "dp": 2}, model_options={"layers": 7}, training=_MEGATRON
 )
-
-
-def approximately(value: Any) -> Any:
-    """As the value, but for what sums of many numbers are off by."""
-    if isinstance(value, Mapping):
-        return {name: approximately(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [approximately(each) for each in value]
-    return pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize(
