@@ -49,7 +49,7 @@ def test_layers_that_no_model_here_has_are_refused_by_name() -> None:
 
 def test_a_cap_of_logits_that_a_models_file_has_is_named() -> None:
     job = primus("grok2")
-    assert any("final_logit_softcapping" in each and "may move memory" in each for each in job.warnings)
+    assert any("final_logit_softcapping" in each and "may move time" in each for each in job.warnings)
 
 
 def test_eight_bits_are_by_delayed_scaling_unless_a_model_has_experts() -> None:
