@@ -51,7 +51,7 @@ def set_fp8(a: Account, cluster: str | None) -> None:
 
 def _without_history(a: Account) -> str:
     """The recipe that stands for delayed scaling in a model with experts."""
-    because = "scales are of the matrix itself (tensorwise), whose largest magnitude each cast reads first"
+    because = "each cast looks for the largest magnitude of its matrix first, as with --fp8-recipe tensorwise"
     a.stand_in("scales of experts from earlier steps", "time", because, _FORMAT, _RECIPE)
     a.leave("time", because, *_HISTORY)
     return _WHOLE[0]

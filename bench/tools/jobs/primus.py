@@ -108,8 +108,7 @@ def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapp
     if name not in known:
         near = suggestion(name, [*known])
         problems.append(
-            f"model {shown(model)} is none of Primus's {len(known)} that are known{near}; give its YAML, and "
-            "those it extends, beside"
+            f"model {shown(model)} is none of Primus's own{near}; give its YAML, and those it extends, beside"
         )
     return known.get(name, {})
 
