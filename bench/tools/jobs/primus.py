@@ -1,4 +1,4 @@
-"""Jobs of Primus that train by Megatron-LM: its YAML, and a model's YAML where that is unknown."""
+"""Jobs of Primus by Megatron-LM or torchtitan: its YAML, and a model's YAML where that is unknown."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.primus_torchtitan import torchtitan_job
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import read_yaml
@@ -26,7 +27,7 @@ _SIGNS = ("num_layers", "hidden_size")
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of Primus; None where no file is an experiment of its, by Megatron-LM.
+    """A job of Primus; None where no file is an experiment of its.
 
     Raises:
         UserError: a file is damaged.
@@ -56,7 +57,11 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles) 
         str(name): _resolved(value, files.environment, problems, str(name))
         for name, value in (overrides.items() if isinstance(overrides, dict) else ())
     }
-    if trainer.get("framework", "megatron") != "megatron":
+    framework = trainer.get("framework", "megatron")
+    if framework == "torchtitan":
+        model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
+        return torchtitan_job(str(model), values, files, problems)
+    if framework != "megatron":
         problems.append(f"modules.pre_trainer.framework: {shown(trainer['framework'])} is not megatron")
     model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
     of_model = _model_of(model, sizes, problems)
@@ -83,6 +88,8 @@ def _typed(table: ArgumentTable, name: str, value: Any) -> Any:
 
 def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], name: str) -> Any:
     """A value with its variables ``${NAME:DEFAULT}`` in place."""
+    if isinstance(value, dict):
+        return {n: _resolved(v, environment, problems, f"{name}.{n}") for n, v in value.items()}
     if not isinstance(value, str) or "${" not in value:
         return value
 

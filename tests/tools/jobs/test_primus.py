@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from tests.tools.jobs.test_programs import lenient
 
 _MODEL, _KEY = "llama3.1_8B", "mock_data: true"
@@ -79,3 +81,34 @@ def test_zero_is_false_for_a_switch() -> None:
     job = primus(_MODEL, "use_torch_fsdp2: 0", "auto_continue_train: 1")
     assert made(job)["backend"] == "megatron"
     assert not re.search("auto_continue_train", " ".join(job.warnings))
+
+
+_TITAN = """modules:
+  pre_trainer:
+    framework: torchtitan
+    model: llama3.1_8B{bits}.yaml
+    overrides:
+      sink_level: null
+      training: {{local_batch_size: "${{BATCH:4}}", seq_len: 8192, mock_data: false}}
+      activation_checkpoint: {{mode: full}}
+      primus_turbo: {{enable_primus_turbo: true, enable_attention_float8: {attention}}}
+"""
+
+
+def titan(bits: str = "", attention: str = "false", given: dict[str, str] | None = None) -> Job:
+    file = JobFile(Path("job.yaml"), _TITAN.format(bits=bits, attention=attention).encode())
+    return read_job(None, [file], gpus=8, cluster="dgx-h100", environment=given)
+
+
+def test_an_experiment_by_torchtitan_has_torchtitans_keys_and_primuss_defaults() -> None:
+    settings = {each.path: each.value for each in titan().settings}
+    assert (settings["model"], settings["batch"], settings["training.backend"]) == ("llama3-8b", 32, "zero3")
+    assert settings["model_options.recompute"] == "full"
+    assert settings["model_options.fusions"]  # compiled by default
+    assert titan(given={"BATCH": "1"}).cell().batch == 8
+    assert not [each for each in titan().arguments if each.outcome == "unknown"]
+    assert titan("-fp8").cell().model_options["fp8"] == "tensorwise"
+    with pytest.raises(UserError, match="attention in 8 bits: not modelled"):
+        titan(attention="true").cell()
+    with pytest.raises(UserError, match=r"llama3.1_8B-int4.yaml is none of Primus's own for torchtitan"):
+        titan("-int4").cell()
