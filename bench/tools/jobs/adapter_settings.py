@@ -33,6 +33,7 @@ def set_adapters(k: Account, lora: Said, fields: Mapping[str, Any], *, on_host: 
     if type(lora.value) is not int or lora.value < 0:
         k.problems.append(f"{' and '.join(map(k.spelled, lora.names))}: no rank of adapters")
         return
+    fields = {**fields, **fields.get("text_config", {})}
     lacking = next((what for what, names in _WITHOUT.items() if any(map(fields.get, names))), None)
     if lacking is None:
         k.set("model_options.lora_rank", lora.value, *lora.names)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, shown
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.program_files import model_files, values_of
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
 from spbench.bench.tools.jobs.transformers_pipeline import set_experts, set_pieces, set_pipeline
@@ -69,14 +69,15 @@ def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
         k.problems.append("which model it is is not said; give its config.json beside")
         return {}
     try:
-        fields = read_model_file(name)
+        named = named_model(name)
     except UserError as error:
         k.problems.append(
             f"{k.spelled(model.names[0])}: {error}" if model.names and not configs else str(error)
         )
         return {}
-    k.set("model", name, *model.names, note="the config.json" if configs else "")
-    return fields
+    k.set("model", named.model, *model.names, note="the config.json" if configs else "")
+    named.account(k, *model.names)
+    return named.fields
 
 
 def _count(k: Account, number: Said, what: str) -> bool:

@@ -163,7 +163,9 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     norm: ClassVar[str] = "rms"
 
     def __post_init__(self) -> None:
-        if self.head_dim is None:
+        if getattr(self, "kv_lora_rank", 0):
+            pass  # heads of latent attention have sizes of their own
+        elif self.head_dim is None:
             super().__post_init__()
         elif self.head_dim < 1:
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")

@@ -126,7 +126,7 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
         ("Automodel", "tp_size: 1", "ep_size: 2", "distributed.ep_size = 2: the model has no experts"),
         ("verl", "engine=fsdp", "engine=megatron", "engine = megatron: another engine than FSDP"),
         ("verl", "=Qwen/Qwen3-8B", "=$MODEL", "MODEL is not set in the script; --given MODEL=VALUE"),
-        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of llama2_7B, .*; give its YAML"),
+        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of Primus's .*; give its YAML"),
         (
             "Primus",
             ":2}",
