@@ -13,6 +13,7 @@ from spbench.bench.command_line.options import (
     changes,
     executor,
     files_of,
+    given,
     jobs,
     many,
     path_option,
@@ -44,6 +45,7 @@ from spbench.bench.command_line.options import (
     "as training.optimizer=device or model_options.checkpoints=device.",
 )
 @changes
+@given
 @many(
     "--why", SETTINGS, "Say why layouts with so many ranks along an axis, as tp=16, are not among the best."
 )
@@ -62,7 +64,8 @@ from spbench.bench.command_line.options import (
 def command() -> None:
     """Find the fastest layouts of a model that fit its cards.
 
-    A layout is strategies, ranks along each axis, a backend, micro-batches and recomputation. Layouts are
+    A job's own layout stands beside them. A layout is strategies, ranks along each axis, a backend,
+    micro-batches and recomputation. Layouts are
     estimated, the promising ones traced with few layers and the best with all. Times that differ by less than
     the errors of such predictions are a tie, and the simplest of them is named first. --set also takes a
     figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced

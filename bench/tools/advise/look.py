@@ -27,7 +27,7 @@ from spbench.bench.measure.engines.step_times import add_step_time, bound_of, ut
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
-from spbench.bench.measure.simulator.costs import RatesUnknown
+from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit.anatomy import fullest
