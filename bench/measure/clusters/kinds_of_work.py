@@ -156,7 +156,9 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
             continue
         work, of_peak = f"matmuls, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
         if own is not None:
-            yield from _table(work, own.table, "beyond it the figures below")
+            kept = own.sustained.value
+            words = "" if kept is None else f"through a step {kept:.3g} of its rates; "
+            yield from _table(work, own.table, f"{words}beyond it the figures below")
         share = device.compute_efficiency if own is None else own.share
         if own is not None and own.bandwidth_bytes_per_s.value is not None:
             of_peak += f", and {own.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s of operands"

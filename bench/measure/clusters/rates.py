@@ -127,6 +127,8 @@ class MatmulRate(StrictModel):
 
     Attributes:
         table: of measured matmuls, in place of that model for those that lie within it.
+        sustained: the part of the table's rates that the card keeps through a step, whose power limit lowers
+            its clock; null: not known, and counted as all, as calls one by one are too short for the limit.
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
@@ -134,6 +136,7 @@ class MatmulRate(StrictModel):
     """
 
     table: Sourced[str] = NO_TABLE
+    sustained: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     share: Sourced[PositiveFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="one share for all shapes")
     measured: dict[PositiveInt, PositiveFloat] = {}

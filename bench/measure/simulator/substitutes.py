@@ -20,7 +20,7 @@ from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.crossings import crossed
+from spbench.bench.measure.simulator.crossings import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
@@ -131,12 +131,16 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
 
 
 def _beyond_table(device: Device, precision: str, program: Program, matmuls: np.ndarray) -> _Found:
-    """The matmuls of a precision that the card's table of them does not reach."""
+    """The matmuls of a precision that the card's table of them does not reach, and those that it has where
+    it is not known what of its rates a step keeps."""
     own = {str(name): each for name, each in (device.matmul or {}).items()}.get(precision)
     if own is not None and own.table.value is not None and not own.share.substitute:
         events = matmuls[program.shape[matmuls].any(axis=1)]
-        beyond = events[~matmuls_covered(own.table.value, program.shape[events])]
-        yield Substitute(f"{precision} matmuls", "the nearest of its table", "extrapolated"), beyond
+        covered = matmuls_covered(own.table.value, program.shape[events])
+        yield Substitute(f"{precision} matmuls", "the nearest of its table", "extrapolated"), events[~covered]
+        if own.sustained.value is None:
+            by = "its table of short calls, without a power limit"
+            yield Substitute(f"{precision} matmuls", by, "extrapolated"), events[covered]
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
@@ -160,7 +164,7 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
         if peer != rank:
             within = costs.node(peer) == costs.node(rank)
             yield from _of_link(costs, "send", within, None)
-            yield from _of_crossings(costs, "send", [rank, peer])
+            yield from _of_crossings(costs, "send", _furthest(costs, steps.all_ranks, steps.peers(partner)))
         return
     members = program.groups[partner].members(rank, program.mesh)
     yield from _of_crossings(costs, name, members)
@@ -170,6 +174,17 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
         yield from _of_link(costs, name, True, most)
     if nodes > 1:
         yield from _of_link(costs, name, False, nodes)
+
+
+def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
+    """Of the sends from each rank to its peer one between the largest parts of a node, for which the others
+    of a ring wait; the first send where none leaves a part."""
+    for each in reversed(crossings_of(costs.cluster)):
+        same_node = costs.node(ranks) == costs.node(peers)
+        leaves = np.flatnonzero(same_node & (ranks // each.devices != peers // each.devices))
+        if len(leaves):
+            return [int(ranks[leaves[0]]), int(peers[leaves[0]])]
+    return [int(ranks[0]), int(peers[0])]
 
 
 def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[Substitute]:

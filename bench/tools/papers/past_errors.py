@@ -315,7 +315,7 @@ def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> 
                 "groups": len({each.left_out for each in covered}),
                 "times": rows,
                 "within the 80% interval of the rest": percent(within / rows) if rows else "",
-                f"of {GROUP} times or more, fewer than {TOO_FEW:.0%} within": "; ".join(named),
+                f"of {GROUP} times or more, fewer than {TOO_FEW:.0%} within": "; ".join(named) or "none",
             }
         )
     return lines

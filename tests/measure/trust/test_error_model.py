@@ -10,7 +10,8 @@ from random import Random
 import pytest
 
 from spbench.bench.measure.trust.coverage import coverage, overall
-from spbench.bench.measure.trust.error_model import ANY, ErrorModel, StepObservation
+from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation
+from spbench.bench.measure.trust.intervals import ANY
 
 SOURCES = [f"s{number}" for number in range(8)]
 
@@ -89,17 +90,51 @@ def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_withi
     assert low * high == pytest.approx(1)
 
 
-def test_what_was_never_measured_has_the_widest_interval_and_says_so() -> None:
-    model = ErrorModel.fit([*drawn(1), *drawn(3, bound="links", between=0.3), *drawn(2, rates="fitted")])
+def test_a_bound_of_one_source_holds_what_that_source_erred_by() -> None:
+    """The class's other rows, which weigh as two sources, do not hide it."""
+    far = drawn(2, ["only"], bound="links", mean=1.0, between=0, within=0.01)
+    assert width(ErrorModel.fit([*drawn(1), *far]), bound="links") > 2 * 0.99
+    several = [o for name in "abc" for o in drawn(3, [name], bound="links", between=0.1)]
+    assert width(ErrorModel.fit([*drawn(1), *far, *several]), bound="links") < 2 * 0.99
+
+
+def test_what_was_never_measured_has_a_wider_interval_and_says_so() -> None:
+    links = drawn(3, bound="links", between=0.3)
+    model = ErrorModel.fit([*drawn(1), *links, *drawn(2, rates="fitted", mean=-0.5)])
     assert model.interval("sourced", "matmul")[1] == "sourced rates, matmul: 8 sources, 160 rows"
+    widest = max(abs(i.centre) + i.half_width for of in model.intervals.values() for i in of.values())
     interval, words = model.interval("sourced", "host")
-    assert interval == model.intervals["sourced"]["links"]
-    assert words == "sourced rates, no measured step bound by host, so the widest: 8 sources, 160 rows"
+    assert (interval.centre, interval.half_width) == (0.0, widest)  # there is no worse class that has it
+    assert words.startswith("sourced rates, no measured step bound by host, so a wider one: 8 sources, ")
     interval, words = model.interval("datasheet", "matmul")
-    assert interval == model.intervals["sourced"]["links"]
-    assert words == "no measured step on datasheet rates, so the widest of all: 8 sources, 160 rows"
+    assert (interval.centre, interval.half_width) == (0.0, widest)
+    assert words.startswith("no measured step on datasheet rates, so the widest of all: 8 sources, ")
     one = ErrorModel.fit(drawn(1, ["only"], rows=1))
     assert one.interval("sourced", "matmul")[1].endswith(": 1 source, 1 row")
+
+
+def test_a_bound_without_a_step_has_that_of_the_next_worse_class() -> None:
+    host = drawn(2, rates="extrapolated", bound="host", between=0.4)
+    far = drawn(3, rates="datasheet", between=2.0)
+    model = ErrorModel.fit([*drawn(1), *drawn(4, rates="extrapolated"), *host, *far])
+    assert model.interval("sourced", "host")[0] == model.intervals["extrapolated"]["host"]
+    # no narrower than any of its own class
+    near = drawn(2, rates="extrapolated", bound="bubble", between=0.0, within=1e-3)
+    wide = ErrorModel.fit([*drawn(1, between=0.5), *near])
+    assert wide.interval("sourced", "bubble")[0].half_width >= wide.intervals["sourced"]["matmul"].half_width
+
+
+def test_an_accelerator_without_a_step_on_such_rates_has_a_wider_interval() -> None:
+    """Times of one accelerator are 20% shorter than those of the other."""
+    rows = [replace(o, machine="a") for o in drawn(1, within=0.01)]
+    rows += [replace(o, machine="b", log_error=o.log_error + 0.2) for o in rows]
+    model = ErrorModel.fit([*rows, *(replace(o, machine="c") for o in drawn(2, rates="fitted"))])
+    known, other = (model.band("sourced", "matmul", "a", machine) for machine in ("a", "c"))
+    assert other[0] < known[0]
+    assert other[1] > known[1]
+    assert other[2] == f"{known[2]}; none on this accelerator"
+    assert model.band("sourced", "matmul", "a") == known  # one that is not known
+    assert model.of_machines == pytest.approx(0.1, rel=0.01)
 
 
 def test_a_class_of_one_source_is_no_narrower_than_the_next_worse() -> None:
@@ -199,6 +234,9 @@ def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
     links = drawn(3, ["links"], between=0.0, within=0.001, mean=-1.4, bound="links", rates="substituted")
     both = ErrorModel.fit([*drawn(1), *lucky, *links])
     assert width(both, "substituted") == width(both, "substituted", "links") > 2 * 1.39
+    # nor where all prices are datasheets'
+    bare = [replace(o, rates="datasheet") for o in (*lucky, *links)]
+    assert width(ErrorModel.fit(bare), "datasheet") == width(ErrorModel.fit(bare), "datasheet", "links") > 1.0
 
 
 def test_an_error_at_the_end_of_an_interval_lies_within() -> None:
