@@ -97,8 +97,8 @@ def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> N
     if step.quantized.value:
         bits = step.quantized.value
         because = (
-            f"frozen weights are counted in half precision, about {2 - bits / 8:g} bytes a weight more than in "
-            f"{bits} bits, over the ranks that share them; to unpack them takes no time"
+            f"frozen weights are counted in half precision, about {2 - bits / 8:g} bytes a weight more than "
+            f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
         )
         k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *step.quantized.names)
     k.ignore("weights are not quantized", *step.quantized.names)
