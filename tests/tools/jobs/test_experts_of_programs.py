@@ -105,6 +105,7 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[
         ("axolotl", "fused_attn_kernel: true", "ebft: {alpha: 1.0}", "another loss than that of the next"),
         ("axolotl", "fused_attn_kernel: true", "fp8: true", "eight bits of attention beside experts"),
         ("axolotl", "paged_adamw_32bit", "came_pytorch", "another optimizer than Adam and Muon"),
+        ("veomni", "model_path: Qwen/Qwen3-30B-A3B", "", "beside, or --given model.model_path=NAME"),
         ("verl", "engine=automodel", "engine=mlite", "another engine than FSDP and Automodel"),
     ],
 )  # fmt: skip
