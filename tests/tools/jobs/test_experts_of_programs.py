@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs import deepspeed
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.transformers_pipeline import layers_of, stages_of
 from tests.tools.jobs.job_inputs import job_of
 
@@ -145,6 +146,19 @@ def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
     assert (own["model_options.fp8"], own["model_options.library"]) == ("blockwise", "transformer-engine")
     dense = TEXTS["axolotl"].replace("30B-A3B", "8B").replace("expert_parallel_size: 2", "fp8: true")
     assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
+
+
+def test_eight_bits_by_accelerate() -> None:
+    text = "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: fp8\nfp8_config: {backend: %s}\n"
+    script = b"args = TrainingArguments(per_device_train_batch_size=1, max_length=2048)"
+    for backend, library, recipe in (("TE", "transformer-engine", "delayed"), ("AO", None, "tensorwise")):
+        files = [JobFile(Path("a.yaml"), (text % backend).encode()), JobFile(Path("train.py"), script)]
+        given = {"TrainingArguments.model_name_or_path": "Qwen/Qwen3-8B"}
+        made = deepspeed.read(JobFiles(files, 8, "dgx-h100", given))
+        assert made is not None
+        options = {each.path: each.value for each in made.settings if each.path.startswith("model_options")}
+        assert made.cell().precision == "bf16"
+        assert (options["model_options.fp8"], options.get("model_options.library")) == (recipe, library)
 
 
 def test_stages_as_automodel_counts_them() -> None:
