@@ -98,6 +98,7 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[
     [
         ("automodel", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B", "ep_size = 4: the model has no experts"),
         ("automodel", "ep_size: 4", "ep_size: 3", "8 GPUs are no multiple of 6"),
+        ("automodel", "pp_size: 2", "tp_size: 2", "tensor parallelism whose ranks have the same"),
         ("automodel", "interleaved1f1b", "zbv", "another schedule of a pipeline than 1f1b, gpipe"),
         ("automodel", "interleaved1f1b", "1f1b", "48 layers in 10 stages are no pipeline of 2 ranks"),
         ("automodel", "pp_microbatch_size: 2", "pp_microbatch_size: 3", "8 is no multiple of a pipeline"),
@@ -146,6 +147,15 @@ def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
     assert (own["model_options.fp8"], own["model_options.library"]) == ("blockwise", "transformer-engine")
     dense = TEXTS["axolotl"].replace("30B-A3B", "8B").replace("expert_parallel_size: 2", "fp8: true")
     assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
+
+
+def test_a_loss_without_logits_is_no_loss_of_logits() -> None:
+    loss = "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"
+    fused = job("automodel", "dataset:", f"loss_fn: {{_target_: {loss}}}\ndataset:")
+    assert settings(fused)["model_options.loss_tile"] == "liger"
+    (argument,) = [each for each in fused.arguments if each.name == "loss_fn._target_"]
+    assert argument.missing == "Cut Cross-Entropy"
+    assert "model_options.loss_tile" not in settings(job("automodel"))
 
 
 def test_eight_bits_by_accelerate() -> None:
