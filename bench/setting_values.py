@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import decoded, parse_json, read_file
-from spbench.impls.models.huggingface.published import published_model, published_models
+from spbench.impls.models.huggingface.published import lacking_for, published_model, published_models
 from spbench.impls.options import LARGEST
 
 #: of a suffix of a size, in either case: 128K is 128 * 1024
@@ -156,6 +156,8 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         content = parse_json(path, read_file(path))
     except UserError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
+        if missing and (lacking := lacking_for(model)):
+            raise UserError(f"{model} has {lacking}: not modelled") from error
         raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")

@@ -175,6 +175,9 @@ changes = click.option(
     callback=_joined,
     help="Another value of a setting of all that is asked, such as strategy_options.placement=zigzag.",
 )
+given = click.option(
+    "--given", multiple=True, metavar="NAME=VALUE", help="What a job leaves to run time: TP=8, or a key."
+)
 quiet = click.option(
     "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."
 )

@@ -149,8 +149,7 @@ class Backend(ABC):
         settings = self.optimizer_settings(shard_groups)
         if self.on_host and parameters:
             return HostOptimizer(parameters, self.precision, self.host_layout, **settings)
-        if isinstance(self.options, OptimizerOptions):
-            settings["foreach"] = self.options.implementation == "foreach"
+        settings["foreach"] = getattr(self.options, "implementation", "fused") == "foreach"
         return Optimizer(
             parameters,
             self.precision if masters else replace(self.precision, master=False),

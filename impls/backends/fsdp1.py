@@ -34,12 +34,15 @@ class FullySharded1Options(Options):
         shard_dtype: of shards, gradients and moments: "float32", with ``MixedPrecision`` for computing in
             half precision; "parameters": the dtype of the weights, for a model that was half precision before
             it was wrapped.
+        implementation: as in :class:`OptimizerOptions`.
     """
 
     shard_dtype: Literal["float32", "parameters"] = "float32"
+    implementation: Literal["fused", "foreach"] = "fused"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"shard_dtype": ("float32", "parameters")})
+        words = {"shard_dtype": ("float32", "parameters"), "implementation": ("fused", "foreach")}
+        check_choices(self, words)
 
 
 class FullySharded1(FlatFullySharded):

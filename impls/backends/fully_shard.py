@@ -32,7 +32,6 @@ from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_kept
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
@@ -149,7 +148,7 @@ class FullySharded(Backend):
         if self.options.parameters == "host":
             return HostShards(weights, self.precision, device, **settings)
         wide = torch.float32 if self._wide_states else weights[0].dtype
-        return HostOptimizer(weights, self.precision, DEEPSPEED_STAGE_3, wide, **settings)
+        return HostOptimizer(weights, self.precision, self.options.host_layout, wide, **settings)
 
     @property
     def _wide_states(self) -> bool:

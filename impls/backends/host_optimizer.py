@@ -17,11 +17,13 @@ from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.optimizer import Precision
 from spbench.impls.backends.optimizer_options import HostLayout
 from spbench.impls.kernels.host_copies import (
+    from_pageable_,
     host_empty_like,
     host_zeros,
     pageable_zeros,
     to_device_,
     to_host_,
+    to_pageable_,
 )
 from spbench.impls.kernels.host_updates import host_copy_
 from spbench.impls.rings import wait_for_device
@@ -41,11 +43,12 @@ class _Run:
         elements = sum(w.numel() for w in weights)
         make = host_zeros if layout.pinned_masters else pageable_zeros
         self.master = make(device, [elements], dtype)
-        self.gradient = host_zeros(device, [elements], dtype)
+        make = host_zeros if layout.pinned_gradients else pageable_zeros
+        self.gradient = make(device, [elements], dtype)
         self.master.grad = self.gradient
         self.buffer = None
         if layout.sums or (layout.rounds == "pinned" and dtype != device.dtype):
-            self.buffer = host_zeros(device, [elements], device.dtype)
+            self.buffer = make(device, [elements], device.dtype)
         self.masters, self.gradients = self.views(self.master), self.views(self.gradient)
         self.buffers = [] if self.buffer is None else self.views(self.buffer)
 
@@ -89,6 +92,7 @@ class HostOptimizer(HostAdam):
         """Before the first step, copy the weights' values to the masters, since weights may have been set
         until now."""
         self._summed.clear()
+        self._computing = torch.get_device_module(self.device.device).current_stream()
         if self._loaded:
             return
         self._loaded = True
@@ -108,19 +112,40 @@ class HostOptimizer(HostAdam):
         if self.layout.sums:
             gradient = self._sum(number, run.buffers[at], gradient)
         if last:
-            to_host_(run.gradients[at], gradient.to(run.gradient.dtype))
+            self._leave(run.gradients[at], gradient.to(run.gradient.dtype))
 
     def _sum(self, number: int, buffer: Tensor, gradient: Tensor) -> Tensor:
         """Add a gradient to those before; returns the sum, on the device."""
         on_device = torch.empty_like(gradient)
         if number not in self._summed:
             self._summed.add(number)
-            to_host_(buffer, gradient)
-            to_device_(on_device, buffer)
+            self._leave(buffer, gradient)
+            self._fetch(on_device, buffer)
         else:
-            to_device_(on_device, buffer)
-            to_host_(buffer, on_device.add_(gradient))
+            self._fetch(on_device, buffer)
+            self._leave(buffer, on_device.add_(gradient))
         return on_device
+
+    def _leave(self, host: Tensor, x: Tensor) -> None:
+        """Copy a gradient to the host."""
+        if self.layout.pinned_gradients:
+            to_host_(host, x)
+            return
+        to_pageable_(host, x)
+        self._copied(x)
+
+    def _fetch(self, x: Tensor, host: Tensor) -> None:
+        """Copy a gradient to the device."""
+        if self.layout.pinned_gradients:
+            to_device_(x, host)
+            return
+        from_pageable_(x, host)
+        self._copied(x)
+
+    def _copied(self, x: Tensor) -> None:
+        """The host has waited for a copy, and the device is given nothing meanwhile."""
+        self._computing.wait_stream(torch.get_device_module(x.device).current_stream())
+        wait_for_device(x)
 
     def gradient(self, number: int) -> Tensor:
         run, at = self._place[number]
@@ -186,7 +211,9 @@ class HostOptimizer(HostAdam):
         back = [*zip(run.weights, run.views(updated), strict=True)]
         with self._copying(1):
             for weight, there in back:
-                if weight.dtype == there.dtype:
+                if self.layout.rounds == "pageable" and updated is not run.master:
+                    from_pageable_(weight, there)
+                elif weight.dtype == there.dtype:
                     to_device_(weight, there)
                 else:
                     wide = torch.empty_like(weight, dtype=there.dtype)

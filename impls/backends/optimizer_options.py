@@ -18,7 +18,8 @@ class HostLayout:
         run: elements that are enough for weights to lie in one tensor and be updated at once; None: each
             weight has tensors of its own.
         pinned_masters: masters are in pinned memory.
-        sums: gradients of micro-batches are summed in a pinned buffer of the weights' dtype.
+        sums: gradients of micro-batches are summed in a buffer of the weights' dtype, where gradients are.
+        pinned_gradients: gradients are in pinned memory; else the host waits for each copy of one.
         rounds: where updated weights are rounded to their own dtype: on the "device", a weight at a time; on
             the host into a pinned buffer ("pinned"), or into pageable memory that is then freed ("pageable").
         overlaps: copies have streams of their own, so that the host updates weights that have arrived while
@@ -28,6 +29,7 @@ class HostLayout:
     run: int | None
     pinned_masters: bool
     sums: bool = False
+    pinned_gradients: bool = True
     rounds: str = "device"
     overlaps: bool = False
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
-from spbench.impls.backends.optimizer_options import OptimizerOptions
+from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3, HostLayout, OptimizerOptions
 from spbench.impls.composition import ONE_STAGE
 from spbench.impls.layout import Unsupported
 from spbench.impls.options import Saving, check_choices
@@ -44,6 +44,10 @@ class ShardingOptions(OptimizerOptions):
             works as DeepSpeed's offload_optimizer of ZeRO-3, see DEEPSPEED_STAGE_3: the device keeps shards
             in the dtype of the weights.
 
+        pinned_gradients: where the optimizer alone is on the host, gradients are in pinned memory there.
+            False: in pageable memory, and the host waits for each copy, as with DeepSpeed's ``pin_memory:
+            false``, its default until August 2026 (runtime/zero/offload_config.py, commit 7dfa67ae).
+
     Raises:
         ValueError: a number is negative, a word is none of these, or parameters are on the host without the
             optimizer.
@@ -60,6 +64,7 @@ class ShardingOptions(OptimizerOptions):
     gradient_buffer_kib: int = 0
     data_parallel_replicate_degree: int = 1
     parameters: Literal["device", "host"] = "device"
+    pinned_gradients: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +100,11 @@ class ShardingOptions(OptimizerOptions):
     def masters_on_host(self) -> bool:
         """Whether the host has wider copies of the shards, which are on the device."""
         return self.optimizer == "host" and self.parameters == "device"
+
+    @property
+    def host_layout(self) -> HostLayout:
+        """How the host holds the state of an optimizer that is there alone."""
+        return replace(DEEPSPEED_STAGE_3, pinned_gradients=self.pinned_gradients)
 
     def sharing(self, ranks: int) -> int:
         """Number of ranks, out of ``ranks`` that sum a gradient, that shard a parameter between them.

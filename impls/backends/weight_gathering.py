@@ -41,17 +41,21 @@ class GatheredInForward:
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Begin to gather these, in the order of their buckets."""
-        for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):
+        for bucket in self._buckets(parameters):
             self._begin(bucket)
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gather these."""
-        for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters):
+        for bucket in self._buckets(parameters):
             self._begin(bucket)
             if bucket.work is not None:
                 bucket.wait()
                 if bucket in self.next:
                     self._begin(self.next[bucket])
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterable[GradientBucket]:
+        """Those of parameters that are trained: the others are whole on every rank, and have none."""
+        return dict.fromkeys(self.bucket_of[p] for p in parameters if p.requires_grad)
 
     def _begin(self, bucket: GradientBucket) -> None:
         if bucket not in self.begun:

@@ -139,7 +139,7 @@ def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
 
 def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
     """Where each row of the chunks in another order comes from."""
-    return torch.cat(_chunks(torch.arange(sum(sizes)), sizes, order))
+    return reordered(torch.arange(sum(sizes)), sizes, order)
 
 
 def _chunks(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:
@@ -189,6 +189,12 @@ class _SortRows(torch.autograd.Function):
         return *_sort_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors), None, None
 
 
+def reordered(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Chunks of ``sizes`` rows of x [R, ...] in another order, each cut out and all put together, as
+    Megatron-LM's sort_chunks_by_idxs does."""
+    return torch.cat(_chunks(x, sizes, order))
+
+
 def sort_chunks(
     x: Tensor, weights: Tensor | None, sizes: Sequence[int], order: Sequence[int], way: str
 ) -> tuple[Tensor, Tensor]:
@@ -196,4 +202,4 @@ def sort_chunks(
     given = x.new_empty(len(x), 0) if weights is None else weights
     if way == "fused":
         return _SortRows.apply(x, given, tuple(sizes), tuple(order))
-    return torch.cat(_chunks(x, sizes, order)), torch.cat(_chunks(given, sizes, order))
+    return reordered(x, sizes, order), reordered(given, sizes, order)

@@ -87,7 +87,8 @@ class Turns:
         if back < self.ahead:  # of a micro-batch of the warm-up
             return other.ahead + min(back, _APART)
         if turn < self.count - 1:
-            return 2 * other.ahead + min(back - self.ahead, _APART)
+            # the latest of its kind: in the turns before it things of the first ones may still die
+            return 2 * other.ahead + min(back - self.ahead, other.count - 2 - 2 * other.ahead)
         if turn in (self.count - 1, len(self) - 1, len(self)):
             return turn - self.count + other.count if turn < self.count else turn - len(self) + len(other)
         return other.count + min(turn - self.count, _APART)

@@ -28,7 +28,7 @@ from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
 from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
-from spbench.bench.measure.simulator.costs import RatesUnknown, check_rates
+from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.step_parts import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline

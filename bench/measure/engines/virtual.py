@@ -21,7 +21,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
-from spbench.bench.measure.simulator.costs import RatesUnknown
+from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement
 from spbench.impls.models.model import model_preset

@@ -34,9 +34,11 @@ from spbench.bench.measure.simulator.collective_costs import (
 )
 from spbench.bench.measure.simulator.crossings import seconds_a_byte, shared_seconds
 from spbench.bench.measure.simulator.group_links import GroupLinks, LinkRate, links_of
+from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
+    HOST_READ,
     HOST_UPDATE,
     KERNEL,
     MATMUL,
@@ -59,27 +61,6 @@ _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] =
     "measured": measured_seconds,
     "nccl": nccl_seconds,
 }
-
-
-class RatesUnknown(ValueError):
-    """The cluster profile lacks a figure without which a time cannot be known."""
-
-
-def check_rates(cluster: Cluster, precision: str, world: int) -> None:
-    """Raise :class:`RatesUnknown` unless the cluster has all figures to time this many ranks."""
-    device = cluster.device
-    rate = device.peak_flops_per_s.get(precision)  # type: ignore[call-overload]
-    if rate is None or rate.value is None:
-        raise RatesUnknown(f"{cluster.name}: device.peak_flops_per_s has no {precision}")
-    if device.memory_bandwidth_bytes_per_s.value is None:
-        raise RatesUnknown(f"{cluster.name}: device.memory_bandwidth_bytes_per_s is unknown")
-    links = [cluster.node_link] if cluster.node_link and cluster.devices_per_node > 1 and world > 1 else []
-    if world > (cluster.devices_per_node if links else 1):
-        links.append(cluster.network)
-    for link in links:
-        assert link is not None
-        if link.latency_s.value is None or link.bandwidth_bytes_per_s.value is None:
-            raise RatesUnknown(f"{cluster.name}: a link's latency or bandwidth is unknown")
 
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
@@ -160,6 +141,7 @@ class Costs:
         self._set_operators(program, seconds)
         self._set_host_copies(program, seconds)
         self._set_host_updates(program, seconds)
+        self._set_host_reads(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
     def _set_matmuls_by_table(self, program: Program, seconds: np.ndarray) -> None:
@@ -237,6 +219,15 @@ class Costs:
             )
         sharing = min(program.world, self.cluster.devices_per_node)
         seconds[updates] = program.nbytes[updates] * sharing / bytes_per_s
+
+    def _set_host_reads(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what the host takes to read tensors of int64 element by element into ``seconds``: of each a
+        view, a kernel, and the wait for it."""
+        if self.host is None:
+            return
+        each = self.floor_s + sum(map(self.host.seconds, ("view_s", "operator_s", "launch_latency_s")))
+        reads = program.category == HOST_READ
+        seconds[reads] = program.nbytes[reads] / 8 * each
 
     def _floors(self, program: Program) -> np.ndarray:
         """The least seconds of each event if it is a kernel. A softmax alone, though of the attention

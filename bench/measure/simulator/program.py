@@ -16,8 +16,8 @@ import numpy as np
 KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 #: the stream on which a step computes; others have the copies and collectives of a library's own streams
 COMPUTE_STREAM = 0
-MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE = range(5)
-CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update")
+MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE, HOST_READ = range(6)
+CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update", "host read")
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that

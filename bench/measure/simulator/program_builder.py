@@ -11,6 +11,7 @@ import numpy as np
 from spbench.bench.measure.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
+    HOST_READ,
     HOST_UPDATE,
     HOST_WORK,
     KERNEL,
@@ -95,9 +96,9 @@ class ProgramBuilder:
         return len(self.rows) - 1
 
     def add_kernel(self, row: KernelRow) -> None:
-        """Write down a kernel. What the host's cores do it begins when its device is idle, and goes on when
-        they have done it."""
-        join = JOIN if row[2] == HOST_UPDATE else 0
+        """Write down a kernel. What the host's cores do, and what the host reads, begins when its device is
+        idle, and the host goes on when it is done."""
+        join = JOIN if row[2] in (HOST_UPDATE, HOST_READ) else 0
         self.rows.append((*row, self.host_work + join, -1))
         self.host_work = join
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
+    HOST_READ,
     HOST_UPDATE,
     MATMUL,
     MEMORY_BOUND,
@@ -29,6 +30,7 @@ from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
+from spbench.impls.kernels.host_reads import READ_BY_HOST
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
 from spbench.impls.kernels.ranged_attention import Size
 
@@ -173,6 +175,8 @@ class Price:
             self._category = HOST_COPY
         elif name in ON_HOST_CORES:
             self._category = HOST_UPDATE
+        elif name in READ_BY_HOST:
+            self._category, self._returned = HOST_READ, 0
         self.known = (
             self.free
             or max(self._matmul, self._grouped) >= 0

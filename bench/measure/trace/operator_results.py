@@ -1,19 +1,10 @@
 """What an operator returns on fake tensors, by the metadata of its arguments: described, and for most of them
 worked out without FakeTensorMode.
-
-Pieces of a fake tensor that are put together again at once, not cut.
-
-torch's ``fully_shard`` gathers a weight that is sharded along another dim than its first, and sums its
-gradient, by way of its pieces: as many as there are ranks, put together along the other dim. On 1,024 fake
-ranks most of a step's time goes into making these. Where nothing has values, a view of the whole tensor that
-has the shape of the pieces side by side does as well: it is one view, as the cut is one, and what is copied
-then is as large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,49 +16,10 @@ from spbench.bench.measure.trace.meter import communicates
 from spbench.bench.measure.trace.torch_internals import (
     FAKE_DEVICE,
     FakeTensor,
-    fsdp_collectives,
-    replaced,
     schema_of,
     storage_key,
     without_dispatch,
 )
-
-
-class _Uncut:
-    """All pieces of a tensor along a dim, of which there are ``number``, alike."""
-
-    def __init__(self, whole: Tensor, number: int, dim: int):
-        self._whole, self._number, self._dim = whole, number, dim
-
-    def side_by_side(self, dim: int) -> Tensor:
-        """A tensor with the shape of the pieces, put together along a dim."""
-        shape = [*self._whole.shape]
-        shape[self._dim] //= self._number
-        shape[dim] *= self._number
-        return self._whole.view(shape)
-
-
-class _TorchThatCutsNothing:
-    """The module torch, for one that asks for pieces only to put them together."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def chunk(self, tensor: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor] | _Uncut:
-        alike = type(tensor) is FakeTensor and tensor.is_contiguous() and not tensor.shape[dim] % chunks
-        return _Uncut(tensor, chunks, dim) if alike else torch.chunk(tensor, chunks, dim)
-
-    def cat(self, tensors: Sequence[Tensor] | _Uncut, dim: int = 0, **out: Tensor) -> Tensor:
-        pieces = [tensors.side_by_side(dim)] if isinstance(tensors, _Uncut) else [*tensors]
-        return torch.cat(pieces, dim, **out)
-
-
-@contextmanager
-def nothing_cut() -> Iterator[None]:
-    """Inside, ``fully_shard`` cuts no fake tensor into pieces that it puts together at once."""
-    with replaced(fsdp_collectives, {"torch": _TorchThatCutsNothing()}):
-        yield
-
 
 Path = tuple[int | str, ...]
 Key = tuple[Any, ...]
@@ -186,12 +138,21 @@ def _describe(value: Any, key: list[Any]) -> bool:
 
 def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Remembered | None:
     """What is to be built at the next call with this key; None where it must take the plain path."""
-    if communicates(func) or schema_of(func).name in _UNUSUAL or any(t in func.tags for t in _UNUSUAL_TAGS):
+    if communicates(func) or schema_of(func).name in _UNUSUAL:
+        return None
+    if any(t in func.tags for t in _UNUSUAL_TAGS) and not _by_places(func, args):
         return None
     results = result if type(result) in (tuple, list) else [] if result is None else [result]
     if any(type(x) is not FakeTensor or x.constant is not None for x in results):
         return None
     return _remembered(args, kwargs, result)
+
+
+def _by_places(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call takes what lies at places that are listed; of a mask its values say how many."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
 
 
 def _remembered(

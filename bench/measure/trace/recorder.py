@@ -33,7 +33,6 @@ from spbench.bench.measure.trace.operator_results import (
     argument_at,
     described,
     key_of,
-    nothing_cut,
     worked_out,
 )
 from spbench.bench.measure.trace.repeated_steps import RepeatedSteps
@@ -46,6 +45,7 @@ from spbench.bench.measure.trace.torch_internals import (
     no_dispatch,
     replaced,
 )
+from spbench.bench.measure.trace.uncut_pieces import nothing_cut
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.keyed_steps import choosing_steps
 from spbench.impls.unlike_work import noting_work
@@ -208,6 +208,8 @@ _IN_PLACE = (
     torch.ops.c10d._reduce_scatter_base_.default,
     torch.ops.c10d.allreduce_.default,
 )
+#: and those that return their work alone
+_WORK_ALONE = (*BETWEEN_TWO, torch.ops.c10d.alltoall_base_.default)
 
 
 def _remember(key: Key, remembered: Remembered | None) -> None:
@@ -240,7 +242,7 @@ class FastRecorder(Recorder):
         super()._enter_patches(patches)
         steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
-        patches.enter_context(nothing_cut())
+        patches.enter_context(nothing_cut(self._count_views))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -265,6 +267,12 @@ class FastRecorder(Recorder):
             _remember(key, described(func, args, kwargs, result))
         return result
 
+    def _count_views(self, number: int) -> None:
+        """Note views that a node of autograd would have taken."""
+        if number and self.events is not None and self.events.running:
+            self.events.count_node()
+            self.events.builder.host_work += number * VIEW
+
     def _known(
         self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Remembered | None:
@@ -277,10 +285,11 @@ class FastRecorder(Recorder):
         return remembered
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
-            return self._ended.boxed()  # the fake group would do nothing
-        if func in _IN_PLACE and isinstance(args[0][0] if isinstance(args[0], list) else args[0], FakeTensor):
-            return args[0], self._ended.boxed()
+        if func in _WORK_ALONE or func in _IN_PLACE:
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            if isinstance(first, FakeTensor):  # the fake group would do nothing
+                ended = self._ended.boxed()
+                return ended if func in _WORK_ALONE else (args[0], ended)
         return super()._run(func, args, kwargs)
 
     def _write_row(

@@ -22,6 +22,7 @@ from spbench.bench.tools.advise.ranking import (
     has_experts,
     is_tie,
     ranked,
+    stands_for,
     tie_limit,
 )
 from spbench.bench.tools.advise.switch_prices import SwitchPrice
@@ -68,8 +69,12 @@ class Advice:
     @property
     def ranked(self) -> list[Seen]:
         """The layouts that are named: those that tie with the fastest, the simplest first, and then the
-        others."""
-        return ranked(self.result.best)[:NAMED]
+        others; and the job's own, in place of one as fast that differs in settings alone, else last."""
+        named, own = ranked(self.result.best)[:NAMED], self.result.own
+        if own is None or not named:
+            return named
+        at = next((at for at, seen in enumerate(named) if stands_for(own, seen)), len(named))
+        return [*named[:at], own, *named[at + 1 :]]
 
     @property
     def tie_limit(self) -> float:
@@ -82,8 +87,8 @@ class Advice:
         return rates
 
     def is_tie(self, seen: Seen) -> bool:
-        """Whether its time ties with the shortest; see :func:`.ranking.is_tie`."""
-        return is_tie(seen, self.result.best)
+        """Whether it fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
+        return seen.fits and is_tie(seen, self.result.best)
 
     def hidden_ties(self) -> list[Seen]:
         """Those that tie with the fastest and are not named, the simplest first; none is simpler than a tie
@@ -121,6 +126,7 @@ class Advice:
         memory = {name: getattr(card, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
         return {
             "rank": rank,
+            "yours": seen is self.result.own,
             "tie": self.is_tie(seen) and sum(map(self.is_tie, self.result.best)) > 1,
             "strategy": cell.strategy,
             "mesh": cell.mesh_text,
@@ -250,15 +256,7 @@ class Advice:
                 return "no other strategy was asked about"
             return f"no other strategy fits than {winner.cell.strategy}"
         other = others[0]
-        mine, theirs = (_parts(seen) for seen in (winner, other))
-        differences = {name: theirs[name] - mine[name] for name in _PARTS}
-        sign = 1 if other.step_s >= winner.step_s else -1
-        reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
-        causes = ", ".join(
-            f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
-            for name in reasons
-            if sign * differences[name] > 0.001 * winner.step_s
-        )
+        causes = causes_in_words(other, winner)
         ratio = other.step_s / winner.step_s - 1
         than = f"{other} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
         apart = 1 + ratio
@@ -271,6 +269,19 @@ class Advice:
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
         order = packaged_model().order(self._rates, apart)
         return "; ".join(filter(None, [head, causes, order]))
+
+
+def causes_in_words(other: Seen, winner: Seen) -> str:
+    """The two parts of a step that explain most of why one takes longer than another, or less."""
+    mine, theirs = (_parts(seen) for seen in (winner, other))
+    differences = {name: theirs[name] - mine[name] for name in _PARTS}
+    sign = 1 if other.step_s >= winner.step_s else -1
+    reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
+    return ", ".join(
+        f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        for name in reasons
+        if sign * differences[name] > 0.001 * winner.step_s
+    )
 
 
 def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from spbench.bench.command_line.options import (
     changes,
     executor,
     files_of,
+    given,
     jobs,
     many,
     path_option,
@@ -44,6 +45,7 @@ from spbench.bench.command_line.options import (
     "as training.optimizer=device or model_options.checkpoints=device.",
 )
 @changes
+@given
 @many(
     "--why", SETTINGS, "Say why layouts with so many ranks along an axis, as tp=16, are not among the best."
 )
@@ -60,7 +62,7 @@ from spbench.bench.command_line.options import (
 @printed
 @body("advise.ask:advise")
 def command() -> None:
-    """Find the fastest layouts of a model that fit its cards.
+    """Find the fastest layouts of a model that fit its cards, and how far a job's own is behind.
 
     A layout is strategies, ranks along each axis, a backend, micro-batches and recomputation. Layouts are
     estimated, the promising ones traced with few layers and the best with all. Times that differ by less than

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
 from spbench.bench.tools.advise.advice import Advice, scenario_text
+from spbench.bench.tools.advise.behind import own_content, own_in_words
 from spbench.bench.tools.advise.possible import spelled
 from spbench.bench.tools.advise.ranking import Seen
+from spbench.bench.tools.advise.turns import NOTHING, turns
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.units import GIB, shown_price, shown_share
 
-#: what can vary from answer to answer: the field, and how it is called
-AXES = {"seq_len": "length", "gpus": "GPUs", "figures": "figure"}
-NOTHING = "nothing fits"
-
-Point = Mapping[str, Any]
 #: lines for --why, and costs of simpler layouts, where no details are asked for
 _REASONS, _COSTS = 3, 3
 
@@ -71,6 +67,7 @@ def report(
             "attention_kernels": answer.by_kernel,
             "strategies": [_brief(seen) for seen in answer.result.of_strategies],
             "nearest": answer.result.nearest and _brief(answer.result.nearest),
+            "own": own_content(answer),
             "impossible": answer.result.impossible,
             "counts": dict(answer.result.counts),
             "refused": answer.result.refused.reasons,
@@ -145,7 +142,7 @@ def _map(answers: Sequence[Advice]) -> Table:
 
 def _best(answer: Advice) -> str:
     if answer.winner is None:
-        return "no layout is possible" if answer.result.impossible else "nothing fits"
+        return "no layout is possible" if answer.result.impossible else NOTHING
     return str(answer.winner)
 
 
@@ -155,12 +152,14 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
     if answer.result.impossible:
         yield f"{asked}: {answer.result.impossible}"
     elif winner is None:
-        yield f"{asked}: nothing fits{_nearest(answer)}"
+        yield f"{asked}: {NOTHING}{_nearest(answer)}"
+        yield from own_in_words(answer)
     else:
         important = ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind")
         yield Table.of(
             f"The best layouts: {asked}", _LAYOUT, _layouts(answer), important=important, below=("beside",)
         )
+        yield from own_in_words(answer)
         yield _told_apart(answer)
         if attention := answer.attention():
             yield attention
@@ -238,7 +237,14 @@ def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
     for seen, record in zip(answer.ranked, answer.records(), strict=True):
         beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
         needs = f"{'' if seen.exact else '~'}{_gib(record['total_bytes'])}"
-        yield {**record, "band": shown_band(answer.measured(seen)), "beside": beside, "needs": needs}
+        mark = " ".join(filter(None, [TIE if record["tie"] else "", "yours" if record["yours"] else ""]))
+        yield {
+            **record,
+            "mark": mark,
+            "band": shown_band(answer.measured(seen)),
+            "beside": beside,
+            "needs": needs,
+        }
 
 
 def _gib(nbytes: float) -> str:
@@ -268,59 +274,9 @@ def _as_job(program: str, cell: Cell) -> str:
     return f"{name}: {' '.join(' '.join(filter(None, [line.argument, line.value])) for line in flags.lines)}"
 
 
-# -- where the best layout turns into another one ------------------------------------------------------------
-
-
-def varying(points: Sequence[Point]) -> list[str]:
-    """The fields in which answers differ, the one that is walked along first.
-
-    Raises:
-        UserError: there are more than two, which no map has.
-    """
-    names = [name for name in AXES if len({point[name] for point in points}) > 1]
-    if len(names) > 2:
-        raise UserError("give several --gpus, several --seq-len or a range of a figure: two of these at most")
-    return names
-
-
-def turns(points: Sequence[Point]) -> Iterator[str]:
-    """A line for each value of what varies second: which strategy wins from where on, and where it is a tie.
-
-    Args:
-        points: with ``gpus``, ``seq_len``, ``figures``, ``strategy`` ("" where nothing fits) and ``tie``, in
-            the order that they were asked in.
-    """
-    names = varying(points)
-    if not names:
-        return
-    along, others = names[0], names[1:]
-    for value in dict.fromkeys(tuple(point[name] for name in others) for point in points):
-        row = [point for point in points if tuple(point[name] for name in others) == value]
-        head = "".join(f"{shown(name, n)}: " for name, n in zip(others, value, strict=True))
-        runs = [[*run] for _, run in groupby(row, lambda point: str(point["strategy"]))]
-        winners = [f"{run[0]['strategy'] or NOTHING} {_where(along, run, run is runs[-1])}" for run in runs]
-        ties = ", ".join(shown(along, point[along]) for point in row if point["tie"])
-        yield head + ", ".join(winners) + (f"; a tie with another strategy at {ties}" if ties else "")
-
-
-def _where(along: str, run: Sequence[Point], last: bool) -> str:
-    first = shown(along, run[0][along])
-    if last and len(run) > 1:
-        return f"from {first} on"
-    return f"at {first}" if len(run) == 1 else f"from {first} to {shown(along, run[-1][along])}"
-
-
-def shown(name: str, value: Any) -> str:
-    """A value of one of :data:`AXES` as people write it."""
-    if name == "figures":
-        return str(value) or "as it is"
-    text = next((f"{value // n}{s}" for s, n in (("M", 2**20), ("K", 2**10)) if value % n == 0), str(value))
-    return text if name == "seq_len" else f"{value} GPUs"
-
-
 #: columns of the best layouts, whose items are those of :func:`_layouts`
 _LAYOUT = [
-    Column("", "tie", lambda tie: TIE if tie else ""),
+    Column("", "mark"),
     Column("strategy", "strategy"),
     Column("mesh", "mesh"),
     Column("backend", "backend"),

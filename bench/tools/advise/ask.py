@@ -13,17 +13,19 @@ from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
-from spbench.bench.measure.scenarios.scenario import given
+from spbench.bench.measure.scenarios.scenario import given as settings_given
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.tools.advise.advice import Advice
-from spbench.bench.tools.advise.advise_report import check_figure, report, varying
+from spbench.bench.tools.advise.advise_report import check_figure, report
 from spbench.bench.tools.advise.layout_search import BEHIND, Search
 from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question, question, whole_numbers
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.advise.switch_prices import by_kernel, prices
+from spbench.bench.tools.advise.turns import varying
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard, within
+from spbench.bench.tools.jobs.job_files import given_values
 
 
 def answered(
@@ -79,6 +81,7 @@ def advise(
     without: tuple[str, ...],
     fixed: tuple[tuple[str, str], ...],
     changes: tuple[tuple[str, str], ...],
+    given: tuple[str, ...],
     why: tuple[tuple[str, str], ...],
     program: str | None,
     figure: Path | None,
@@ -95,13 +98,14 @@ def advise(
         raise UserError("--batch and --batch-tokens say the same: give one")
     asked_about = whole_numbers("--why", why)
     of_cluster = [(name, text) for name, text in changes if is_figure(name)]
-    settings = given([pair for pair in changes if pair not in of_cluster])
+    settings = settings_given([pair for pair in changes if pair not in of_cluster])
     if batch is not None:
         settings["batch"] = batch
+    values = given_values(given)
     questions = []
     for length, n in itertools.product(seq_len or [None], gpus or [None]):
         own = settings if length is None else {**settings, "seq_len": length}
-        asked = Asked(cluster, n, None, own)
+        asked = Asked(cluster, n, None, own, given=values)
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
         questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])

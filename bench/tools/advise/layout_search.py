@@ -84,8 +84,7 @@ class Search:
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         #: a layout that takes more is not traced
         self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
-        self.result = SearchResult()
-        self.every: Sequence[Candidate] = ()
+        self.result, self.every = SearchResult(), list[Candidate]()
         #: of candidates
         self.bar = Bar()
         self.seen: dict[str, Seen] = {}
@@ -116,8 +115,9 @@ class Search:
             waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
         self.say(f"{len(self.every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
-        counts = self.result.counts
-        counts["need too much by the estimate"] = len(self.every) - len(waiting)
+        (counts := self.result.counts)["need too much by the estimate"] = len(self.every) - len(waiting)
+        if own := self.question.own:  # it may be the best too
+            self.result.own = next(iter(self._traced([own.looked_at], "all_layers")), None)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
             self._of_layouts[id(candidate.layout)].append(candidate)

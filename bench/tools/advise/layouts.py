@@ -281,11 +281,12 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
     defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
     of_any = {name: value for each in defaults.values() for name, value in each.items()}
     settings = [
-        {"backend": name, **own}
+        each
         for name, cls in searched.items()
         if question.allows_backend(name)
         for own in cls.options_type.searched()
-        if question.runs(question.on_two({"backend": name, **own}), "training")
+        if (each := question.own.training(name, own) if question.own else {"backend": name, **own})
+        and question.runs(question.on_two(each), "training")
     ]
     for name, value in question.options.items():
         section, _, option = name.partition(".")

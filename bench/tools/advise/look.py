@@ -19,6 +19,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
 from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.engines.pipeline_stages import SHORT
 from spbench.bench.measure.engines.plan import check_sizes, closed_form, plan, sent_rows
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_line import StepNumbers
@@ -26,7 +27,7 @@ from spbench.bench.measure.engines.step_times import add_step_time, bound_of, ut
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
-from spbench.bench.measure.simulator.costs import RatesUnknown
+from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit.anatomy import fullest
@@ -40,6 +41,9 @@ from spbench.impls.registries import backend_class
 DEPTHS = (1, 2)
 #: those of a backend that frees weights between layers: two are there at once, as in a deep model
 _DEPTHS_OF_SHARDS = (2, 3)
+#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly
+#: as the short steps that longer ones are put together from
+_FEW_STAGES = 4
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
@@ -142,6 +146,10 @@ def _counts(cell: Cell) -> tuple[int, int] | tuple[int]:
     training, pp = cell.training, cell.sizes.pp
     # the second backward of a rank is neither its first, nor its last
     first, second = (pp, 2 * pp) if training.schedule == "interleaved" else (pp + 1, pp + 2)
+    # with so many, ranks between the first and the last are put together from one short step
+    longer = max(2 * pp + 2, SHORT + 1)
+    if training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > longer:
+        first, second = longer - 1, longer
     return (first, second) if training.micro_batches > second else (training.micro_batches,)
 
 

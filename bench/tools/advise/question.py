@@ -15,6 +15,7 @@ from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.scenarios.choices import names, unknown
 from spbench.bench.measure.scenarios.scenario import given_once, option_values, written
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
+from spbench.bench.tools.advise.own_layout import OwnLayout
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_attention
 from spbench.bench.tools.jobs.flags import program_flags
@@ -52,6 +53,7 @@ class Question:
         remarks: on how it was made, one a line.
         figures: of the cluster that were changed, as ``--set`` takes them.
         program: a kind of flags; layouts that it has no arguments for are left out. "": none is.
+        own: the layout that a job or a scenario has already, on as many GPUs; None: there is none.
     """
 
     cell: Cell
@@ -63,6 +65,7 @@ class Question:
     remarks: Sequence[str] = ()
     figures: str = ""
     program: str = ""
+    own: OwnLayout | None = None
 
     def runs(self, cell: Cell, what: str = "") -> bool:
         """Whether the program has arguments for a cell; of what of it that matters alone, if that is said.
@@ -176,12 +179,13 @@ def question(
     if kind == "model":
         length = settings.get("seq_len")
         ask_for({"--cluster NAME": asked.cluster, "--gpus N": asked.gpus, "--seq-len N": length}, words[0])
-    remarks = _set_batch(settings, batch_tokens, asked.gpus)
+    # a job has a batch of its own
+    remarks = [] if kind == "job" and not batch_tokens else _set_batch(settings, batch_tokens, asked.gpus)
     if asked.gpus is not None and asked.gpus > MOST_RANKS:
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
     # a job's file may need the number to be read; a model's cell is one of one rank
     ranks = asked.gpus if kind == "job" else None
-    about = subject(words, Asked(asked.cluster, ranks, None, settings))
+    about = subject(words, Asked(asked.cluster, ranks, None, settings, given=asked.given))
     distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in about.cells}
     if len(distinct) > 1:
         raise UserError(
@@ -189,10 +193,14 @@ def question(
             "--seq-len and --batch"
         )
     (cell,) = distinct.values()
-    if kind_of(words) == "scenario" and ATTENTION not in settings:
+    if kind == "scenario" and ATTENTION not in settings:
         cell, said = with_usual_attention(cell)
         remarks += [said] if said else []
     gpus = asked.gpus or cell.sizes.world
+    own = None
+    if kind != "model" and len(about.cells) == 1 and cell.sizes.world == gpus:
+        own = OwnLayout.of(cell, settings, about.job)
+        cell, remarks = own.without_switches(), [*remarks, *own.remarks()]
     plain = _of_every_layout(cell)
     if kind == "model" and not program:
         plain = _with_stacked_experts(plain)
@@ -202,7 +210,7 @@ def question(
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
     remarks += _said(about.remarks)
-    asked_question = Question(plain, gpus, only, without, axes, options, remarks, program=program)
+    asked_question = Question(plain, gpus, only, without, axes, options, remarks, "", program, own)
     _check_program(asked_question)
     return asked_question
 

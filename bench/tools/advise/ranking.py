@@ -93,6 +93,7 @@ class SearchResult:
         best: layouts that fit, the fastest first, of each strategy and mesh one; the first two and the one
             that is named first are traced whole.
         of_strategies: the best of each strategy that fits, the fastest first.
+        own: of the layout that a job has already, traced whole; None: there is none, or it cannot be traced.
         nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
         counts: what became of how many layouts.
         refused: why which layouts cannot be.
@@ -103,6 +104,7 @@ class SearchResult:
 
     best: list[Seen] = field(default_factory=list)
     of_strategies: list[Seen] = field(default_factory=list)
+    own: Seen | None = None
     nearest: Seen | None = None
     counts: Counter[str] = field(default_factory=Counter)
     refused: Refused = field(default_factory=Refused)
@@ -161,6 +163,15 @@ def best_of(
         as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
         best.append(min(as_fast, key=lambda each: complexity(each.cell)))
     return sorted(best, key=seconds)
+
+
+def stands_for(own: Seen, seen: Seen) -> bool:
+    """Whether a job's own layout is another one but for settings by which that is hardly faster."""
+
+    def kind(cell: Cell) -> tuple[Any, ...]:
+        return cell.strategy, cell.mesh_text, cell.training.backend, cell.training.micro_batches
+
+    return own.fits and kind(own.cell) == kind(seen.cell) and own.step_s <= TOSS * seen.step_s
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from spbench.bench.files import read_file
 from spbench.bench.measure.scenarios.choices import names
 from spbench.bench.measure.scenarios.scenario import PACKAGE
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
+from spbench.bench.tools.jobs.bridge_recipes import holds_recipes
 from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.torchtitan_files import has_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
@@ -35,6 +36,7 @@ class Asked:
         settings: that the cells are given, by dotted name.
         micro_batch: samples of one; the number of micro-batches follows.
         where, variant: as of :class:`Narrowing`, for scenarios alone.
+        given: what the files of a job leave to run time, by name.
     """
 
     cluster: str | None = None
@@ -44,6 +46,7 @@ class Asked:
     micro_batch: int | None = None
     where: Sequence[tuple[str, str]] = ()
     variant: str | None = None
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
@@ -55,7 +58,7 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     (first, *others) = words
     if not others and _is_scenario(first):
         return "scenario"
-    if not others and _is_model(first) and not has_configurations(first):
+    if not others and _is_model(first) and not (has_configurations(first) or holds_recipes(first)):
         return "model"
     if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         known_names = [*packaged(PACKAGE), *names("model")]

@@ -13,6 +13,7 @@ from spbench.bench.command_line.options import (
     Length,
     body,
     changes,
+    given,
     jobs,
     many,
     path_option,
@@ -36,6 +37,7 @@ def _asking(command: Function) -> Function:
         changes,
         many("--where", SETTINGS, "Only cells of the scenario with this setting."),
         variant,
+        given,
     ]
     return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
 

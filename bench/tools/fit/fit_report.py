@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
 from spbench.bench.command_line.progress import Progress
-from spbench.bench.measure.scenarios.scenario import given
+from spbench.bench.measure.scenarios.scenario import given as settings_given
 from spbench.bench.measure.trust.bands import (
     PEAK,
     RESERVED,
@@ -27,6 +27,7 @@ from spbench.bench.tools.fit.fitting import Fitting, fitting
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
 from spbench.bench.tools.fit.taken import experts_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls.models.model import model_preset
 
@@ -257,6 +258,7 @@ def fit(
     strategy: str | None,
     micro_batch: int | None,
     changes: Sequence[tuple[str, str]],
+    given: Sequence[str],
     where: Sequence[tuple[str, str]],
     variant: str | None,
     suggest: bool,
@@ -271,8 +273,8 @@ def fit(
     """The outcome of `spbench fit`, whose options the arguments are; ``sizes``: --seq-len, --batch, and the
     ranks along each axis."""
     own = {name if name in _OWN_SIZES else f"sizes.{name}": size for name, size in sizes.items()}
-    settings = {name: size for name, size in own.items() if size is not None} | given(changes)
-    asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant)
+    settings = {name: size for name, size in own.items() if size is not None} | settings_given(changes)
+    asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))
     if kind_of(subject) == "model":
         ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
     with Progress() as progress:

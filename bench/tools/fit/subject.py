@@ -73,7 +73,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         cells, remarks, settings = _of_model(first, asked)
     else:
         _refuse_narrowing(first, asked)
-        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster)
+        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster, environment=asked.given)
         cells, remarks, program = [job.cell()], job.remarks, job.kind
         said |= {setting.path for setting in job.settings}
         if asked.strategy is not None:
@@ -240,4 +240,5 @@ def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
     own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
     parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
     parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
     return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import Said
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, Said
 
 #: fields of a config.json of models whose adapters are not modelled, and what these have
 _WITHOUT = {
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "experts": EXPERTS,
     "latent attention": ("kv_lora_rank",),
     "linear attention": ("linear_num_key_heads", "mamba_num_heads"),
 }
@@ -33,6 +33,7 @@ def set_adapters(k: Account, lora: Said, fields: Mapping[str, Any], *, on_host: 
     if type(lora.value) is not int or lora.value < 0:
         k.problems.append(f"{' and '.join(map(k.spelled, lora.names))}: no rank of adapters")
         return
+    fields = {**fields, **fields.get("text_config", {})}
     lacking = next((what for what, names in _WITHOUT.items() if any(map(fields.get, names))), None)
     if lacking is None:
         k.set("model_options.lora_rank", lora.value, *lora.names)

@@ -12,6 +12,16 @@ from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, s
 from spbench.bench.tools.jobs.variables import variables
 
 _HALF = {"bf16", "bfloat16", "torch.bfloat16"}
+_KEPT, _EXPERTS_KEPT = "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward"
+_PEFT, _FP8, _TE_FP8, _NORM = (
+    *("peft._target_", "fp8.enabled"),
+    *("model.backend.te_fp8.recipe", "model.backend.rms_norm"),
+)
+#: by the words of model.backend.te_fp8: ours for TransformerEngine's recipes
+_TE_RECIPES = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
+#: of a pipeline: within the section distributed, or a section of its own in older files
+_PIPELINES = ("distributed.pipeline.", "autopipeline.")
+_STRATEGIES = {"ddp": "ddp", "megatron_fsdp": "zero3", "mfsdp": "zero3", "megatron-fsdp": "zero3"}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -38,66 +48,164 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account) -> TransformersStep:
-    strategy, kept = "distributed.strategy", "distributed.reshard_after_forward"
-    if k.value(strategy) not in ("fsdp2", None):
-        k.refuse("another distribution than FSDP2", strategy)
-    if (k.value("distributed.pp_size") or 1) > 1:
-        k.refuse("a pipeline whose stages shard their weights", "distributed.pp_size")
-    k.ignore("one part: not split", "distributed.pp_size")
-    if (k.value("distributed.ep_size") or 1) > 1:
-        k.refuse("experts in Automodel's way", "distributed.ep_size")
-    k.ignore("there are no experts that are split", "distributed.ep_size")
-    on_host = "distributed.offload_policy"
-    by = "distributed.sequence_parallel"
     value, dtype = k.chosen("model.torch_dtype", "model.dtype")
     half = str(value) in _HALF or value in (None, "auto")
-    optimizer = str(k.value("optimizer._target_"))
-    adam = "Adam" in optimizer
-    if half and "FusedAdam" in optimizer:
-        because = "moments are counted in bfloat16: the job has 4 bytes a weight, over the ranks, more"
-        k.stand_in("float32 moments beside bfloat16 weights", "memory", because, "optimizer._target_")
+    optimizer, target = str(k.value("optimizer._target_")), given_of(k, "optimizer._target_")
+    on_host, by = "distributed.offload_policy", "distributed.sequence_parallel"
+    compiled, packed = (
+        ("distributed.enable_compile", "compile.enabled"),
+        "packed_sequence.packed_sequence_size",
+    )
     return TransformersStep(
         model=said(k, "model.config.pretrained_model_name_or_path", "model.pretrained_model_name_or_path"),
         length=_length(k),
-        sharding=Said("fsdp, kept" if k.value(kept) is False else "fsdp", given_of(k, strategy, kept)),
+        sharding=_sharding(k),
         host=Said("all" if k.value(on_host) else "", given_of(k, on_host)),
-        sequence=said(k, "distributed.cp_size"),
+        sequence=_ranks(k, "cp_size"),
         sequence_by=Said("all-gather", (), "torch's context parallelism"),
-        tensor=said(k, "distributed.tp_size"),
+        tensor=_ranks(k, "tp_size"),
         tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", given_of(k, by)),
-        groups=said(k, "distributed.dp_replicate_size"),
+        groups=_ranks(k, "dp_replicate_size"),
+        **_pipeline(k),
+        experts=_ranks(k, "ep_size"),
+        dispatcher=said(k, "model.backend.dispatcher"),
+        routing=_routing(k),
+        predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
         micro_batch=said(k, "step_scheduler.local_batch_size"),
         batch=said(k, "step_scheduler.global_batch_size"),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, given_of(k, dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),
-        recompute=said(k, "distributed.activation_checkpointing"),
+        recompute=_recompute(k),
         attention=said(k, "model.attn_implementation"),
-        packed=Said(
-            bool(k.value("packed_sequence.packed_sequence_size")),
-            given_of(k, "packed_sequence.packed_sequence_size"),
-        ),
-        optimizer=Said("adam" if adam else optimizer, given_of(k, "optimizer._target_")),
-        foreach=Said(
-            optimizer.startswith("torch.optim."), given_of(k, "optimizer._target_"), "torch's default"
-        ),
-        lora=Said(
-            k.value("peft.dim") if k.has("peft._target_") else 0, given_of(k, "peft._target_", "peft.dim")
-        ),
+        packed=Said(bool(k.value(packed)), given_of(k, packed)),
+        optimizer=_optimizer(k, optimizer, half),
+        foreach=Said(_foreach(k, optimizer), target, "torch's default"),
+        lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, given_of(k, _PEFT, "peft.dim")),
         quantized=Said(
             4 if k.value("quantization.load_in_4bit") else 0, given_of(k, "quantization.load_in_4bit")
         ),
-        compiled=Said(
-            bool(k.value("distributed.enable_compile") or k.value("compile.enabled")),
-            given_of(k, "distributed.enable_compile", "compile.enabled"),
+        liger=Said(
+            "norm" if k.value(_NORM) in ("te", "quack") else "", given_of(k, _NORM), "the norm is one kernel"
         ),
+        fp8=_fp8(k),
+        library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
+        compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
     )
+
+
+def _ranks(k: Account, axis: str) -> Said:
+    """Ranks of an axis; 1 where it is null or "none"."""
+    name = f"distributed.{axis}"
+    value = k.value(name)
+    return Said(1 if value in (None, "none") else value, given_of(k, name))
+
+
+def _sharding(k: Account) -> Said:
+    """FSDP2, whose units keep their weights after forward in a pipeline, and by default where experts are
+    spread over ranks."""
+    strategy = str(k.value("distributed.strategy") or "fsdp2").lower()
+    names = given_of(k, "distributed.strategy", _KEPT, _EXPERTS_KEPT)
+    if strategy in _STRATEGIES:
+        if strategy != "ddp":
+            because = "torch's fully_shard stands for it: a layer a unit, gradients in parts at once"
+            k.stand_in(
+                "Megatron-FSDP around a transformers model",
+                "time and memory",
+                because,
+                "distributed.strategy",
+            )
+        return Said(_STRATEGIES[strategy], names)
+    if strategy != "fsdp2":
+        k.refuse("another distribution than FSDP2", "distributed.strategy")
+    freed = k.value(_KEPT)
+    spread = _ranks(k, "ep_size").value != 1
+    if freed is None and spread:
+        freed = bool(k.value(_EXPERTS_KEPT))
+    elif freed is None:
+        freed = _ranks(k, "pp_size").value == 1
+    k.ignore("experts are not spread over ranks", *([] if spread else given_of(k, _EXPERTS_KEPT)))
+    return Said("fsdp" if freed else "fsdp, kept", names)
+
+
+def _pipeline(k: Account) -> dict[str, Said]:
+    below = next((each for each in _PIPELINES if k.has(f"{each}pp_schedule")), _PIPELINES[0])
+    if k.value(csv := f"{below}pp_schedule_csv"):
+        k.refuse("a schedule that is written out", csv)
+    return {
+        "pipeline": _ranks(k, "pp_size"),
+        "schedule": said(k, f"{below}pp_schedule"),
+        "stage_layers": said(k, f"{below}layers_per_stage"),
+        "rounded": said(k, f"{below}round_virtual_stages_to_pp_multiple"),
+        "piece": said(k, f"{below}pp_microbatch_size"),
+    }
+
+
+def _routing(k: Account) -> Said:
+    even = "model.backend.fake_balanced_gate"
+    return Said("even" if k.value(even) else "", given_of(k, even))
+
+
+def _recompute(k: Account) -> Said:
+    """Layers run again, also where an older section says so."""
+    names = "distributed.activation_checkpointing", "parallelizer.activation_checkpointing"
+    value = next((k.value(name) for name in names if k.value(name)), False)
+    if str(value).lower() == "selective":
+        because = "whole layers run again, not what is cheap in them"
+        k.stand_in(
+            "activation checkpointing by operator in Automodel",
+            "time and memory",
+            because,
+            *given_of(k, *names),
+        )
+    return Said(bool(value), given_of(k, *names))
+
+
+def _optimizer(k: Account, target: str, half: bool) -> Said:
+    given = given_of(k, "optimizer._target_")
+    kind = "adam" if "Adam" in target else "muon" if "Muon" in target else target
+    if half and "FusedAdam" in target:
+        because = "moments are counted in bfloat16: the job has 4 bytes a weight, over the ranks, more"
+        k.stand_in("float32 moments beside bfloat16 weights", "memory", because, *given)
+    return Said(kind, given)
+
+
+def _foreach(k: Account, optimizer: str) -> bool:
+    """Whether torch's own default updates weights: neither a fused kernel, nor a weight after the other."""
+    plain = k.has("optimizer.foreach") and not k.value("optimizer.foreach")
+    k.took("the optimizer's kernel", *given_of(k, "optimizer.foreach", "optimizer.fused"))
+    return optimizer.startswith("torch.optim.") and not k.value("optimizer.fused") and not plain
+
+
+def _fp8(k: Account) -> Said:
+    """Matmuls in eight bits, by TransformerEngine's recipes or torchao's."""
+    if k.value(_TE_FP8) in _TE_RECIPES:
+        linear, experts = (k.value(f"model.backend.{each}") for each in ("linear", "experts"))
+        if "te" not in (linear, experts) or linear != experts:
+            because = "all projections are in eight bits, of attention and of experts alike"
+            k.stand_in("eight bits in a part of the layers", "time and memory", because, _TE_FP8)
+        return Said(_TE_RECIPES[k.value(_TE_FP8)], (_TE_FP8,))
+    if k.has(_TE_FP8):
+        k.refuse("another recipe of TransformerEngine", _TE_FP8)
+    recipe, filtered, gathered = "fp8.recipe_name", "fp8.filter_fqns", "fp8.enable_fsdp_float8_all_gather"
+    if not k.value(_FP8):
+        k.ignore("no matmul is in eight bits", *given_of(k, _FP8, recipe, filtered, gathered))
+        return Said("")
+    if k.value(filtered) not in (["lm_head"], ["output"]):
+        because = "each projection of a layer is in eight bits, and the head is not"
+        k.stand_in("a choice of layers for eight bits", "time", because, filtered)
+    k.took("the head stays as it is", filtered)
+    if k.value(gathered):
+        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
+    k.ignore("weights are gathered in sixteen bits", gathered)
+    return Said(k.value(recipe) or "tensorwise", given_of(k, _FP8, recipe), "torchao's recipe")
 
 
 def _length(k: Account) -> Said:
     names = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
-    value, name = k.chosen(*names)
-    if not value:
+    given = [name for name in names if k.value(name)]
+    if not given:
         k.problems.append("how long sequences are is not said; --given dataset.seq_length=N")
         return Said(1)
-    return Said(value, given_of(k, name))
+    k.ignore(f"rows have the length of {given[0]}", *given_of(k, *names))
+    return Said(k.value(given[0]), (given[0],))

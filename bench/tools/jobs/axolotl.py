@@ -15,14 +15,20 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said
 
-_EIGHT_BITS = {"adamw_torch_8bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit"}
+_ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
 _LIGER = {
     "liger_rms_norm": "norm",
     "liger_glu_activation": "swiglu",
     "liger_fused_linear_cross_entropy": "loss",
 }
+_AGAIN = (
+    *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
+    "fsdp_config.fsdp_activation_checkpointing",
+)
+#: keys of fsdp_config that say whether weights are freed after forward; older files have them with a prefix
+_FREED = ("reshard_after_forward", "sharding_strategy")
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 
 
@@ -48,10 +54,12 @@ def _step(k: Account) -> TransformersStep:
         sequence_by=Said("all-gather by heads", note="ring-flash-attn, heads_k_stride"),
         tensor=said(k, "tensor_parallel_size"),
         groups=said(k, "dp_replicate_size"),
+        experts=said(k, "expert_parallel_size"),
+        dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
-        accumulation=said(k, "gradient_accumulation_steps"),
+        accumulation=_accumulation(k),
         precision=_precision(k),
-        recompute=said(k, "gradient_checkpointing"),
+        recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),
         kept=_kept(k),
         attention=said(k, "attn_implementation"),
@@ -61,20 +69,30 @@ def _step(k: Account) -> TransformersStep:
         lora=_lora(k),
         quantized=_quantized(k),
         packed=said(k, "sample_packing"),
+        fp8=_fp8(k),
         compiled=said(k, "torch_compile"),
     )
 
 
+def _accumulation(k: Account) -> Said:
+    """Micro-batches of a step; an older key says the sequences of all of them."""
+    total, micro = k.value("batch_size"), k.value("micro_batch_size")
+    if k.has("gradient_accumulation_steps") or not total or micro < 1:
+        k.ignore("it follows from micro-batches", "batch_size")
+        return said(k, "gradient_accumulation_steps")
+    return Said(total // micro, ("batch_size",), "of micro-batches")
+
+
 def _sharding(k: Account) -> dict[str, Any]:
-    if not (k.has("fsdp_config") or k.has("fsdp") or k.has("fsdp_version") or _of_fsdp(k)):
+    if not (k.value("fsdp_config") or k.value("fsdp") or k.value("fsdp_version") or _of_fsdp(k)):
         return deepspeed_of(k, "deepspeed", "ddp")
-    k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_version")
-    kept = k.value("fsdp_config.reshard_after_forward") is False
+    k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_version", "fsdp_config")
+    names = [f"fsdp_config.{prefix}{each}" for each in _FREED for prefix in ("", "fsdp_")]
+    kept = {False, "SHARD_GRAD_OP"} & {k.value(name) for name in names}
+    on_host = "fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"
     return {
-        "sharding": Said("fsdp, kept" if kept else "fsdp", given_of(k, "fsdp_config.reshard_after_forward")),
-        "host": Said(
-            "all" if k.value("fsdp_config.offload_params") else "", given_of(k, "fsdp_config.offload_params")
-        ),
+        "sharding": Said("fsdp, kept" if kept else "fsdp", given_of(k, *names)),
+        "host": either(k, dict.fromkeys(on_host, "all"), ""),
     }
 
 
@@ -116,9 +134,26 @@ def _liger(k: Account) -> Said:
 
 
 def _optimizer(k: Account) -> Said:
-    name = str(k.value("optimizer"))
-    kind = "adam 8 bits" if name in _EIGHT_BITS else "adam" if name.startswith("adamw_") else name
-    return Said(kind, given_of(k, "optimizer"))
+    """Adam, in how many bits; another's name."""
+    name = str(k.value("optimizer") or "adamw_torch_fused")
+    plain, _, bits = name.rpartition("_") if name.endswith("bit") else (name, "", "")
+    kind = plain.removesuffix("_torch").removesuffix("_bnb").removesuffix("_torch_fused")
+    if name.startswith("paged"):
+        because = "moments that wait on the host where the device is full are counted there"
+        k.stand_in("paged moments", "memory", because, "optimizer")
+    if kind not in _ADAMS:
+        return Said(name, given_of(k, "optimizer"))
+    return Said(f"adam {bits[0]} bits" if bits in ("4bit", "8bit") else "adam", given_of(k, "optimizer"))
+
+
+def _fp8(k: Account) -> Said:
+    """torchao's matmuls in eight bits, as accelerate switches them on."""
+    on = bool(k.value("fp8"))
+    gathered = "fp8_enable_fsdp_float8_all_gather"
+    if on and k.value(gathered):
+        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
+    k.ignore("weights are gathered in sixteen bits", gathered)
+    return Said("tensorwise" if on else "", given_of(k, "fp8"), "torchao's default recipe")
 
 
 def _lora(k: Account) -> Said:
@@ -127,5 +162,5 @@ def _lora(k: Account) -> Said:
 
 
 def _quantized(k: Account) -> Said:
-    bits = 4 if k.value("load_in_4bit") else 8 if k.value("load_in_8bit") else 0
-    return Said(bits, given_of(k, "load_in_4bit", "load_in_8bit"))
+    words = {"load_in_4bit": 4, "gptq": 4, "load_in_8bit": 8}
+    return either(k, words, 0)

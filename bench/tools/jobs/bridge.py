@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import Account, Given, key_account
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
@@ -24,6 +23,7 @@ from spbench.bench.tools.jobs.bridge_recipes import has_recipes, recipe_of
 from spbench.bench.tools.jobs.job import Argument, Job, Outcome
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
+from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.variables import variables
 
 #: of which a configuration has some, and that no other kind has
@@ -106,7 +106,9 @@ def read(files: JobFiles) -> Job | None:
         if has_recipes(file):
             contents["bridge"], named, unclear = recipe_of(file)
             if named:
-                contents.setdefault("config", read_model_file(named))
+                known = named_model(named)
+                contents.setdefault("config", known.fields)
+                unclear = [*unclear, *filter(None, [known.taken])]
             continue
         content = mapping_in(file) or {}
         if "model_type" in content:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.errors import suggestion
-from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.files import read_file
+from spbench.bench.tools.jobs.job_files import JobFile, path_and_part
 
 #: of a recipe's function
 _RETURNS = "ConfigContainer"
@@ -39,6 +40,12 @@ _MOST_CALLS = 10
 def has_recipes(file: JobFile) -> bool:
     """Whether a file is Python with a function that makes a configuration of Megatron-Bridge."""
     return file.path.suffix == ".py" and f"-> {_RETURNS}" in file.text and "cfg.model" in file.text
+
+
+def holds_recipes(word: str) -> bool:
+    """Whether a word is FILE.py or FILE.py:NAME of a file with recipes, and so no model."""
+    path, _ = path_and_part(word)
+    return path.suffix == ".py" and path.is_file() and has_recipes(JobFile(path, read_file(path)))
 
 
 def recipe_of(file: JobFile) -> tuple[dict[str, Any], str, list[str]]:

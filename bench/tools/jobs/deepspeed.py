@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_files import MODEL_PATH, sorted_files
 from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS
 from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER, SEPARATE
 
@@ -79,6 +79,7 @@ class DeepSpeedJob:
         self._model()
         if replicas is not None:
             self._batch(replicas)
+        self._length()
         self._precision()
         set_sharding(k, self.contents)
         self._optimizer()
@@ -137,12 +138,13 @@ class DeepSpeedJob:
             )
             return ""
         try:
-            fields = read_model_file(name)
+            known = named_model(name)
         except UserError as error:
             k.problems.append(f"{k.spelled(named)}: {error}")
             return ""
-        k.set("model", name, named)
-        return str(fields["model_type"])
+        k.set("model", known.model, named)
+        known.account(k, named)
+        return str(known.fields["model_type"])
 
     def _parallelism(self) -> int | None:
         """Set strategy and sizes; returns how many replicas there are."""
@@ -245,6 +247,9 @@ class DeepSpeedJob:
         if parts != 1:
             k.set("training.micro_batches", parts, parts_name)
         k.took(f"training.micro_batches: {parts}", parts_name)
+
+    def _length(self) -> None:
+        k = self.keys
         lengths = [name for each in _LENGTHS if k.has(name := f"{_TRAINER}{each}")]
         values = {k.value(each) for each in lengths}
         if values <= {None}:

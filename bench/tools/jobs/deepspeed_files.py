@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.python_calls import training_script
 
 #: of a config.json, beside its fields
@@ -31,6 +31,11 @@ _WORDS = {
 }
 
 
+def _trains(named: tuple[JobFile, Mapping[str, Any]]) -> bool:
+    """Whether a file of the Trainer's arguments alone is a job: it names a model and data."""
+    return {"model_name_or_path", "dataset_name"} <= {*named[1]}
+
+
 def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mapping[str, Any]] | None:
     """The content of each file by what it is, a key of :data:`_SIGNS`; None where none is a configuration of
     DeepSpeed or accelerate, unless they stand beside a script that starts the job (``of_script``).
@@ -46,7 +51,7 @@ def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mappi
         else:
             contents.append((file, mapping_in(file) or {}))
     kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
-    known = of_script or {"accelerate", "deepspeed"} & {*kinds}
+    known = of_script or {"accelerate", "deepspeed"} & {*kinds} or any(map(_trains, contents))
     scripts = not of_script and any(file.path.suffix in (".sh", ".bash", ".slurm") for file in files.files)
     if not known or scripts or any(_OTHERS & {*content} for _, content in contents):
         return None

@@ -21,8 +21,25 @@ def set_sharding(k: Account, files: Mapping[str, Mapping[str, Any]]) -> None:
             k.problems.append("accelerate.distributed_type is FSDP beside a configuration of DeepSpeed")
         _set_fsdp(k)
         k.ignore("of DeepSpeed", *(name for kind in _OFFLOADED for name in _places(kind)))
+    elif kind in ("MULTI_GPU", "NO") or (kind is None and not _of_deepspeed(files)):
+        if "deepspeed" in files:
+            k.problems.append(f"accelerate.distributed_type is {kind} beside a configuration of DeepSpeed")
+        _set_ddp(k)
     else:
         _set_zero(k)
+
+
+def _of_deepspeed(files: Mapping[str, Mapping[str, Any]]) -> bool:
+    return "deepspeed" in files or "deepspeed_config" in files.get("accelerate", {})
+
+
+def _set_ddp(k: Account) -> None:
+    """DistributedDataParallel, which accelerate takes where no other distribution is asked for."""
+    k.set("training.backend", "ddp", "accelerate.distributed_type", note="DistributedDataParallel")
+    if next(each.value for each in k.settings if each.path == "precision") != "fp32":
+        k.approximate(
+            "weights of half precision with float32 masters stand for float32 weights under autocast"
+        )
 
 
 def _set_fsdp(k: Account) -> None:
@@ -34,7 +51,9 @@ def _set_fsdp(k: Account) -> None:
     of = {"FULL_SHARD": "zero3", 1: "zero3", "SHARD_GRAD_OP": "zero2", 2: "zero2", None: "zero3"}
     value, name = k.value(_STRATEGY), _STRATEGY
     if version == 2 or value is None:
-        value, name = ("FULL_SHARD" if k.value(freed) in (True, None) else "SHARD_GRAD_OP"), freed
+        whole = k.value(freed) in (True, None)
+        value, name = (k.value(freed) if isinstance(k.value(freed), str) else ""), freed
+        value = value or ("FULL_SHARD" if whole else "SHARD_GRAD_OP")
     if value not in of:
         k.refuse("weights that are whole, or sharded over a part of the replicas", name)
     k.set("training.backend", of.get(value, "zero3"), name, note="fully_shard")

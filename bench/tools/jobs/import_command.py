@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from spbench.bench.command_line.options import body, path_option, printed
+from spbench.bench.command_line.options import body, given, path_option, printed
 
 
 @click.command("import")
@@ -13,9 +13,7 @@ from spbench.bench.command_line.options import body, path_option, printed
 @click.option("--cluster", metavar="NAME", help="That it runs on: its name (see spbench list) or file.")
 @click.option("--explain", is_flag=True, help="Show what became of every argument, in place of the scenario.")
 @click.option("--strict", is_flag=True, help="Refuse what is unknown, or approximated in memory or time.")
-@click.option(
-    "--given", multiple=True, metavar="NAME=VALUE", help="What the files leave to run time: TP=8, or a key."
-)
+@given
 @path_option("--output", "The scenario's file; default standard output.")
 @printed
 @body("jobs.job_files:imported")

@@ -259,7 +259,7 @@ def imported(
 ) -> Output:
     """The outcome of `spbench import`, whose options the arguments are."""
     kind, files = _kind_and_files(words)
-    job = read_job(kind, files, gpus=gpus, cluster=cluster, environment=_given(given), strict=strict)
+    job = read_job(kind, files, gpus=gpus, cluster=cluster, environment=given_values(given), strict=strict)
     if explain:
         lines = [
             {"argument": str(each), "is": each.outcome, "that is": each.detail} for each in job.arguments
@@ -282,7 +282,7 @@ def imported(
     return Output((), {"file": str(output)}, [{"file": str(output)}], notes=notes, files=[output])
 
 
-def _given(words: Sequence[str]) -> dict[str, str]:
+def given_values(words: Sequence[str]) -> dict[str, str]:
     """The values of --given, by name. UserError where a word is no NAME=VALUE."""
     given = {}
     for word in words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -17,6 +17,8 @@ from spbench.bench.tools.jobs.shell_syntax import ShellError, shown_word, unknow
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--gpus-per-node", "--ntasks-per-node")
 _NODES = ("--nnodes", "--nodes", "-N", "--num-nodes", "--num_nodes")
 _RANKS = ("-np", "-n", "--ntasks", "--num-processes", "--num_processes")
+#: by which --given chooses one of several commands that train
+_LINE = "line"
 _COMMENT_OPTION = re.compile(r"^#SBATCH\s+(-\w|--[\w-]+)(?:[ =]+(\S+))?", re.MULTILINE)
 
 
@@ -52,8 +54,17 @@ def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
     return shell
 
 
-def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str]) -> Launch | None:
+def launched(
+    file: JobFile,
+    programs: re.Pattern[str],
+    environment: Mapping[str, str],
+    kinds: Collection[str] = (),
+) -> Launch | None:
     """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
+
+    Args:
+        kinds: the first argument is one of these, where there are any: of a program that does other things
+            too. ``--given line=N`` chooses among several commands.
 
     Raises:
         UserError: the script cannot be read, or has several such commands, or one in a branch.
@@ -78,12 +89,15 @@ def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str,
         raise UserError(f"{file.path}:{error.line}: {error}") from error
     except RecursionError as error:
         raise UserError(f"{file.path}: brackets are nested too deeply") from error
-    training = [(c, at) for c in shell.commands if (at := _program(c.words, programs)) is not None]
+    training = [(c, at) for c in shell.commands if (at := _program(c.words, programs, kinds)) is not None]
     if not training:
         return None
     if len(training) > 1:
         lines = " and ".join(str(command.line) for command, _ in training)
-        raise UserError(f"{file.path}: several commands train, in lines {lines}; leave one")
+        training = [each for each in training if str(each[0].line) == environment.get(_LINE)]
+        if len(training) != 1:
+            how = f"leave one, or --given {_LINE}=N"
+            raise UserError(f"{file.path}: several commands train, in lines {lines}; {how}")
     command, at = training[0]
     if command.branch:
         raise UserError(
@@ -97,11 +111,14 @@ def launched(file: JobFile, programs: re.Pattern[str], environment: Mapping[str,
     return Launch(command.line, program, command.words[at + 1 :], exported, gpus, not_said)
 
 
-def _program(words: Sequence[str], programs: re.Pattern[str]) -> int | None:
-    """Where in a command the program's file is, after which its arguments come."""
-    places = (at for at, word in enumerate(words) if programs.fullmatch(PurePosixPath(shown_word(word)).name))
+def _program(words: Sequence[str], programs: re.Pattern[str], kinds: Collection[str]) -> int | None:
+    """Where in a command the program's file is, after which its arguments come, if it is of these kinds."""
+    paths = [PurePosixPath(shown_word(word)) for word in words]
+    places = (at for at, path in enumerate(paths) if any(map(programs.fullmatch, (path.name, str(path)))))
     at = next(places, None)
-    return at if words and words[0] not in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[[") else None
+    if at is None or words[0] in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[["):
+        return None
+    return at if not kinds or {*words[at + 1 : at + 2]} & {*kinds} else None
 
 
 def _gpus(
@@ -119,13 +136,13 @@ def _gpus(
         nodes = next((source[name] for name in _NODES if name in source), "1" if torchrun else None)
         ranks = next((source[name] for name in _RANKS if name in source), None)
         if per_node is not None and nodes is not None:
-            return _matmul(per_node, nodes)
+            return _multiplied(per_node, nodes)
         if ranks is not None and not torchrun:
-            return _matmul(ranks)
-    return _matmul(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else (None, "")
+            return _multiplied(ranks)
+    return _multiplied(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else (None, "")
 
 
-def _matmul(*factors: str) -> tuple[int | None, str]:
+def _multiplied(*factors: str) -> tuple[int | None, str]:
     if unknown := [what for factor in factors for what in unknown_in(factor)]:
         return None, f"{unknown[0]} is not set in the script"
     if wrong := [factor for factor in factors if not re.fullmatch(r"[1-9]\d{0,5}", factor)]:

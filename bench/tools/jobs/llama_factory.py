@@ -84,18 +84,14 @@ def _optimizer(k: Account, name: str) -> Said:
 
 def _newer_step(k: Account) -> TransformersStep:
     """Of version 1."""
-    name = k.value("dist_config.name")
-    sharding: dict[str, Any] = {"sharding": Said("fsdp", given_of(k, "dist_config.name"))}
-    if name != "fsdp2":
-        k.refuse("another distribution than FSDP2", "dist_config.name")
     on_host = "dist_config.offload_params"
-    peft = "peft_config.name"
     quantized = k.value("quant_config.quantization_bit") or 0
     return TransformersStep(
         model=said(k, "model"),
         length=said(k, "cutoff_len"),
-        **sharding,
-        host=Said("all" if k.value(on_host) else "", given_of(k, on_host)),
+        **{"host": Said("all" if k.value(on_host) else "", given_of(k, on_host)), **_distribution(k)},
+        experts=said(k, "dist_config.ep_size"),
+        dispatcher=Said("alltoall"),
         groups=said(k, "mp_replicate_size"),
         sequence=said(k, "cp_size"),
         sequence_by=said(k, "cp_mode"),
@@ -106,8 +102,36 @@ def _newer_step(k: Account) -> TransformersStep:
         recompute=said(k, "enable_activation_checkpointing"),
         attention=said(k, "flash_attn"),
         liger=Said("norm swiglu" if k.value("kernel_config.name") else "", given_of(k, "kernel_config.name")),
-        lora=Said(8 if k.value(peft) == "lora" else 0, given_of(k, peft)),
+        lora=_newer_lora(k),
         quantized=Said(quantized, given_of(k, "quant_config.quantization_bit")),
         packed=Said(k.value("batching_strategy") != "normal", given_of(k, "batching_strategy")),
         optimizer=Said(k.value("optim_config.name") or "adam", given_of(k, "optim_config.name")),
     )
+
+
+def _newer_lora(k: Account) -> Said:
+    """Adapters of version 1, which it has by default of rank 8."""
+    name, rank = "peft_config.name", "peft_config.r"
+    if k.value(name) == "lora":
+        return Said(k.value(rank), given_of(k, name, rank))
+    if k.value(name) is not None:
+        because = "all weights are trained, with their gradients and optimizer"
+        k.stand_in("weights of which some are trained", "time and memory", because, name)
+    k.ignore("all weights are trained", rank)
+    return Said(0, given_of(k, name))
+
+
+def _distribution(k: Account) -> dict[str, Any]:
+    """How version 1 shards weights."""
+    name, file, way = (f"dist_config.{each}" for each in ("name", "config_file", "ep_dispatcher"))
+    value = k.value(name)
+    if value == "deepspeed":
+        k.took("DeepSpeed", name)
+        return deepspeed_of(k, file)
+    if value == "fsdpturbo":
+        k.stand_in("FSDPTurbo", "time and memory", "torch's fully_shard stands for it", name)
+    elif value != "fsdp2":
+        k.refuse("another distribution than FSDP2, DeepSpeed and FSDPTurbo", name)
+    k.ignore("of DeepSpeed", file)
+    k.leave("time", "tokens reach experts by all-to-alls", way)
+    return {"sharding": Said("fsdp", given_of(k, name))}

@@ -50,8 +50,8 @@ def read(files: JobFiles) -> Job | None:
         UserError: the file cannot be read, is damaged, or starts several programs.
     """
     file = files.the_file()
-    launch = _test(file, files.environment) if _is_yaml(file) else None
-    launch = launch or launched(file, _PROGRAMS, files.environment)
+    script = None if _is_yaml(file) else launched(file, _PROGRAMS, files.environment)
+    launch = script or (_test(file, files.environment) if _is_yaml(file) else None)
     if launch is None:
         return None
     bert = _TRAINS.get(launch.program, False)

@@ -25,12 +25,11 @@ def set_fp8(a: Account, cluster: str | None) -> None:
     if recipe == "custom":
         _refuse(a, "matmuls in 8 bits with a recipe in Python", _RECIPE)
         return
-    if a.value("--num-experts") and recipe == "delayed":
-        _refuse(a, "matmuls in 8 bits of experts with scales of earlier steps", _RECIPE)
-        return
     if a.value("--transformer-impl") == "local":
         _refuse(a, "matmuls in 8 bits without TransformerEngine")
         return
+    if a.value("--num-experts") and recipe == "delayed":
+        recipe = _without_history(a)
     a.set("model_options.fp8", recipe, _FORMAT, _RECIPE)
     whole = recipe in _WHOLE
     if whole and card_of(cluster)[1] >= _ANY_LAYOUT:
@@ -48,6 +47,14 @@ def set_fp8(a: Account, cluster: str | None) -> None:
         a.leave("memory and time", "the first and the last layers are in eight bits too", *_IN_BF16)
     else:
         a.ignore(f"of {_IN_BF16[0]}", *_IN_BF16[1:])
+
+
+def _without_history(a: Account) -> str:
+    """The recipe that stands for delayed scaling in a model with experts."""
+    because = "each cast looks for the largest magnitude of its matrix first, as with --fp8-recipe tensorwise"
+    a.stand_in("scales of experts from earlier steps", "time", because, _FORMAT, _RECIPE)
+    a.leave("time", because, *_HISTORY)
+    return _WHOLE[0]
 
 
 def _set_history(a: Account, recipe: str) -> None:

@@ -256,10 +256,18 @@ def _set_offloading(a: Account) -> None:
 
 def _set_main_gradients(a: Account) -> None:
     single, half = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
+    main = "--main-grads-dtype"
+    a.ignore("--bf16 is not given", *([] if a.has("--bf16") else [main]))
     if a.has("--bf16"):
         a.ignore("is so with --bf16", single)
-        if a.has(half):
-            a.set("training.accumulate_allreduce_grads_in_fp32", False, half)
+        narrow = a.value(main) == "bf16"
+        if narrow and not a.has("--use-precision-aware-optimizer"):
+            a.problems.append(f"{a.spelled(main)} needs --use-precision-aware-optimizer")
+        if a.has(half) or narrow:
+            names = (half,) if a.has(half) else (main,)
+            a.set("training.accumulate_allreduce_grads_in_fp32", False, *names)
+        if narrow:
+            a.remarks.append(f"{a.spelled(main)}: the optimizer's step makes float32 copies of gradients")
     elif a.has("--fp16"):
         a.ignore("--bf16 is not given", half)
         a.set("training.accumulate_allreduce_grads_in_fp32", a.has(single), single)

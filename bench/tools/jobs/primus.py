@@ -1,20 +1,24 @@
-"""Jobs of Primus that train by Megatron-LM: its YAML, and a model's YAML where that is unknown."""
+"""Jobs of Primus by Megatron-LM or torchtitan: its YAML, and a model's YAML where that is unknown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import PurePosixPath
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from spbench.bench.errors import suggestion
 from spbench.bench.tools.jobs.account import Account, key_account, scalar_of
-from spbench.bench.tools.jobs.argument_tables import argument_table, shown
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, shown
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.primus_torchtitan import torchtitan_job
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
+from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
@@ -23,7 +27,7 @@ _SIGNS = ("num_layers", "hidden_size")
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of Primus; None where no file is an experiment of its, by Megatron-LM.
+    """A job of Primus; None where no file is an experiment of its.
 
     Raises:
         UserError: a file is damaged.
@@ -53,15 +57,18 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles) 
         str(name): _resolved(value, files.environment, problems, str(name))
         for name, value in (overrides.items() if isinstance(overrides, dict) else ())
     }
-    if trainer.get("framework", "megatron") != "megatron":
+    framework = trainer.get("framework", "megatron")
+    if framework == "torchtitan":
+        model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
+        return torchtitan_job(str(model), values, files, problems)
+    if framework != "megatron":
         problems.append(f"modules.pre_trainer.framework: {shown(trainer['framework'])} is not megatron")
     model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
-    known = {
-        **table.content["defaults"],
-        **_model_of(model, sizes, table.content["models"], problems),
-        **values,
-    }
-    own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
+    of_model = _model_of(model, sizes, problems)
+    known = {**table.content["defaults"], **of_model, **values}
+    # what its model says beside Megatron-LM's arguments is accounted for as what the job says
+    values = {**{n: v for n, v in of_model.items() if n in table.arguments}, **values}
+    own = key_account(table, [(n, _typed(table, n, v)) for n, v in values.items() if n in table.arguments])
     if known.get("use_turbo_deepep"):
         known |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
     given = dict(as_arguments(known, values, problems, "Primus"))
@@ -74,8 +81,15 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles) 
     return replace(a, table=table).job("primus", files, arguments, files.machine_problems(None))
 
 
+def _typed(table: ArgumentTable, name: str, value: Any) -> Any:
+    """A value as its key takes it: 0 is false, as Python has it."""
+    return bool(value) if table.arguments[name].takes == "bool" and value in (0, 1) else value
+
+
 def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], name: str) -> Any:
     """A value with its variables ``${NAME:DEFAULT}`` in place."""
+    if isinstance(value, dict):
+        return {n: _resolved(v, environment, problems, f"{name}.{n}") for n, v in value.items()}
     if not isinstance(value, str) or "${" not in value:
         return value
 
@@ -88,19 +102,28 @@ def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], n
     return scalar_of(_VARIABLE.sub(text, value))
 
 
-def _model_of(
-    model: Any, sizes: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], problems: list[str]
-) -> Mapping[str, Any]:
+def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
     """The arguments of a model: those of its file, if that is given, or of a known one."""
     if sizes:
         return sizes
-    name = PurePosixPath(str(model)).stem
-    if name not in models:
-        known = ", ".join(models)
+    name, content = PurePosixPath(str(model)).name.removesuffix(".yaml"), _models()
+    known: Mapping[str, Mapping[str, Any]] = content["models"]
+    for start, layers in content["other_layers"].items():
+        if name.startswith(start):
+            problems.append(f"model {shown(model)}: {layers}: not modelled")
+            return {}
+    if name not in known:
+        near = suggestion(name, [*known])
         problems.append(
-            f"model {shown(model)} is none of {known}; give its YAML, and those it extends, beside"
+            f"model {shown(model)} is none of Primus's own{near}; give its YAML, and those it extends, beside"
         )
-    return models.get(name, {})
+    return known.get(name, {})
+
+
+@cache
+def _models() -> Mapping[str, Any]:
+    """The models of Primus's own files, and what is missing for others."""
+    return read_yaml(Path(__file__).with_name("primus_models.yaml"))
 
 
 def _beside(own: Account) -> None:

@@ -49,6 +49,15 @@ def configuration(files: JobFiles, *signs: Collection[str]) -> Mapping[str, Any]
     return found
 
 
+def model_files(files: JobFiles) -> list[JobFile]:
+    """The files that are a model's config.json. A YAML of a program may have a ``model_type`` of its own."""
+    return [
+        file
+        for file in files.files
+        if file.path.suffix == ".json" and "model_type" in (mapping_in(file) or {})
+    ]
+
+
 def script_of(files: JobFiles) -> JobFile | None:
     """The only script among the files, beside configurations; None where there is none or several."""
     scripts = [f for f in files.files if f.path.suffix != ".py" and mapping_in(f) is None]

@@ -21,10 +21,12 @@ from spbench.bench.tools.jobs.shell_syntax import (
     below,
     holds,
     mark,
+    mark_for,
     number,
     source_of,
     syntax_tree,
     unescaped,
+    unknown_in,
 )
 
 #: characters that a word may become
@@ -268,7 +270,7 @@ class Shell:
             case "raw_string":
                 return [text[1:-1]]
             case "command_substitution":
-                return [mark(f"$({text.removeprefix('$(').strip('`)').strip()})")]
+                return [self._printed(node, text.removeprefix("$(").strip("`)").strip())]
             case "ansi_c_string" | "translated_string" | "process_substitution":
                 return [mark(text)]
             case "arithmetic_expansion":
@@ -322,11 +324,26 @@ class Shell:
             raise ShellError(self._line(node), problem)
         return text
 
+    def _printed(self, node: Node, inner: str) -> str:
+        """What the command of ``$(INNER)`` prints: what `expr` computes; a mark for any other."""
+        commands = node.named_children
+        if len(commands) != 1 or commands[0].type != "command":
+            return mark(f"$({inner})")
+        name, *words = (text for each in commands[0].named_children for text in self.expand(each))
+        if name != "expr":
+            return mark(f"$({inner})")
+        if unknown := [what for word in words for what in unknown_in(word)]:
+            return mark_for(f"$({inner})", unknown[0])
+        if not all(re.fullmatch(r"-?[0-9]+|[-+*/%()]", word) for word in words):
+            return mark(f"$({inner})")
+        echo = syntax_tree(f"echo $(({' '.join(words)}))").named_children[0]
+        return self._arithmetic(echo.named_children[1])
+
     def _arithmetic(self, node: Node) -> str:
         inner = source_of(node).removeprefix("$((").removesuffix("))").strip()
         try:
             return str(number(node.named_children[0], self._joined))
         except NotKnown as unknown:
-            return mark(f"$(({inner})), where {unknown} is not known")
+            return mark_for(f"$(({inner}))", str(unknown))
         except (ValueError, ArithmeticError, IndexError):
             return mark(f"$(({inner}))")

@@ -14,6 +14,8 @@ from tree_sitter import Language, Node, Parser
 _PARSER = Parser(Language(tree_sitter_bash.language()))
 #: what begins a mark, and where its characters are: no script has these, and no word is split at them
 _MARK, _PLANE = "\U00100000", 0xF0000
+#: around what is not known in what is computed from it
+_WHERE, _NOT_KNOWN = ", where ", " is not known"
 #: parts the texts of a mark
 _BETWEEN = "\0"
 _MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
@@ -69,6 +71,11 @@ def mark(what: str, words: Sequence[str] = ()) -> str:
     return _MARK + "".join(chr(_PLANE + min(ord(c), 0xFFFD)) for c in _BETWEEN.join(texts))
 
 
+def mark_for(what: str, unknown: str) -> str:
+    """The mark of what is computed from something that is not known."""
+    return mark(f"{what}{_WHERE}{unknown}{_NOT_KNOWN}")
+
+
 def unknown_in(text: str) -> list[str]:
     """What of a word only a run could tell, as it stands in the script: ``$DATA_PATH``."""
     return [texts[0] for texts in _marked(text)]
@@ -84,8 +91,9 @@ def _marked(text: str) -> list[list[str]]:
 
 
 def given_flag(unknown: str) -> str:
-    """How the command line gives what the script leaves to its run: ``--given TP=N`` for ``$TP``."""
-    name = re.fullmatch(r"\$\{?(\w+|\d)[^}]*\}?", unknown)
+    """How the command line gives what the script leaves to its run: ``--given TP=N`` for ``$TP``, or for what
+    is computed from that."""
+    name = re.fullmatch(r"\$\{?(\w+|\d)[^}]*\}?", unknown.rpartition(_WHERE)[2].removesuffix(_NOT_KNOWN))
     return f"--given {name[1]}=VALUE" if name else "set it there"
 
 
@@ -96,7 +104,8 @@ def shown_word(text: str) -> str:
 
 def syntax_tree(text: str, above: int = 0) -> Node:
     """The tree of a script that has lines above it. ShellError where it is none."""
-    root = _PARSER.parse(text.replace("\r\n", "\n").encode()).root_node
+    text = re.sub(r"\\\s*\Z", "", text.replace("\r\n", "\n"))  # a line that goes on where no line follows
+    root = _PARSER.parse(text.encode()).root_node
     for node in below(root) if root.has_error else ():
         if node.is_missing:
             raise ShellError(above + node.start_point[0] + 1, f"a {node.type} is missing")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.launch import Launch
 from spbench.bench.tools.jobs.program_files import (
     deepspeed_of,
     given_of,
@@ -37,12 +36,13 @@ def read(files: JobFiles) -> Job | None:
     k = key_account(table, options_of(launch.arguments[1:], table, problems), overrides=files.environment)
     k.environment = launch.environment
     k.problems += problems
-    set_step(k, _step(k, launch.environment), files)
+    set_step(k, _step(k, launch), files)
     k.took("how many processes there are", *filter(k.environment.__contains__, PROCESSES))
     return k.job("swift", files, [*k.arguments(), *variables(k)])
 
 
-def _step(k: Account, environment: Mapping[str, str]) -> TransformersStep:
+def _step(k: Account, launch: Launch) -> TransformersStep:
+    environment = launch.environment
     tuned = k.value("tuner_type")
     if tuned not in ("full", "lora"):
         k.refuse("weights of which some are trained", "tuner_type")
@@ -57,7 +57,7 @@ def _step(k: Account, environment: Mapping[str, str]) -> TransformersStep:
     return TransformersStep(
         model=said(k, "model"),
         length=said(k, "packing_length", "max_length"),
-        gpus=Said(gpus_of(environment)),
+        gpus=Said(gpus_of(launch)),
         **deepspeed_of(k, "deepspeed", "ddp"),
         sequence=said(k, "sequence_parallel_size"),
         micro_batch=said(k, "per_device_train_batch_size"),

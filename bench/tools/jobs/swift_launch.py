@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from dataclasses import replace
 
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
@@ -11,6 +11,8 @@ from spbench.bench.tools.jobs.program_files import script_of
 
 #: variables that say how many processes there are
 PROCESSES = ("NPROC_PER_NODE", "NNODES")
+#: what it starts
+_KINDS = ("sft", "pt")
 #: characters of their values
 _MOST_DIGITS = 11
 
@@ -22,12 +24,20 @@ def tuning_of(files: JobFiles, program: str) -> Launch | None:
         UserError: the script cannot be read, or has several such commands.
     """
     script = script_of(files)
-    launch = launched(script, re.compile(program), files.environment) if script else None
-    return launch if launch and launch.arguments and launch.arguments[0] in ("sft", "pt") else None
+    if script is None:
+        return None
+    launch = launched(script, re.compile(program), files.environment, _KINDS)
+    if launch is None and program == "swift":  # its file, by torchrun
+        launch = launched(script, re.compile(r"(.*/)?swift/cli/(sft|pt)\.py"), files.environment)
+        return launch and replace(launch, arguments=["sft", *launch.arguments])
+    return launch
 
 
-def gpus_of(environment: Mapping[str, str]) -> int | None:
+def gpus_of(launch: Launch) -> int | None:
     """GPUs that it starts processes for; None where the variables are no numbers."""
+    if launch.gpus is not None:
+        return launch.gpus
+    environment = launch.environment
     each, nodes = (environment.get(name, "1") for name in PROCESSES)
     counted = each.isdecimal() and nodes.isdecimal() and len(each + nodes) <= _MOST_DIGITS
     return int(each) * int(nodes) if counted else None

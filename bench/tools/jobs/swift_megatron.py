@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.setting_values import read_model_file
-from spbench.bench.tools.jobs.account import key_account
+from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
@@ -34,12 +34,31 @@ _SIZES = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
+    "partial_rotary_factor": "rotary_percent",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "n_routed_experts": "num_experts",
+    "scoring_func": "moe_router_score_function",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
 }
+_QK_NORM: Mapping[str, Any] = {"qk_layernorm": True}
+_BIASED: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_LATENT: Mapping[str, Any] = {"multi_latent_attention": True, **_QK_NORM}
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
+    "mistral": {},
     "qwen2": {"add_qkv_bias": True},
-    "qwen3": {"qk_layernorm": True},
-    "qwen3_moe": {"qk_layernorm": True},
+    "qwen2_moe": {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+    "qwen3": _QK_NORM,
+    "qwen3_moe": _QK_NORM,
+    "glm4_moe": {"add_qkv_bias": True, "rotary_percent": 0.5, **_BIASED},
+    "glm4_moe_lite": {**_LATENT, **_BIASED},
+    "deepseek_v3": {**_LATENT, **_BIASED},
+    "kimi_k2": {**_LATENT, **_BIASED},
 }
 
 
@@ -54,12 +73,13 @@ def read(files: JobFiles) -> Job | None:
     table, problems = argument_table("swift_megatron"), list[str]()
     values = dict(options_of(launch.arguments[1:], table, problems))
     own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
-    known = {**table.content["defaults"], **_sizes(own.value("model"), problems), **values}
+    known = {**table.content["defaults"], **_sizes(own, problems), **values}
     known |= {"seq_length": own.value("max_length"), "max_position_embeddings": own.value("max_length")}
     if known.get("recompute_granularity") == "none":
         known["recompute_granularity"] = None
-    a = megatron_account(dict(as_arguments(known, values, problems, "ms-swift")), launch.environment)
-    gpus = files.gpus or gpus_of(launch.environment)
+    of_megatron = {n: v for n, v in known.items() if n not in table.arguments}
+    a = megatron_account(dict(as_arguments(of_megatron, values, problems, "ms-swift")), launch.environment)
+    gpus = files.gpus or gpus_of(launch)
     if not problems and not own.problems:
         make_settings(a, gpus, files.cluster)
     a.problems[:0] = [*problems, *own.problems]
@@ -77,14 +97,15 @@ def read(files: JobFiles) -> Job | None:
     return replace(a, table=table).job("swift_megatron", files, arguments, files.machine_problems(gpus))
 
 
-def _sizes(name: Any, problems: list[str]) -> dict[str, Any]:
+def _sizes(own: Account, problems: list[str]) -> dict[str, Any]:
     """The arguments that a model's config.json stands for."""
     try:
-        fields = read_model_file(str(name))
+        named = named_model(str(own.value("model")))
     except UserError as error:
         problems.append(f"model: {error}")
         return {}
-    family = fields["model_type"]
+    named.account(own, *given_of(own, "model"))
+    fields, family = named.fields, named.fields["model_type"]
     if family not in _FAMILIES:
         problems.append(f"model: model_type {family} is none of {', '.join(_FAMILIES)}")
         return {}
@@ -92,6 +113,16 @@ def _sizes(name: Any, problems: list[str]) -> dict[str, Any]:
     experts = (
         {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"} if "num_experts" in sizes else {}
     )
+    if each := fields.get("n_shared_experts"):
+        sizes["moe_shared_expert_intermediate_size"] = each * fields["moe_intermediate_size"]
+    if (dense := fields.get("first_k_dense_replace")) and experts:
+        sizes["moe_layer_freq"] = f"([0]*{dense}+[1]*{fields['num_hidden_layers'] - dense})"
+    if (fields.get("n_group") or 1) > 1:
+        sizes |= {"moe_router_num_groups": fields["n_group"], "moe_router_group_topk": fields["topk_group"]}
+    if "kv_lora_rank" in fields:
+        sizes.pop("num_query_groups", None)
+    if fields.get("use_qk_norm"):
+        sizes |= _QK_NORM
     groups = {"group_query_attention": True} if "num_query_groups" in sizes else {}
     tied = {"untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", False)}
     return {**_FAMILIES[family], **sizes, **experts, **groups, **tied}

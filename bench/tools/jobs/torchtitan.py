@@ -296,4 +296,4 @@ class TorchtitanJob(TorchtitanModel):
             k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)
         else:
             k.ignore("without a compiled model it does nothing", overlapped)
-        set_fp8(k)
+        set_fp8(k, experts=bool(self.experts))

@@ -16,8 +16,12 @@ _KEYS = (
 )
 
 
-def set_fp8(k: Account) -> None:
-    """Set the recipe of matmuls in eight bits, if a job has them; refuse other converters."""
+def set_fp8(k: Account, *, experts: bool) -> None:
+    """Set the recipe of matmuls in eight bits, if a job has them; refuse other converters.
+
+    Args:
+        experts: the model has some, beside which no layer is in eight bits here.
+    """
     keys = _keys(k)
     if _SWITCH in k.program_arguments:
         converted, switch = k.value(_SWITCH), _SWITCH
@@ -28,6 +32,13 @@ def set_fp8(k: Account) -> None:
             return
     if not converted:
         k.ignore("no layer is converted to matmuls in eight bits", *keys.values())
+        return
+    if experts:
+        because = "all matmuls are in sixteen bits, which take up to twice as long"
+        k.stand_in(
+            "linear layers in eight bits beside experts in torchao", "time and memory", because, switch
+        )
+        k.ignore("no layer is in eight bits", *keys.values())
         return
     recipe = keys.get("recipe_name")
     name = (k.value(recipe) if recipe else None) or "tensorwise"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import TransformersStep
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, TransformersStep
 
 #: by the name that transformers, or a program around it, has for it
 ATTENTION = {
@@ -31,7 +31,10 @@ COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Induct
 def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
     """Set kernels, activation checkpointing, and tiles; ``fields`` are those of the config.json."""
     liger, family = str(step.liger.value).split(), str(fields.get("model_type", ""))
-    if family in SEPARATE:
+    if step.library.value != "torch":
+        k.set("model_options.library", step.library.value, *step.library.names)
+        k.approximate("projections of the same input are one matmul, not a layer each")
+    elif family in SEPARATE:
         note = f"projections of {family} are layers of their own in transformers"
         k.set("model_options.separate_projections", True, note=note)
         if "norm" not in liger and not step.compiled.value:
@@ -60,6 +63,11 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
             )
     k.ignore("the MLP is computed at once", *step.mlp_tiles.names)
     _checkpoints(k, step)
+    if step.fp8.value and step.library.value == "torch" and any(map(fields.get, EXPERTS)):
+        k.refuse("eight bits of attention beside experts in sixteen", *step.fp8.names)
+    elif step.fp8.value:
+        k.set("model_options.fp8", step.fp8.value, *step.fp8.names, note=step.fp8.note)
+    k.ignore("no layer is converted to matmuls in eight bits", *step.fp8.names)
     if step.compiled.value:
         fused = [name for name in FUSED_BY_COMPILER if name not in liger or step.mlp_tiles.value]
         k.add("model_options.fusions", fused, " ".join(step.compiled.names) or "torch.compile")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, shown
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
-from spbench.bench.tools.jobs.program_files import values_of
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.model_names import named_model
+from spbench.bench.tools.jobs.program_files import model_files, values_of
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
+from spbench.bench.tools.jobs.transformers_pipeline import set_experts, set_pieces, set_pipeline
 from spbench.bench.tools.jobs.transformers_sharding import set_sharding_of
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep
 
@@ -52,6 +54,8 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
     if _count(k, step.length, "tokens of a sequence"):
         k.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
     k.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
+    set_pipeline(k, step, fields)
+    set_experts(k, step, fields)
     set_sharding_of(k, step, fields)
     set_kernels(k, step, fields)
     k.first_steps()
@@ -59,20 +63,21 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
 
 def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     """Set the model: a config.json among the files, or else a name; returns the fields of its file."""
-    configs = [str(file.path) for file in files.files if "model_type" in (mapping_in(file) or {})]
+    configs = [str(file.path) for file in model_files(files)]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
         k.problems.append("which model it is is not said; give its config.json beside")
         return {}
     try:
-        fields = read_model_file(name)
+        named = named_model(name)
     except UserError as error:
         k.problems.append(
             f"{k.spelled(model.names[0])}: {error}" if model.names and not configs else str(error)
         )
         return {}
-    k.set("model", name, *model.names, note="the config.json" if configs else "")
-    return fields
+    k.set("model", named.model, *model.names, note="the config.json" if configs else "")
+    named.account(k, *model.names)
+    return named.fields
 
 
 def _count(k: Account, number: Said, what: str) -> bool:
@@ -86,11 +91,14 @@ def _count(k: Account, number: Said, what: str) -> bool:
 def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
     """Set strategy and sizes; returns how many replicas there are."""
     k.problems += files.machine_problems(step.gpus.value)
-    parts = (step.sequence, "ranks of a sequence"), (step.tensor, "ranks of a layer"), (step.groups, "groups")
+    parts = (
+        *((step.sequence, "ranks of a sequence"), (step.tensor, "ranks of a layer"), (step.groups, "groups")),
+        *((step.pipeline, "ranks of a pipeline"), (step.experts, "ranks of experts")),
+    )
     wrong = [what for number, what in parts if not _count(k, number, what)]
     if wrong:
         return None
-    sp, tp, groups = (number.value for number, _ in parts)
+    sp, tp, groups, pp, ep = (number.value for number, _ in parts)
     names = list[str]()
     strategies = list[str]()
     if tp > 1:
@@ -112,13 +120,17 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
     k.took(f"{gpus} GPUs", *step.gpus.names)
     if gpus is None:
         return None
-    if type(gpus) is not int or gpus < 1 or gpus % (sp * tp * groups):
-        k.problems.append(f"{shown(gpus)} GPUs are no multiple of {sp * tp * groups}, which share a batch")
+    shared = sp * tp * pp
+    least = math.lcm(shared * groups, pp * ep)
+    if type(gpus) is not int or gpus < 1 or gpus % least:
+        k.problems.append(f"{shown(gpus)} GPUs are no multiple of {least}, which share a batch or a model")
         return None
-    replicas = int(gpus // (sp * tp))
+    replicas = int(gpus // shared)
     if groups > 1:
         k.set("training.data_parallel_replicate_degree", groups, *step.groups.names)
-    k.set("sizes.dp", replicas, note=f"{gpus} GPUs / {sp * tp}")
+    k.set("sizes.dp", replicas, note=f"{gpus} GPUs / {shared}")
+    if pp > 1:
+        k.set("mesh", ["pp", "dp", "sp", "tp"], note="a stage's ranks follow on each other")
     return replicas
 
 
@@ -140,8 +152,7 @@ def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
     product = f"micro-batch {micro.value} x accumulation {parts.value} x {replicas} replicas"
     names = [*dict.fromkeys((*micro.names, *parts.names))]
     k.set("batch", micro.value * parts.value * replicas, *names, note=product)
-    if parts.value > 1:
-        k.set("training.micro_batches", parts.value, *parts.names)
+    set_pieces(k, step, parts.value, parts.names)
     if step.packed.value:
         because = "attention over a whole row is counted, at least what its samples need"
         k.stand_in("attention within the samples of a row", "time", because, *step.packed.names)

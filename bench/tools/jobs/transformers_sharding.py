@@ -20,6 +20,9 @@ _BACKENDS = {
     "ddp": "ddp",
 }
 
+#: bits of a moment, and how many bytes two in float32 have more for a weight
+_IN_FEW_BITS = {"adam 8 bits": (8, 6), "adam 4 bits": (4, 7)}
+
 
 def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
     """Set the backend, dtypes, what the host holds, and what stands for other optimizers; ``fields``
@@ -75,11 +78,18 @@ def _host(k: Account, step: TransformersStep, of_torch: bool) -> None:
 def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
     """Set which weights are trained, and say what stands for another optimizer."""
     optimizer, names = step.optimizer.value, step.optimizer.names
-    if optimizer == "adam 8 bits":
-        because = "moments are counted in float32, 6 bytes a weight, over the replicas, more than in 8 bits"
-        k.stand_in("an optimizer in 8 bits", "memory", because, *names)
+    if optimizer in _IN_FEW_BITS:
+        bits, more = _IN_FEW_BITS[optimizer]
+        because = f"moments are counted in float32, {more} bytes a weight, over the replicas, too much"
+        k.stand_in(f"an optimizer in {bits} bits", "memory", because, *names)
+    elif optimizer == "muon":
+        because = (
+            "Adam stands for it: one moment of each matrix more, no matmuls of Newton-Schulz steps, and no "
+            "all-gathers for them"
+        )
+        k.stand_in("Muon under FSDP", "time and memory", because, *names)
     elif optimizer != "adam":
-        k.refuse("another optimizer than Adam", *names)
+        k.refuse("another optimizer than Adam and Muon", *names)
     k.took("Adam, the optimizer that there is", *names)
     if step.foreach.value and optimizer == "adam" and not step.host.value and step.precision.value != "fp16":
         k.set("training.implementation", "foreach", *step.foreach.names, note=step.foreach.note)

@@ -10,6 +10,9 @@ from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
 
+#: fields of a config.json that say how many experts a layer has
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True)
 class Said:
@@ -34,6 +37,13 @@ class TransformersStep:
         sequence, sequence_by: ranks that share a sequence, and how; a key of SEQUENCES.
         tensor, tensor_by: ranks of tensor parallelism, and its strategy.
         groups: of replicas, each of which shards all weights.
+        pipeline, schedule: its ranks, and the order in which they run micro-batches, as torch names it.
+        stage_layers, rounded: layers of a stage, None: as many as of others; and whether the number of stages
+            is rounded "up" or "down" to a multiple of the ranks.
+        piece: sequences of a micro-batch of a pipeline, a part of ``micro_batch``.
+        experts: ranks over which experts are spread, of all of a stage; what is left shards each expert.
+        dispatcher: how tokens reach these, a word of DISPATCHERS; routing: a value of model_options.routing.
+        predicted: modules of multi-token prediction; None: not said.
         micro_batch: sequences of a rank's micro-batch.
         accumulation, batch: micro-batches of a step, or sequences of a step of all ranks; None: not said.
         length: tokens of a sequence.
@@ -44,9 +54,10 @@ class TransformersStep:
         attention: as transformers has it.
         liger: which of Liger's kernels run: words of "norm", "swiglu", "loss".
         mlp_tiles: the MLP is computed in tiles, each of as many tokens as the model is wide, or that number.
-        optimizer: "adam", "adam 8 bits", or another.
+        optimizer: "adam", "adam 8 bits", "muon", or another.
         foreach: its update is torch's default, a kernel for each operation on all weights.
         lora: the rank of adapters; 0: all weights are trained; quantized: bits of frozen weights, 0: not.
+        fp8, library: the recipe of matmuls in eight bits, "": none, and whose linear layers have it.
         packed: rows are packed of several samples.
         compiled: torch.compile is on.
     """
@@ -62,6 +73,15 @@ class TransformersStep:
     tensor: Said = Said(1)
     tensor_by: Said = Said("tensor_parallel")
     groups: Said = Said(1)
+    pipeline: Said = Said(1)
+    schedule: Said = Said("1f1b")
+    stage_layers: Said = Said(None)
+    rounded: Said = Said("")
+    piece: Said = Said(1)
+    experts: Said = Said(1)
+    dispatcher: Said = Said("")
+    routing: Said = Said("")
+    predicted: Said = Said(None)
     micro_batch: Said = Said(1)
     accumulation: Said = Said(None)
     batch: Said = Said(None)
@@ -78,6 +98,8 @@ class TransformersStep:
     foreach: Said = Said(False)
     lora: Said = Said(0)
     quantized: Said = Said(0)
+    fp8: Said = Said("")
+    library: Said = Said("torch")
     packed: Said = Said(False)
     compiled: Said = Said(False)
 

@@ -16,6 +16,8 @@ from spbench.bench.tools.jobs.megatron import given_argument
 
 #: prefixes of Megatron-LM's switches that turn off, and of keys that these leave out
 _OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
+#: keys that argparse has under another name than the argument's
+_NAMES = {"fp8": "fp8-format"}
 
 
 def as_arguments(
@@ -42,11 +44,13 @@ def as_arguments(
 def _argument(key: str, value: Any) -> tuple[str, list[str]]:
     """The argument of Megatron-LM that a key is with that value, and its words; "": it is so without one."""
     of_megatron = argument_table("megatron").arguments
-    word = key.replace("_", "-")
+    word = _NAMES.get(key, key.replace("_", "-"))
     if value is None:
         return "", []
+    argument = of_megatron.get(f"--{word}")
+    if value in (0, 1) and (argument is None or not argument.takes):
+        value = bool(value)
     if isinstance(value, bool):
-        argument = of_megatron.get(f"--{word}")
         if value:
             return (f"--{word}", []) if argument is not None and not argument.takes else ("", [])
         stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]

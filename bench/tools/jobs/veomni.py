@@ -43,7 +43,7 @@ def _step(k: Account) -> TransformersStep:
     )
     again = f"{_TRAIN}gradient_checkpointing.enable", f"{_TRAIN}enable_gradient_checkpointing"
     optimizer = k.chosen(f"{_TRAIN}optimizer.type", f"{_TRAIN}optimizer")
-    for name in (f"{_PARALLEL}{each}_size" for each in ("tp", "pp", "ep", "cp")):
+    for name in (f"{_PARALLEL}{each}_size" for each in ("tp", "pp", "cp")):
         if k.count(name) > 1:
             k.refuse("this axis beside Ulysses and FSDP2", name)
     reduce = f"{fsdp}mixed_precision.reduce_dtype"
@@ -54,6 +54,8 @@ def _step(k: Account) -> TransformersStep:
         host=Said("all" if on_host[0] else "", given_of(k, on_host[1])),
         groups=said(k, f"{_PARALLEL}dp_replicate_size", f"{_TRAIN}data_parallel_replicate_size"),
         sequence=said(k, f"{_PARALLEL}ulysses_size", f"{_TRAIN}ulysses_parallel_size"),
+        experts=said(k, f"{_PARALLEL}ep_size"),
+        dispatcher=Said("alltoall", (), "rows are sent to their experts"),
         micro_batch=said(k, f"{_TRAIN}micro_batch_size"),
         batch=said(k, f"{_TRAIN}global_batch_size"),
         half=Said(not mixed[0], given_of(k, mixed[1])),
@@ -65,5 +67,12 @@ def _step(k: Account) -> TransformersStep:
         liger=Said("norm swiglu loss", (), "VeOmni's default kernels are Liger's"),
         packed=said(k, f"{_TRAIN}dyn_bsz"),
         optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], given_of(k, optimizer[1])),
-        lora=Said(8 if k.value("model.lora_config") else 0, given_of(k, "model.lora_config")),
+        lora=_adapters(k),
     )
+
+
+def _adapters(k: Account) -> Said:
+    """The rank of adapters, which is 8 where their section has none."""
+    section = k.value("model.lora_config") or {}
+    rank = next((section[name] for name in ("rank", "r") if section.get(name)), 8 if section else 0)
+    return Said(rank, given_of(k, "model.lora_config"))

@@ -40,21 +40,12 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account, gpus: int | None) -> TransformersStep:
-    engine, strategy = "engine", "engine.strategy"
-    if k.value(engine) not in ("fsdp", "fsdp2"):
-        k.refuse("another engine than FSDP", engine)
-    k.took("FSDP", engine, strategy)
-    on_host = k.value("engine.offload_policy")
-    if k.value("engine.param_offload") or k.value("engine.optimizer_offload"):
-        because = "what waits on the host between its uses is on the device"
-        moved = "engine.param_offload", "engine.optimizer_offload"
-        k.stand_in("weights or optimizer that are moved between phases", "time and memory", because, *moved)
-    kept = "engine.reshard_after_forward"
-    use = "model.use_remove_padding"
-    dynamic = "data.use_dynamic_bsz"
+    use, dynamic = "model.use_remove_padding", "data.use_dynamic_bsz"
+    fields = _automodel(k) if k.value("engine") == "automodel" else _fsdp(k)
+    parts = fields["sequence"].value
     length, rows = said(k, "data.max_length"), said(k, "data.micro_batch_size_per_gpu")
     if k.value(dynamic):
-        tokens = k.value("data.max_token_len_per_gpu") * k.value("engine.ulysses_sequence_parallel_size")
+        tokens = k.value("data.max_token_len_per_gpu") * (parts if isinstance(parts, int) else 1)
         names = given_of(k, "data.max_token_len_per_gpu")
         length, rows = (
             Said(tokens, names, "a micro-batch of use_dynamic_bsz"),
@@ -62,37 +53,96 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         )
         k.ignore("use_dynamic_bsz fills rows up to max_token_len_per_gpu", "data.max_length")
         k.ignore("use_dynamic_bsz fills rows up to max_token_len_per_gpu", "data.micro_batch_size_per_gpu")
-    total = _total(k) if k.value(dynamic) else said(k, "data.train_batch_size")
+    return TransformersStep(
+        model=said(k, "model.path"),
+        length=length,
+        gpus=Said(gpus),
+        micro_batch=rows,
+        batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
+        precision=Said("bf16", given_of(k, "engine.dtype"), "mixed precision of FSDP"),
+        half=Said(
+            k.value("engine.model_dtype") not in ("fp32", "float32"), given_of(k, "engine.model_dtype")
+        ),
+        reduce=Said("fp32", (), "mixed precision of FSDP"),
+        attention=Said(
+            "flash_attention_2", given_of(k, "engine.attn_implementation"), "as verl loads models"
+        ),
+        packed=Said(bool(k.value(use)), given_of(k, use, dynamic)),
+        lora=said(k, "model.lora_rank"),
+        **fields,
+    )
+
+
+def _fsdp(k: Account) -> dict[str, Said]:
+    """What its own engine says of a step."""
+    engine, strategy = "engine", "engine.strategy"
+    if k.value(engine) not in ("fsdp", "fsdp2"):
+        k.refuse("another engine than FSDP and Automodel", engine)
+    k.took("FSDP", engine, strategy, "optim")
+    on_host = k.value("engine.offload_policy")
+    _moved(k)
+    kept = "engine.reshard_after_forward"
     size = k.value("engine.fsdp_size")
     if size not in (-1, None):
         because = "weights are sharded over all ranks"
         k.stand_in(
             "weights that are sharded over a part of the replicas", "memory", because, "engine.fsdp_size"
         )
-    return TransformersStep(
-        model=said(k, "model.path"),
-        length=length,
-        gpus=Said(gpus),
-        sharding=Said("fsdp, kept" if k.value(kept) is False else "fsdp", given_of(k, kept)),
-        host=Said("all" if on_host else "", given_of(k, "engine.offload_policy")),
-        sequence=said(k, "engine.ulysses_sequence_parallel_size"),
-        micro_batch=rows,
-        batch=total,
-        precision=Said("bf16", given_of(k, "engine.dtype"), "mixed precision of FSDP"),
-        half=Said(
-            k.value("engine.model_dtype") not in ("fp32", "float32"), given_of(k, "engine.model_dtype")
+    offloaded = "model.enable_activation_offload"
+    return {
+        "sharding": Said("fsdp, kept" if k.value(kept) is False else "fsdp", given_of(k, kept)),
+        "host": Said("all" if on_host else "", given_of(k, "engine.offload_policy")),
+        "sequence": said(k, "engine.ulysses_sequence_parallel_size"),
+        "recompute": said(k, "model.enable_gradient_checkpointing"),
+        "kept": Said("host" if k.value(offloaded) else "device", given_of(k, offloaded)),
+        "liger": Said("norm swiglu" if k.value("model.use_liger") else "", given_of(k, "model.use_liger")),
+    }
+
+
+def _moved(k: Account) -> None:
+    if k.value("engine.param_offload") or k.value("engine.optimizer_offload"):
+        because = "what waits on the host between its uses is on the device"
+        moved = "engine.param_offload", "engine.optimizer_offload"
+        k.stand_in("weights or optimizer that are moved between phases", "time and memory", because, *moved)
+
+
+def _automodel(k: Account) -> dict[str, Said]:
+    """What its engine of NeMo Automodel says of a step (verl/trainer/config/engine/automodel.yaml)."""
+    k.took("NeMo Automodel under FSDP2", "engine", "optim", "engine.distributed_strategy", "engine.strategy")
+    if k.value("engine.distributed_strategy") != "fsdp2":
+        k.refuse("another distribution than FSDP2", "engine.distributed_strategy")
+    _moved(k)
+    spread = k.value("engine.ep_size") > 1
+    kept, even = "engine.moe_config.reshard_after_forward", "engine.backend_config.fake_balanced_gate"
+    k.ignore("experts are not spread over ranks", kept)
+    parts = "engine.sequence_parallel"
+    freed = k.value(kept) if spread else k.value("engine.pp_size") == 1
+    optimizer = str(k.value("optim.optimizer"))
+    k.took("the kernel of the optimizer", *given_of(k, "optim.optimizer_impl"))
+    return {
+        "sharding": Said("fsdp" if freed else "fsdp, kept", given_of(k, kept) if spread else ()),
+        "sequence": said(k, "engine.cp_size"),
+        "sequence_by": Said("all-gather", (), "torch's context parallelism"),
+        "tensor": said(k, "engine.tp_size"),
+        "tensor_by": Said("megatron_sp" if k.value(parts) else "tensor_parallel", given_of(k, parts)),
+        "groups": said(k, "engine.dp_replicate_size"),
+        "pipeline": said(k, "engine.pp_size"),
+        "experts": said(k, "engine.ep_size"),
+        "dispatcher": said(k, "engine.backend_config.dispatcher"),
+        "routing": Said("even" if k.value(even) else "", given_of(k, even)),
+        "recompute": said(k, "engine.activation_checkpointing"),
+        "compiled": said(k, "engine.enable_compile"),
+        "liger": Said(
+            "norm" if k.value("engine.backend_config.rms_norm") == "te" else "",
+            given_of(k, "engine.backend_config.rms_norm"),
         ),
-        reduce=Said("fp32", (), "mixed precision of FSDP"),
-        recompute=said(k, "model.enable_gradient_checkpointing"),
-        kept=Said(
-            "host" if k.value("model.enable_activation_offload") else "device",
-            given_of(k, "model.enable_activation_offload"),
+        "optimizer": Said("adam" if "Adam" in optimizer else optimizer, given_of(k, "optim.optimizer")),
+        "foreach": Said(
+            k.value("optim.optimizer_impl") == "torch.optim",
+            given_of(k, "optim.optimizer_impl"),
+            "its default",
         ),
-        attention=Said("flash_attention_2", (), "as verl loads models"),
-        liger=Said("norm swiglu" if k.value("model.use_liger") else "", given_of(k, "model.use_liger")),
-        packed=Said(bool(k.value(use)), given_of(k, use, dynamic)),
-        lora=said(k, "model.lora_rank"),
-    )
+    }
 
 
 def _total(k: Account) -> Said:

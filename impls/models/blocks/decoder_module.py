@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
+from spbench.impls.kernels.host_reads import samples_begun
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.models.blocks.adapters import freeze, with_gradient
@@ -165,6 +166,8 @@ class Decoder(nn.Module):
         if tiling := self.model.loss_tiling:
             return loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
         token_loss = self._token_loss(x, weight, labels)
+        if self.model.positions_read:
+            samples_begun(torch.arange(labels.numel(), device=labels.device))
         return (token_loss * weights).sum(), token_loss
 
     def _token_loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -116,6 +116,9 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
         logits_held: logits in float32, made from those of half precision, live until the next micro-batch's
             are there, as where a training loop's variable has them.
+        positions_read: the host reads the position of each token, one after another, between forward and
+            backward, as a training loop in Python that looks for where packed samples begin; see
+            :func:`samples_begun`.
         documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
@@ -152,6 +155,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     loss_tile: int | Literal["liger"] = 0
     vocabulary_tile: int = 0
     logits_held: bool = False
+    positions_read: bool = False
     documents: Documents = ()
     documents_seed: int = 0
 
@@ -159,7 +163,9 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     norm: ClassVar[str] = "rms"
 
     def __post_init__(self) -> None:
-        if self.head_dim is None:
+        if getattr(self, "kv_lora_rank", 0):
+            pass  # heads of latent attention have sizes of their own
+        elif self.head_dim is None:
             super().__post_init__()
         elif self.head_dim < 1:
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")

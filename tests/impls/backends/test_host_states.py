@@ -32,6 +32,7 @@ from tests.measure.verify import backend_faults as faults
 
 OPTIMIZER = {"optimizer": "host"}
 PARAMETERS = {"optimizer": "host", "parameters": "host"}
+PAGEABLE = {**OPTIMIZER, "pinned_gradients": False}
 SHARED_OUT = {"distributed_optimizer": True, **OPTIMIZER}
 OVERLAPPED = {**SHARED_OUT, "overlap_cpu_optimizer_d2h_h2d": True}
 
@@ -46,6 +47,7 @@ def cases() -> Iterator[Any]:
     for name, options in [
         *((name, OPTIMIZER) for name in ("zero3", "zero2", "zero1", "ddp", "legacy_ddp", "fsdp_flat")),
         *((name, PARAMETERS) for name in ("zero3", "zero2")),
+        ("zero3", PAGEABLE),
         ("megatron", SHARED_OUT),
         ("megatron", {**OVERLAPPED, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     ]:

@@ -65,6 +65,7 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "to_device_": (y.clone(), x),
         "to_pageable_": (y.clone(), x),
         "from_pageable_": (y.clone(), x),
+        "samples_begun": (torch.arange(4),),
         "layer_norm": (x, row, row, 1e-5),
         "layer_norm_backward": (y, x, statistics, statistics, row, row),
         "linear_attention_states": (scores, v, rates, 3),

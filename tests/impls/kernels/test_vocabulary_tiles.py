@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import profile
 
 from spbench.impls.backends.optimizer import PRECISIONS, Optimizer
+from spbench.impls.kernels.host_reads import samples_begun
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
 
 
 @pytest.mark.parametrize("rows", [1, 7, 20, 64])
@@ -45,3 +49,12 @@ def test_an_update_of_all_weights_is_that_of_each(later: bool) -> None:
 def test_an_update_of_all_weights_heeds_no_overflow() -> None:
     with pytest.raises(Unsupported, match="use implementation: fused, or bf16"):
         Optimizer([torch.ones(1)], PRECISIONS["fp16"], with_moments=True, foreach=True)
+
+
+def test_the_host_reads_positions_once_a_micro_batch_and_counts_samples() -> None:
+    assert samples_begun(torch.tensor([0, 1, 2, 0, 1, 0, 0])) == 2  # padding begins none
+    model = model_preset("causal-transformer-tiny", {"positions_read": True})
+    module = model.build(Strategy(), 16)
+    with profile() as counted:
+        module(model.inputs(2, 16, torch.Generator()))
+    assert [each.count for each in counted.key_averages() if each.key == "spbench::samples_begun"] == [1]

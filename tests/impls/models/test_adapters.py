@@ -84,6 +84,8 @@ def test_gradients_of_adapters_that_are_not_summed_are_red(pool: RankPool) -> No
 # -- sizes, bytes and memory -----------------------------------------------------------------------------
 
 OPTIONS = {"lora_rank": RANK, "tied": True}
+#: weights that are not trained are in no bucket
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,7 @@ OPTIONS = {"lora_rank": RANK, "tied": True}
         ({"pp": 2}, {"micro_batches": 2, "backend": "ddp"}),
         slow({"dp": 2}, {"backend": "zero3"}),
         slow({"tp": 2}, {"backend": "megatron"}),
+        ({"dp": 2}, {"backend": "megatron", **OVERLAPPED}),
     ],
 )
 def test_real_ranks_send_what_virtual_ones_do(

@@ -215,6 +215,20 @@ def test_the_cores_of_a_host_are_shared_by_the_ranks_of_its_node(tmp_path: Path)
     assert found.step_time_s == pytest.approx((28 + 6) * 2 * elements_of_a_rank(asked) / 1000, rel=0.01)
 
 
+def test_gradients_in_pageable_memory_are_waited_for(tmp_path: Path) -> None:
+    """A gradient in bfloat16 goes there and comes back, then goes there in float32; the weight comes back
+    from pageable memory in any case. Nothing runs beside these copies."""
+    figures = {"pageable_to_host_bytes_per_s": 500, "pageable_to_device_bytes_per_s": 1000}
+    on = with_host(tmp_path, link_bandwidth_bytes_per_s=4000, update_bytes_per_s=10**12, **figures)
+    pinned, pageable = (
+        states_on_host(on, backend="zero3", pinned_gradients=choice) for choice in (True, False)
+    )
+    part = elements_of_a_rank(pinned)
+    takes = [VirtualEngine().measure(each).step_time_s for each in (pinned, pageable)]
+    expected = [part * ((2 + 2 + 4) / 4000 + 2 / 1000), part * ((2 + 4) / 500 + (2 + 2) / 1000)]
+    assert takes == pytest.approx(expected, rel=0.02)
+
+
 def test_a_host_whose_cores_are_not_known_gives_no_time_and_says_so(tmp_path: Path) -> None:
     unknown = with_host(tmp_path, update_bytes_per_s=None)
     found = VirtualEngine().measure(states_on_host(unknown, backend="zero3"))

@@ -13,7 +13,15 @@ from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.simulator import host_clock
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, WAIT, Program
+from spbench.bench.measure.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    HOST_READ,
+    KERNEL,
+    RECORD,
+    WAIT,
+    Program,
+)
 from spbench.bench.measure.simulator.program_builder import JOIN, MODULE, NODE, VIEW, ProgramBuilder
 from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
@@ -47,6 +55,18 @@ def kernels(*flops: float) -> ProgramBuilder:
     for each in flops:
         b.kernel("mm", flops=each)
     return b
+
+
+def test_what_the_host_reads_costs_a_view_a_launch_and_a_wait_for_each_element() -> None:
+    """Three numbers of eight bytes, after a kernel of 10 s that the host waits for, and before one of 1 s."""
+    b = kernels(10.0)
+    b.kernel("samples_begun", nbytes=24, category=HOST_READ)
+    b.kernel("mm", flops=1.0)
+    on = with_host(view_s=0.5, operator_s=2.0, launch_latency_s=0.25)
+    launched = 0.25 + 2.0
+    read = 3 * (0.5 + 2.0 + 0.25)
+    assert timed([b.program()], [[0]], on).step_time_s == launched + 10 + launched + read + launched + 1
+    assert timed([b.program()], [[0]], cluster()).step_time_s == 11
 
 
 def test_a_step_takes_the_longer_of_what_its_host_and_its_device_take() -> None:

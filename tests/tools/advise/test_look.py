@@ -29,6 +29,8 @@ CASES = {
     "micro-batches": ("single", {"dp": 2}, LARGE, {"backend": "ddp", "micro_batches": 8}),
     "pipeline": ("single", {"pp": 2, "dp": 2}, LARGE, {**SHARED_OUT, "micro_batches": 4}),
     "longer pipeline": ("single", {"pp": 4}, {**LARGE, "layers": 16}, {"backend": "ddp", "micro_batches": 8}),
+    # of which most stages are put together from the short steps of others
+    "long pipeline": ("single", {"pp": 6}, {**LARGE, "layers": 12}, {"backend": "ddp", "micro_batches": 16}),
     "interleaved": ("tensor_parallel", {"pp": 2, "tp": 2}, {**LARGE, "layers": 16}, INTERLEAVED),
     "ring": ("ring_attention", {"sp": 4}, LARGE, {"backend": "ddp", "micro_batches": 4}),
     "zero3": ("ulysses", {"dp": 2, "sp": 2}, LARGE, {"backend": "zero3", "micro_batches": 4}),
@@ -88,7 +90,9 @@ def sent(found: Measurement) -> list[float]:
     return [row[name] for row in found.formula for name in ("count", "payload_bytes", "sent_bytes")]
 
 
-@pytest.mark.parametrize("case", ["micro-batches", *map(slow, ("longer pipeline", "zero3", "ring"))])
+@pytest.mark.parametrize(
+    "case", ["micro-batches", *map(slow, ("longer pipeline", "long pipeline", "zero3", "ring"))]
+)
 def test_a_micro_batch_less_is_cut_out_of_a_trace(case: str) -> None:
     cell = cell_of(case)
     traces = [virtual.trace_classes(of_few(cell, n), events=True) for n in _counts(cell)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spbench.bench.measure.engines import tracing
@@ -9,6 +11,7 @@ from spbench.bench.tools.jobs.job import APPROXIMATED, Job
 from tests.tools.jobs.job_inputs import read, settings
 
 TITAN, OLD, AUTOMODEL = "llama3_8b.toml", "llama3_8b_2024.toml", "automodel.yaml"
+DEEPSPEED = ["zero2.json", "config.json", "trainer.yaml"]
 FUSIONS, UPDATE = "model_options.fusions", "training.implementation"
 
 
@@ -30,6 +33,33 @@ def test_what_is_compiled_fuses_layers(kind: str, file: str, before: str, after:
     assert settings(compiled)[FUSIONS] == ["swiglu", "rope"]
     assert settings(compiled).get("model_options.rms_norm", "fused") == "fused"
     assert outcomes(compiled, switch) == {APPROXIMATED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "changed", "text"),
+    [
+        ("deepspeed", DEEPSPEED, "trainer.yaml", ("bf16: true", "bf16: true\ntorch_compile: true")),
+        (
+            "accelerate",
+            ["accelerate.sh"],
+            "accelerate.sh",
+            ("--bf16 true", "--bf16 true --torch_compile true"),
+        ),
+    ],
+)
+def test_the_trainer_compiles_what_transformers_has(
+    kind: str, files: list[str], changed: str, text: tuple[str, str]
+) -> None:
+    """Both are read as DeepSpeed with transformers; norms are operators there, and a kernel each once
+    compiled."""
+    eager, compiled = (
+        replace(read(kind, files, change, gpus=8), strict=False) for change in (None, {changed: text})
+    )
+    assert FUSIONS not in settings(eager)
+    assert settings(eager)["model_options.rms_norm"] == "plain"
+    assert settings(compiled)[FUSIONS] == ["swiglu", "rope"]
+    assert "model_options.rms_norm" not in settings(compiled)
+    assert outcomes(compiled, "TrainingArguments.torch_compile") == {APPROXIMATED}
 
 
 def test_a_loss_that_is_compiled_alone_fuses_no_layer() -> None:

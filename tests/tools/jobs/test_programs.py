@@ -106,7 +106,7 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "deepspeed.*: give this configuration of DeepSpeed beside",
         ),
         ("axolotl", "context_parallel_size: 4", "context_parallel_size: 3", "8 GPUs are no multiple of 3"),
-        ("axolotl", "adamw_bnb_8bit", "muon", "optimizer = muon: another optimizer than Adam"),
+        ("axolotl", "adamw_bnb_8bit", "lion_8bit", "optimizer = lion_8bit: another optimizer than Adam"),
         ("LLaMA-Factory", "stage: sft", "stage: dpo", "stage = dpo: reinforcement learning, or preferences"),
         (
             "LLaMA-Factory v1",
@@ -114,12 +114,7 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "global_batch_size: 10",
             "a batch of 10 is no multiple",
         ),
-        (
-            "VeOmni",
-            "ulysses_size: 2",
-            "ep_size: 2",
-            "train.accelerator.ep_size = 2: this axis beside Ulysses",
-        ),
+        ("VeOmni", "ulysses_size: 2", "ep_size: 2", "ep_size = 2: the model has no experts"),
         ("ArcticTraining", "stage: 3", "stage: 0", "without ZeRO"),
         (
             "Automodel",
@@ -127,10 +122,11 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "",
             "how long sequences are is not said; --given dataset.seq_length=N",
         ),
-        ("Automodel", "tp_size: 1", "pp_size: 2", "distributed.pp_size = 2: a pipeline whose stages shard"),
+        ("Automodel", "tp_size: 1", "pp_size: 3", "8 GPUs are no multiple of 6"),
+        ("Automodel", "tp_size: 1", "ep_size: 2", "distributed.ep_size = 2: the model has no experts"),
         ("verl", "engine=fsdp", "engine=megatron", "engine = megatron: another engine than FSDP"),
         ("verl", "=Qwen/Qwen3-8B", "=$MODEL", "MODEL is not set in the script; --given MODEL=VALUE"),
-        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of llama2_7B, .*; give its YAML"),
+        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of Primus's .*; give its YAML"),
         (
             "Primus",
             ":2}",
@@ -143,6 +139,18 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
 def test_what_a_programs_job_cannot_be_here(name: str, old: str, new: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         lenient(name, (old, new)).cell()
+
+
+def test_ranks_of_adapters_are_those_of_the_files() -> None:
+    veomni = made("VeOmni", ("model: {", "model: {lora_config: {rank: 64, alpha: 32}, "))
+    newer = made("LLaMA-Factory v1", ("cp_mode: ulysses", "peft_config: {name: lora, r: 16}"))
+    assert (veomni["model_options.lora_rank"], newer["model_options.lora_rank"]) == (64, 16)
+    (argument,) = [
+        each
+        for each in lenient("LLaMA-Factory v1", ("cp_mode: ulysses", "peft_config: {name: freeze}")).arguments
+        if each.name == "peft_config.name"
+    ]
+    assert argument.missing == "weights of which some are trained"
 
 
 def test_groups_of_replicas_shard_all_weights_each() -> None:

@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.shell_syntax import shown_word, unknown_in, words_in
+from spbench.bench.tools.jobs.shell_syntax import given_flag, shown_word, unknown_in, words_in
 
 PROGRAM = re.compile(r"pretrain_\w+\.py")
 
@@ -36,6 +36,8 @@ def arguments(script: str, **environment: str) -> list[str]:
         ("ARGS=\"--a 1\"\nARGS+=\" --b 2\"\npython pretrain_gpt.py $ARGS", "--a 1 --b 2"),
         ("ARGS=(--a)\nARGS+=(--b)\npython pretrain_gpt.py \"${ARGS[@]}\" \\\n  --c", "--a --b --c"),
         ("N=$((2 * 4))\nM=$(($N/2))\npython pretrain_gpt.py --a $N --b $M", "--a 8 --b 4"),
+        ("N=4\npython pretrain_gpt.py --a $(expr 32 / $N / 2) --b $(expr $N \\* 3)", "--a 4 --b 12"),
+        ("python pretrain_gpt.py --a 1 \\\n", "--a 1"),
         ("python pretrain_gpt.py --a '$A' 'b c'", ["--a", "$A", "b c"]),
         ("RUN=\"pretrain_gpt.py --a 1\"\nsrun -N 2 sh -c \"python $RUN --b 2\"", "--a 1 --b 2"),
         ("python pretrain_gpt.py --a 1 2>&1 | tee log", "--a 1"),
@@ -98,6 +100,18 @@ def test_an_array_under_a_condition_tells_which_words_it_may_be() -> None:
     assert words_in(last) == ["--c", "$D", "2 3"]
 
 
+def test_one_of_several_commands_is_chosen_by_its_line() -> None:
+    script = "python pretrain_gpt.py --a 1\npython pretrain_gpt.py --a 2"
+    assert arguments(script, line="2") == ["--a", "2"]
+    with pytest.raises(UserError, match="several commands train, in lines 1 and 2"):
+        launch(script, line="3")
+
+
+def test_a_variable_in_arithmetic_is_asked_for() -> None:
+    (word,) = [w for w in launch("python pretrain_gpt.py $(expr 16 / $N)").arguments if unknown_in(w)]
+    assert given_flag(unknown_in(word)[0]) == "--given N=VALUE"
+
+
 def test_exported_variables_and_those_before_a_command_are_its_environment() -> None:
     script = "A=1\nexport B=2 C=3\nD=4\nexport D\nE=5 python pretrain_gpt.py"
     assert launch(script, F="6").environment == {"B": "2", "C": "3", "D": "4", "E": "5", "F": "6"}
@@ -128,7 +142,7 @@ def test_the_gpus_of_a_launcher(script: str, gpus: int | None) -> None:
         ("A=(a\npython pretrain_gpt.py", "job.sh:2: a ) is missing"),
         (
             "python pretrain_gpt.py\npython pretrain_gpt.py",
-            "job.sh: several commands train, in lines 1 and 2; leave one",
+            "job.sh: several commands train, in lines 1 and 2; leave one, or --given line=N",
         ),
         (
             "if grep x y\nthen python pretrain_gpt.py\nfi",

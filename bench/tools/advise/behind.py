@@ -1,0 +1,97 @@
+"""How far a job's own layout is behind the best, and the arguments of its program that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from spbench.bench.tools.advise.advice import Advice, causes_in_words
+from spbench.bench.tools.advise.ranking import NAMED, Seen
+from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
+from spbench.bench.units import GIB
+
+#: kinds of jobs whose arguments are another program's
+_FLAGS_OF = {"bridge": "megatron"}
+#: characters of what a program lacks that a line repeats
+_LONGEST = 160
+
+
+def own_in_words(answer: Advice) -> Iterator[str]:
+    """The lines of an answer on the job's own layout; none where there is none."""
+    own, asked = answer.result.own, answer.question.own
+    if asked is None:
+        return
+    if own is None:
+        reasons = answer.result.refused.reasons
+        cell = asked.looked_at
+        reason = reasons.get(f"{cell.strategy} {cell.mesh_text}", "")
+        yield f"yours cannot be timed{f': {reason}' if reason else ''}"
+        return
+    yield f"yours, {own} with {own.cell.training.backend}, {_beside_the_best(answer, own)}"
+    yield from _changes_in_words(answer)
+
+
+def _beside_the_best(answer: Advice, own: Seen) -> str:
+    memory, fastest = answer.memory(own), next(iter(answer.result.best), None)
+    if not own.fits or memory.spare_bytes < 0:
+        needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
+        return f"does not fit: it needs {needed} GiB, {missing} more than a card has"
+    if fastest is None or own.step_s <= fastest.step_s:
+        return "is the fastest that was traced"
+    tie = f"; a tie (up to {answer.tie_limit - 1:.0%})" if answer.is_tie(own) else ""
+    ratio = own.step_s / fastest.step_s - 1
+    causes = causes_in_words(own, fastest)
+    return f"takes {ratio:.0%} more time than {fastest}, the fastest{tie}{f': {causes}' if causes else ''}"
+
+
+def _changes_in_words(answer: Advice) -> Iterator[str]:
+    """The arguments that lead to the fastest layout that has any; before it what the fastest of all lacks."""
+    own, asked = answer.result.own, answer.question.own
+    lacking = ""
+    for at, (seen, changes) in enumerate(_changes(answer)):
+        program = changes.program.split()[0]
+        if words := str(changes):
+            gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""
+            yield "; ".join(filter(None, [lacking, f"to {seen}{gain} by {program}: {words}"]))
+            return
+        if at == 0:
+            reason = changes.missing[0] if changes.missing else "arguments that differ"
+            lacking = f"{seen}: {program} has no {reason[:_LONGEST]}"
+    if lacking and asked and not answer.question.program:
+        kind = _FLAGS_OF.get(asked.job, asked.job)
+        yield f"{lacking}; the fastest of what it has: --for {kind}"
+
+
+def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges]]:
+    """The fastest layouts that take less time than the job's own, or that fit where that does not, with the
+    arguments that make the job one of them."""
+    own, asked = answer.result.own, answer.question.own
+    if own is None or asked is None or not asked.job:
+        return
+    for seen in answer.result.best[:NAMED]:
+        if own.fits and seen.step_s >= own.step_s:
+            return
+        changes = flag_changes(asked.cell, seen.cell, asked.job)
+        if changes is not None:
+            yield seen, changes
+
+
+def own_content(answer: Advice) -> dict[str, Any] | None:
+    """What programs are given of the job's own layout; None: there is none."""
+    own = answer.result.own
+    if own is None:
+        return None
+    return {
+        "strategy": own.cell.strategy,
+        "mesh": own.cell.mesh_text,
+        "backend": own.cell.training.backend,
+        "step_time_s": own.step_s,
+        "fits": own.fits,
+        **{name: getattr(answer.memory(own), name) for name in ("total_bytes", "spare_bytes")},
+        "words": [*own_in_words(answer)],
+        "changes": [
+            {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}
+            for seen, changes in _changes(answer)
+        ],
+    }

@@ -1,0 +1,28 @@
+"""A tensor of the device that the host reads element by element: for each it launches a kernel, and waits.
+
+One operator stands for the whole loop, so that a trace of 64K tokens has one event of it and not as many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: names of the operators that are such loops
+READ_BY_HOST = ("samples_begun",)
+
+
+@torch.library.custom_op("spbench::samples_begun", mutates_args=())
+def samples_begun(positions: Tensor) -> Tensor:
+    """How many samples are packed in a sequence, by its positions [L] in int64, each read by the host:
+    get_response_lengths of prime-rl, January 2026 (src/prime_rl/trainer/utils.py)."""
+    count = 1
+    for i in range(1, len(positions) - 1):
+        if positions[i] == 0 and positions[i - 1] != 0 and positions[i + 1] == 1:
+            count += 1
+    return torch.tensor(count, device=positions.device)
+
+
+@samples_begun.register_fake
+def _(positions: Tensor) -> Tensor:
+    return positions.new_empty(())

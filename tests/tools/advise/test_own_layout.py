@@ -1,0 +1,183 @@
+"""The layout that a job has already, in the answer beside the best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import TrainingOptions
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.advise.advice import Advice
+from spbench.bench.tools.advise.behind import own_content, own_in_words
+from spbench.bench.tools.advise.layout_search import Search
+from spbench.bench.tools.advise.layouts import backend_settings
+from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.advise.ranking import SearchResult, Seen
+from spbench.bench.tools.fit import asking
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.asking import Asking
+from tests.bench.crew import CrewHere
+from tests.tools.commands.conftest import Run
+
+#: a script of Megatron-LM, all of whose sizes are small
+SCRIPT = """torchrun --nproc_per_node 2 pretrain_gpt.py --use-mcore-models --num-layers 2 --hidden-size 64 \\
+  --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 128 --max-position-embeddings 128 --bf16 \\
+  --micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size {tp} --vocab-size 512 \\
+  --tokenizer-type NullTokenizer --use-distributed-optimizer --mock-data --lr 1e-4 --train-iters 2 \\
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {more}
+"""
+
+
+def job(folder: Path, tp: int = 2, more: str = "") -> str:
+    path = folder / "job.sh"
+    path.write_text(SCRIPT.format(tp=tp, more=more))
+    return str(path)
+
+
+def asked_of(path: str, settings: dict[str, Any] | None = None, **more: Any) -> Question:
+    return question((path,), Asked("dgx-a100", None, None, settings or {}), **more)
+
+
+def test_what_a_job_says_is_what_is_asked(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    assert (about.gpus, about.cell.batch, about.cell.seq_len, about.cell.precision) == (2, 8, 128, "bf16")
+    assert about.own is not None
+    assert about.own.job == "megatron"
+    assert about.own.cell.sizes.tp == 2
+    assert about.own.looked_at.training.micro_batches == 4
+
+
+def test_what_a_job_recomputes_is_searched_anew(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    free, held = asked_of(path), asked_of(path, {"model_options.recompute": "full"})
+    assert "recompute" not in free.cell.model_options
+    assert held.cell.model_options["recompute"] == "full"
+    assert free.own is not None
+    assert free.own.cell.model_options["recompute"] == "full"
+    assert any("choose anew: model_options.recompute=full" in line for line in free.remarks)
+
+
+def test_other_layouts_sum_gradients_in_the_same_dtype(tmp_path: Path) -> None:
+    """Megatron-LM's buffers are float32, so fully_shard reduces in float32."""
+    every = backend_settings(asked_of(job(tmp_path)))
+    assert {each["reduce_dtype"] for each in every if each["backend"].startswith("zero3")} == {"fp32"}
+    in_bf16 = backend_settings(asked_of(job(tmp_path, more="--grad-reduce-in-bf16")))
+    assert not any("reduce_dtype" in each for each in in_bf16)
+
+
+def test_a_job_with_muon_keeps_it(tmp_path: Path) -> None:
+    every = backend_settings(asked_of(job(tmp_path, more="--optimizer muon")))
+    assert every
+    assert {(each["backend"], each["update"]) for each in every} == {("megatron", "muon")}
+
+
+def test_a_strategy_that_divides_nothing_is_none(tmp_path: Path) -> None:
+    own = asked_of(job(tmp_path, tp=1)).own
+    assert own is not None
+    assert (own.cell.strategy, own.looked_at.strategy) == ("tensor_parallel", "single")
+
+
+def test_on_other_gpus_a_scenario_has_no_layout(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    shape = "model: causal-transformer-tiny, strategy: single, batch: 8, seq_len: 128"
+    path.write_text(f"title: mine\ngroups:\n  - {{{shape}, cluster: dgx-a100, sizes: {{dp: 2}}}}\n")
+    own = asked_of(str(path)).own
+    assert own is not None
+    assert own.job == ""
+    assert question((str(path),), Asked(None, 4)).own is None
+
+
+def seen(question: Question, step_s: float, status: Any = "ok", **parts: Any) -> Seen:
+    measured = {
+        "step_time_s": step_s,
+        "tokens_per_s": 1.0,
+        "mfu": 0.1,
+        "peak_memory_bytes": 2**30,
+        "usable_memory_bytes": 2**31 if status == "ok" else 2**29,
+        "formula": [],
+        "breakdown": {"exposed_communication_s": 0.0, "bubble_s": 0.0},
+        "parts": {"matmul_s": step_s},
+        "bound": "matmul",
+        "rates": "sourced",
+    }
+    assert question.own is not None
+    return Seen(
+        question.own.looked_at.model_copy(update=parts), Outcome(status, measurement=measured), "all_layers"
+    )
+
+
+def answer(about: Question, own: Seen, *best: Seen) -> Advice:
+    return Advice(about, SearchResult(best=sorted(best, key=lambda each: each.step_s), own=own))
+
+
+def test_how_far_it_is_behind_and_the_arguments_that_mend_it(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    assert about.own is not None
+    own = seen(about, 3.0)
+    replicas = {"strategy": "single", "sizes": own.cell.sizes.model_copy(update={"tp": 1, "dp": 2})}
+    training = own.cell.training.model_copy(update={"micro_batches": 2})
+    faster = seen(about, 2.0, **replicas, training=training)
+    unlike = seen(about, 1.5, **replicas, training=TrainingOptions(backend="zero1"))
+    lines = [*own_in_words(answer(about, own, faster, own))]
+    assert lines[0] == (
+        "yours, tensor_parallel tp2 with megatron, takes 50% more time than single dp2, the fastest: "
+        "matmul 3 s against 2"
+    )
+    assert lines[1] == "to single dp2 (-33%) by Megatron-LM: without --tensor-model-parallel-size"
+    first, second = own_in_words(answer(about, own, unlike, faster, own))
+    assert "takes 100% more time than single dp2, the fastest" in first
+    assert second.startswith("single dp2: Megatron-LM has no training.backend zero1 (it has megatron); to ")
+    assert second.endswith("; to single dp2 (-33%) by Megatron-LM: without --tensor-model-parallel-size")
+    assert [*own_in_words(answer(about, own, own))] == [
+        "yours, tensor_parallel tp2 with megatron, is the fastest that was traced"
+    ]
+
+
+def test_a_job_that_does_not_fit_says_so_and_is_no_tie(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    own = seen(about, 1.0, "oom")
+    fits = seen(about, 1.01, mesh=None, sizes=own.cell.sizes.model_copy(update={"tp": 1, "dp": 2}))
+    found = answer(about, own, fits)
+    assert [each["yours"] for each in found.records()] == [False, True]
+    assert not found.is_tie(own)
+    content = own_content(found)
+    assert content is not None
+    assert not content["fits"]
+    assert content["words"][0].startswith("yours, tensor_parallel tp2 with megatron, does not fit: it needs ")
+    assert content["changes"][0]["left_out"] == ("--tensor-model-parallel-size",)
+    assert own_content(Advice(replace(about, own=None), SearchResult())) is None
+
+
+@pytest.mark.usefixtures("no_savings", "kept_traces")
+def test_a_search_looks_at_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "Crew", CrewHere)
+    fixed = [("micro_batch", "4"), ("dp", "2"), ("training.optimizer", "device")]
+    about = asked_of(job(tmp_path), only=["single", "megatron"], fixed=fixed)
+    with Asking() as here:
+        found = Advice(about, Search(about, here).run())
+    (single, yours) = found.ranked
+    assert (single.cell.mesh_text, yours.cell.mesh_text) == ("dp2", "tp2")
+    assert [each["yours"] for each in found.records()] == [False, True]
+    assert yours.exact
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_savings")
+def test_its_row_stands_beside_the_best(advise: Run, tmp_path: Path) -> None:
+    words = ("--cluster", "dgx-a100", "--only", "single,tensor_parallel,megatron", "--fixed", "micro_batch=2")
+    code, out, _ = advise(job(tmp_path), *words, "--format", "json")
+    assert code == 0
+    (found,) = json.loads(out)
+    (yours,) = [each for each in found["layouts"] if each["yours"]]
+    assert (yours["strategy"], yours["mesh"]) == ("tensor_parallel", "tp2")
+    assert yours["behind"] > 0
+    assert found["own"]["step_time_s"] == yours["step_time_s"]
+    assert found["own"]["changes"][0]["mesh"] == "dp2"
+    code, out, _ = advise(job(tmp_path), *words)
+    assert code == 0
+    assert " yours |" in out or "| yours " in out
+    assert "yours, tensor_parallel tp2 with megatron, takes " in out

@@ -1,0 +1,152 @@
+"""Experts, pipelines, eight bits and other optimizers in jobs of programs around transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.transformers_pipeline import layers_of, stages_of
+from tests.tools.jobs.job_inputs import job_of
+
+TEXTS = {
+    "automodel": """
+step_scheduler: {global_batch_size: 64, local_batch_size: 8}
+model:
+  config: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}
+  backend: {dispatcher: deepep, fake_balanced_gate: true, rms_norm: te}
+dataset: {seq_len: 2048}
+optimizer: {_target_: torch.optim.AdamW}
+distributed:
+  ep_size: 4
+  pp_size: 2
+  pipeline:
+    {pp_schedule: interleaved1f1b, layers_per_stage: 5, round_virtual_stages_to_pp_multiple: up,
+     pp_microbatch_size: 2}
+""",
+    "veomni": """
+model: {model_path: Qwen/Qwen3-30B-A3B}
+data: {max_seq_len: 2048}
+train: {accelerator: {ulysses_size: 2, ep_size: 8}, micro_batch_size: 1, optimizer: {type: muon}}
+""",
+    "axolotl": """
+base_model: Qwen/Qwen3-30B-A3B
+model_type: AutoModelForCausalLM
+sequence_len: 2048
+micro_batch_size: 2
+bf16: true
+expert_parallel_size: 2
+optimizer: paged_adamw_32bit
+fused_attn_kernel: true
+fsdp_config: {fsdp_offload_params: true, fsdp_reshard_after_forward: true, activation_checkpointing: true}
+""",
+    "verl": """
+torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-30B-A3B \\
+  engine=automodel optim=automodel engine.ep_size=4 engine.cp_size=2 \\
+  engine.backend_config.dispatcher=deepep engine.activation_checkpointing=True \\
+  engine.model_dtype=bf16 data.max_token_len_per_gpu=4096
+""",
+}
+
+
+def job(kind: str, old: str = "", new: str = "", text: str = "") -> Job:
+    text = text or TEXTS[kind]
+    assert old in text
+    path = Path("job.sh" if kind == "verl" else "job.yaml")
+    made = job_of(kind, [JobFile(path, (text.replace(old, new, 1) if old else text).encode())], 8)
+    return replace(made, strict=False)
+
+
+def settings(made: Job) -> dict[str, Any]:
+    assert made.cell().sizes.world == 8
+    return {each.path: each.value for each in made.settings}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("automodel", {
+            "sizes.ep": 4, "sizes.pp": 2, "sizes.dp": 4, "batch": 64, "training.micro_batches": 8,
+            "training.backend": "zero2", "training.schedule": "interleaved", "training.virtual_stages": 5,
+            "training.stage_layers": [5] * 8 + [4] * 2, "model_options.routing": "even",
+            "model_options.dispatcher": "node_deduplicated"}),
+        ("veomni", {
+            "sizes.ep": 8, "sizes.sp": 2, "sizes.dp": 4, "strategy": "ulysses", "training.backend": "zero3",
+            "model_options.dispatcher": "all_to_all"}),
+        ("axolotl", {
+            "model": "Qwen/Qwen3-30B-A3B", "sizes.ep": 2, "batch": 16, "training.backend": "zero3",
+            "training.optimizer": "host", "training.parameters": "host", "model_options.recompute": "full"}),
+        ("verl", {
+            "sizes.ep": 4, "sizes.sp": 2, "strategy": "all_gather_kv", "seq_len": 8192,
+            "training.backend": "zero2", "training.implementation": "foreach",
+            "model_options.recompute": "full"}),
+    ],
+)  # fmt: skip
+def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[str, Any]) -> None:
+    made = settings(job(kind))
+    assert made | expected == made
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "problem"),
+    [
+        ("automodel", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B", "ep_size = 4: the model has no experts"),
+        ("automodel", "ep_size: 4", "ep_size: 3", "8 GPUs are no multiple of 6"),
+        ("automodel", "interleaved1f1b", "zbv", "another schedule of a pipeline than 1f1b, gpipe"),
+        ("automodel", "interleaved1f1b", "1f1b", "48 layers in 10 stages are no pipeline of 2 ranks"),
+        ("automodel", "pp_microbatch_size: 2", "pp_microbatch_size: 3", "8 is no multiple of a pipeline"),
+        ("automodel", "  ep_size", "  strategy: ours\n  ep_size", "another distribution than FSDP2"),
+        ("axolotl", "fused_attn_kernel: true", "processor_type: AutoProcessor", "vision towers"),
+        ("axolotl", "fused_attn_kernel: true", "ebft: {alpha: 1.0}", "another loss than that of the next"),
+        ("axolotl", "fused_attn_kernel: true", "fp8: true", "eight bits of attention beside experts"),
+        ("axolotl", "paged_adamw_32bit", "came_pytorch", "another optimizer than Adam and Muon"),
+        ("verl", "engine=automodel", "engine=mlite", "another engine than FSDP and Automodel"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_job(kind: str, old: str, new: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        job(kind, old, new).cell()
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "name", "said"),
+    [
+        ("veomni", "", "", "train.optimizer.type", "Adam stands for it: one moment of each matrix more"),
+        ("axolotl", "", "", "optimizer", "moments that wait on the host where the device is full"),
+        ("axolotl", "paged_adamw_32bit", "adamw_torch_4bit", "optimizer", "7 bytes a weight"),
+        ("axolotl", "fused_attn_kernel: true", "unfrozen_parameters: [a.*]", "unfrozen_parameters",
+         "all weights are trained"),
+        ("automodel", "global_batch_size: 64", "global_batch_size: 128",
+         "step_scheduler.global_batch_size", "lacks the bubbles of 3"),
+    ],
+)  # fmt: skip
+def test_what_stands_for_it_and_what_that_moves(kind: str, old: str, new: str, name: str, said: str) -> None:
+    made = job(kind, old, new)
+    made.cell()
+    (argument,) = [each for each in made.arguments if each.name == name]
+    assert argument.outcome == "approximated"
+    assert said in argument.detail
+
+
+def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
+    dense = TEXTS["automodel"].replace("30B-A3B", "8B").replace("  ep_size: 4\n", "")
+    torchao = settings(
+        job("automodel", text=dense + "fp8: {enabled: true, recipe_name: rowwise, filter_fqns: [lm_head]}\n")
+    )
+    assert torchao["model_options.fp8"] == "rowwise"
+    assert "model_options.library" not in torchao
+    own = settings(job("automodel", "rms_norm: te", "linear: te, experts: te, te_fp8: {recipe: block}"))
+    assert (own["model_options.fp8"], own["model_options.library"]) == ("blockwise", "transformer-engine")
+    dense = TEXTS["axolotl"].replace("30B-A3B", "8B").replace("expert_parallel_size: 2", "fp8: true")
+    assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
+
+
+def test_stages_as_automodel_counts_them() -> None:
+    assert [stages_of(61, 2, 4, True, rounded) for rounded in ("down", "up", "")] == [28, 32, 31]
+    assert [stages_of(32, None, 4, several, "") for several in (False, True)] == [4, 8]
+    assert layers_of(4, 6) == [2, 2, 1, 1]

@@ -1,0 +1,54 @@
+"""Names of models in jobs: copies, tuned and quantized ones have the sizes of what they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.setting_values import read_model_file
+from spbench.impls.models.huggingface.published import near_model
+from tests.tools.jobs.test_programs import lenient
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen/Qwen2.5-Math-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("someone/Meta-Llama-3.1-8B-Instruct-AWQ", "meta-llama/Meta-Llama-3.1-8B"),
+        ("/data/models/Qwen3-30B-A3B-Instruct-2507-FP8/", "Qwen/Qwen3-30B-A3B"),
+        ("unsloth/gpt-oss-120b-BF16", "openai/gpt-oss-120b"),
+        ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_words_that_change_no_size_are_passed_over(name: str, known: str) -> None:
+    near = near_model(name)
+    assert near is not None
+    assert near.name == known
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen/Qwen3-9B", "a/Llama-3B", "Qwen/Qwen3-Embedding-8B", "Qwen/Qwen3-VL-8B-Instruct", "a/Mistral-7B"],
+)
+def test_other_words_make_another_model(name: str) -> None:
+    assert near_model(name) is None
+
+
+def test_a_name_that_stands_for_another_is_said_and_refused_by_strict() -> None:
+    job = lenient("axolotl", ("NousResearch/Meta-Llama-3-8B", "nobody/Meta-Llama-3-8B-GPTQ"))
+    assert job.cell().model == "meta-llama/Meta-Llama-3-8B"
+    (said,) = [each for each in job.warnings if "base_model" in each]
+    assert "Meta-Llama-3-8B-GPTQ is taken to have the sizes of meta-llama/Meta-Llama-3-8B" in said
+    (argument,) = [each for each in job.arguments if each.name == "base_model"]
+    assert (argument.outcome, argument.missing) == ("approximated", "sizes of this model")
+
+
+def test_what_a_model_has_that_none_here_has_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^Qwen/Qwen3.5-9B has linear attention .*: not modelled$"):
+        read_model_file("Qwen/Qwen3.5-9B")
+    with pytest.raises(UserError, match=r"^google/gemma-2-9b-it has norms behind attention"):
+        read_model_file("google/gemma-2-9b-it", tmp_path)
+    with pytest.raises(UserError, match="No such file"):
+        read_model_file("nobody/nothing")
