@@ -93,7 +93,7 @@ def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> N
     k.took("Adam, the optimizer that there is", *names)
     if step.foreach.value and optimizer == "adam" and not step.host.value and step.precision.value != "fp16":
         k.set("training.implementation", "foreach", *step.foreach.names, note=step.foreach.note)
-    set_adapters(k, step.lora, fields, on_host=bool(step.host.value))
+    set_adapters(k, step.lora, fields)
     if step.quantized.value:
         because = f"frozen weights are counted in half precision, not in {step.quantized.value} bits"
         k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *step.quantized.names)

@@ -29,6 +29,7 @@ _MODELS = {
     "ring_attention": "causal-transformer-tiny",
     "all_gather_kv": "causal-transformer-tiny",
     "fpdt": "causal-transformer-tiny",
+    "upipe": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }
 _CAUSAL, _GQA, _BERT = "causal-transformer-tiny", "causal-transformer-tiny-gqa", "bert-tiny"
