@@ -85,9 +85,7 @@ def _step(k: Account) -> TransformersStep:
         quantized=Said(
             4 if k.value("quantization.load_in_4bit") else 0, given_of(k, "quantization.load_in_4bit")
         ),
-        liger=Said(
-            "norm" if k.value(_NORM) in ("te", "quack") else "", given_of(k, _NORM), "the norm is one kernel"
-        ),
+        liger=_fused(k),
         fp8=_fp8(k),
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
         compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
@@ -168,6 +166,20 @@ def _optimizer(k: Account, target: str, half: bool) -> Said:
         because = "moments are counted in bfloat16: the job has 4 bytes a weight, over the ranks, more"
         k.stand_in("float32 moments beside bfloat16 weights", "memory", because, *given)
     return Said(kind, given)
+
+
+def _fused(k: Account) -> Said:
+    """Which kernels stand for several: the norm's, and those of head and loss without logits."""
+    loss = "loss_fn._target_"
+    words = ["norm"] if k.value(_NORM) in ("te", "quack") else []
+    if str(k.value(loss)).endswith("FusedLinearCrossEntropy"):
+        words.append("loss")
+        because = "Liger's tiles of head and loss stand for it: neither keeps logits"
+        k.stand_in("Cut Cross-Entropy", "time and memory", because, loss)
+    elif not str(k.value(loss)).endswith(("MaskedCrossEntropy", "None")):
+        k.leave("time and memory", "logits are kept whole, and in float32", loss)
+    k.ignore("a loss of the logits, as there is", loss)
+    return Said(" ".join(words), given_of(k, _NORM, *([loss] if "loss" in words else [])))
 
 
 def _foreach(k: Account, optimizer: str) -> bool:

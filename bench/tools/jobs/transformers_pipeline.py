@@ -101,6 +101,8 @@ def set_experts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if ranks > 1 and fields and not count:
         k.problems.append(f"{' and '.join(map(k.spelled, names))}: the model has no experts")
         return
+    if count and step.tensor.value > 1 and step.tensor_by.value == "tensor_parallel":
+        k.refuse("tensor parallelism whose ranks have the same tokens, beside experts", *step.tensor.names)
     if ranks > 1:
         k.set("sizes.ep", ranks, *names, note="what is left of a stage's ranks shards each expert")
         dispatcher = DISPATCHERS.get(str(step.dispatcher.value))
