@@ -430,5 +430,3 @@ def test_overlaps_and_variables_of_bridge() -> None:
     assert variables.cell().training.cuda_alloc_conf == "expandable_segments:True"
     experts = whole_bridge({"model.moe_router_topk": 4, "model.moe_grouped_gemm": True})
     assert not experts.of("refused")
-    with pytest.raises(UserError, match=r"model.num_moe_experts = 8: a mixture of experts \(MoE\)"):
-        whole_bridge({"model.num_moe_experts": 8}).cell()
