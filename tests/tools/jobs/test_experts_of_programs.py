@@ -149,6 +149,20 @@ def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
     assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
 
 
+@pytest.mark.parametrize(
+    ("key", "attention"),
+    [
+        ("flash_attention", "flash_attention_2"),
+        ("eager_attention", "unfused"),
+        ("sdp_attention", "flash_attention_2"),
+    ],
+)
+def test_attention_by_the_switch_of_an_older_file(key: str, attention: str) -> None:
+    made = job("axolotl", "fused_attn_kernel", key)
+    assert settings(made)["model_options.attention"] == attention
+    assert next(each for each in made.arguments if each.name == key).outcome == "mapped"
+
+
 def test_a_loss_without_logits_is_no_loss_of_logits() -> None:
     loss = "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"
     fused = job("automodel", "dataset:", f"loss_fn: {{_target_: {loss}}}\ndataset:")
