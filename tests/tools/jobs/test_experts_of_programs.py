@@ -99,6 +99,7 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[
         ("automodel", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B", "ep_size = 4: the model has no experts"),
         ("automodel", "ep_size: 4", "ep_size: 3", "8 GPUs are no multiple of 6"),
         ("automodel", "pp_size: 2", "tp_size: 2", "tensor parallelism whose ranks have the same"),
+        ("automodel", "model:", "model:\n  _target_: ours.gpt2", "a model that is no causal language model"),
         ("automodel", "interleaved1f1b", "zbv", "another schedule of a pipeline than 1f1b, gpipe"),
         ("automodel", "interleaved1f1b", "1f1b", "48 layers in 10 stages are no pipeline of 2 ranks"),
         ("automodel", "pp_microbatch_size: 2", "pp_microbatch_size: 3", "8 is no multiple of a pipeline"),
