@@ -58,9 +58,18 @@ class Turns:
 
     def shorter(self) -> Iterator[Turns]:
         """The step from which this one is put together, if there is one that is shorter."""
-        if self._alternates and self.count > SHORT:
-            # stages that hold one or none have no first ones that differ from others
-            yield replace(self, count=SHORT, ahead=self.ahead if self.ahead < _APART else _FEWEST)
+        # stages that hold one or none have no first ones that differ from others
+        ahead = self.ahead if self.ahead < _APART else _FEWEST
+        if self._alternates:
+            count = SHORT
+        elif self.both > self.ahead:
+            count = self.count - 2 * (self.ahead - ahead)
+        else:
+            both = min(self.both, _FEWEST)
+            ahead = both + min(self._warm_tail, _FEWEST - bool(both))
+            count = both + ahead
+        if count < self.count:
+            yield replace(self, count=count, ahead=ahead)
 
     def __len__(self) -> int:
         return self.count + self.ahead
@@ -70,6 +79,16 @@ class Turns:
         return ["forward"] * (self.begins and turn == 0) + [
             *OF_TURNS[turn >= self.count : 1 + (turn >= self.ahead)]
         ]
+
+    @property
+    def both(self) -> int:
+        """How many turns have a forward and a backward."""
+        return self.count - self.ahead
+
+    @property
+    def _warm_tail(self) -> int:
+        """How many turns of backwards alone are of micro-batches of the warm-up."""
+        return max(0, self.ahead - self.both)
 
     @property
     def _alternates(self) -> bool:
@@ -82,16 +101,24 @@ class Turns:
         back = turn - self.ahead
         if (self.count + 1, self.ahead) == (other.count, other.ahead):
             return turn + (back > 0)
+        if turn >= len(self) - 1:
+            return turn - len(self) + len(other)
         if turn < self.ahead:
             return min(turn, _APART)
-        if back < self.ahead:  # of a micro-batch of the warm-up
+        if turn == self.count - 1:
+            return other.count - 1
+        if turn < self.count and back < self.ahead:  # of a micro-batch of the warm-up
             return other.ahead + min(back, _APART)
-        if turn < self.count - 1:
+        if turn < self.count:
             # the latest of its kind: in the turns before it things of the first ones may still die
-            return 2 * other.ahead + min(back - self.ahead, other.count - 2 - 2 * other.ahead)
-        if turn in (self.count - 1, len(self) - 1, len(self)):
-            return turn - self.count + other.count if turn < self.count else turn - len(self) + len(other)
-        return other.count + min(turn - self.count, _APART)
+            return 2 * other.ahead + min(back - self.ahead, other.both - 2 - other.ahead)
+        return other.count + self._like_in_tail(turn - self.count, other)
+
+    def _like_in_tail(self, turn: int, other: Turns) -> int:
+        """As :meth:`like`, of turns after the last forward, counted from it."""
+        if turn < self._warm_tail:
+            return min(turn, _APART if other.both else other._warm_tail - 2)
+        return other._warm_tail + min(turn - self._warm_tail, _APART)
 
     def moved(self, turn: int, of: int, other: Turns, to: int) -> int:
         """The turn that turn ``to`` of another stage refers to, where its like, ``turn`` of this stage,

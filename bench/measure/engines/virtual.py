@@ -51,13 +51,7 @@ class VirtualEngine(Engine):
         Raises:
             Unsupported: the strategy cannot run these sizes.
         """
-        timed, short = can_time(cell), ShortSteps()
-        if (counts := counts_on_line(cell)) and timed and not cell.meters and not takes_plain_path():
-            try:
-                return measured_on_line(cell, counts, short)
-            except NotAlike as error:
-                _log.info("%s is put together whole: %s", cell.key, error)
-        return trace_classes(cell, events=timed, short=short).measurement()
+        return measured(cell)[0]
 
 
 def largest(by_rank: Sequence[Measurement]) -> Measurement:
@@ -112,12 +106,14 @@ class ClassTraces:
     Attributes:
         planned: the plan of the cell.
         fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`.
+        of_all: the measurements of classes in a step of all micro-batches, where the traces are of few.
     """
 
     cell: Cell
     planned: Plan
     traces: Sequence[Trace]
     fold: bool = True
+    of_all: Sequence[Measurement] | None = None
 
     @property
     def classes(self) -> Sequence[RankClass]:
@@ -128,6 +124,8 @@ class ClassTraces:
     @no_cyclic_collection()
     def by_class(self) -> list[Measurement]:
         """The measurement of each class, without times."""
+        if self.of_all is not None:
+            return [*self.of_all]
         capacity = usable_memory_bytes(self.cell, self.planned)
         return [trace.measurement(capacity, self.planned) for trace in self.traces]
 
@@ -151,10 +149,10 @@ class ClassTraces:
         else:
             add_simulated_time(measurement, self.cell, timeline)
 
-    def memory_measurement(self, by_class: Sequence[Measurement] | None = None) -> Measurement:
-        """The cell's measurement without times; from those of its classes, if they are given."""
+    def memory_measurement(self) -> Measurement:
+        """The cell's measurement without times."""
         load = {"imbalance": imbalance(self.cell), **expert_load(self.cell)}
-        return merged(self.cell, self.by_class if by_class is None else by_class).model_copy(update=load)
+        return merged(self.cell, self.by_class).model_copy(update=load)
 
     @property
     def timed(self) -> bool:
@@ -213,14 +211,42 @@ def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None 
     return ClassTraces(cell, planned, traces, fold=not plain)
 
 
+def measured(
+    cell: Cell, short: ShortSteps | None = None, *, also_too_large: bool = False
+) -> tuple[Measurement, ClassTraces]:
+    """The measurement of a cell, with times where its cluster has rates and it fits, and the traces that it
+    comes from: of few micro-batches where it has very many, and these say what more of them take.
+
+    Args:
+        short: see :func:`stage_traces`.
+        also_too_large: time what does not fit, too.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+    """
+    timed, short = can_time(cell), ShortSteps() if short is None else short
+    if (counts := counts_on_line(cell)) and timed and not cell.meters and not takes_plain_path():
+        try:
+            return measured_on_line(cell, counts, short, also_too_large=also_too_large)
+        except NotAlike as error:
+            _log.info("%s is put together whole: %s", cell.key, error)
+    traces = trace_classes(cell, events=timed, short=short)
+    measurement = traces.memory_measurement()
+    if also_too_large or measurement.status == "ok":
+        traces.add_time(measurement)
+    return measurement, traces
+
+
 @no_cyclic_collection()
-def measured_on_line(cell: Cell, counts: Sequence[int], short: ShortSteps) -> Measurement:
+def measured_on_line(
+    cell: Cell, counts: Sequence[int], short: ShortSteps, *, also_too_large: bool = False
+) -> tuple[Measurement, ClassTraces]:
     """The measurement of a cell with very many micro-batches, from steps of a few; see
-    :mod:`measure.engines.step_line`.
+    :mod:`measure.engines.step_line`. With the traces of the longest of these.
 
     Args:
         counts: of micro-batches, three.
-        short: see :func:`stage_traces`.
+        short, also_too_large: as of :func:`measured`.
 
     Raises:
         NotAlike: they do not say it.
@@ -233,20 +259,21 @@ def measured_on_line(cell: Cell, counts: Sequence[int], short: ShortSteps) -> Me
         for n in counts
     ]
     by_class = []
-    for ranks, traces in zip(classes, zip(*(each.traces for each in few), strict=True), strict=True):
-        if (of_class := _class_on_line(few[-1], counts, traces)) is None:
+    for ranks, of_few in zip(classes, zip(*(each.traces for each in few), strict=True), strict=True):
+        if (of_class := _class_on_line(few[-1], counts, of_few)) is None:
             whole = stage_traces(cell, [ranks], events=True, short=short)
             of_class = ClassTraces(cell, planned, whole).by_class[0]
         by_class.append(of_class)
-    measurement = few[-1].memory_measurement(by_class)
-    if measurement.status == "ok":
+    traces = replace(few[-1], of_all=by_class)
+    measurement = traces.memory_measurement()
+    if also_too_large or measurement.status == "ok":
         try:
             steps = [StepNumbers.of(each.simulator()()) for each in few]
         except RatesUnknown as error:
             measurement.reason = measurement.reason or f"no time: {error}"
         else:
             add_simulated_time(measurement, cell, on_line(counts, steps, micro_batches))
-    return measurement
+    return measurement, traces
 
 
 def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trace]) -> Measurement | None:

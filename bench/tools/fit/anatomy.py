@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.pipeline_stages import trace_of_class
+from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, trace_of_class
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.run_cell import run_cell
@@ -263,11 +263,12 @@ def examine(cell: Cell) -> Measurement:
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    traces = virtual.trace_classes(cell, events=can_time(cell))
-    measurement = traces.memory_measurement()
-    traces.add_time(measurement)
+    short = ShortSteps()
+    measurement, traces = virtual.measured(cell, short, also_too_large=True)
     at, least = fullest(traces)
     ranks, log = traces.classes[at], traces.traces[at].memory
+    if traces.of_all is not None:  # the log has fewer micro-batches
+        log = stage_traces(cell, [ranks], events=False, short=short)[0].memory
     stage = ranks.stage.index if ranks.stage.count > 1 else None
     taken_apart = anatomy(log, allocator_of(cell), least, ranks.ranks, stage)
     measurement.meters = {**measurement.meters, ANATOMY: plain(taken_apart)}

@@ -51,7 +51,7 @@ def test_a_step_is_that_of_all_micro_batches(cell: Cell) -> None:
     """Every field: bytes exactly, seconds up to rounding."""
     counts = counts_on_line(cell)
     assert counts is not None
-    line = virtual.measured_on_line(cell, counts, {}).model_dump()
+    line = virtual.measured_on_line(cell, counts, {})[0].model_dump()
     whole = virtual.trace_classes(cell, events=True).measurement().model_dump()
     assert whole["step_time_s"] > 0
     assert line == approximately(whole)

@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import CachingAllocator, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.fit import anatomy as module
-from spbench.bench.tools.fit.anatomy import ANATOMY, Part, anatomy, attempt, least_usable, plain
+from spbench.bench.tools.fit.anatomy import ANATOMY, Part, anatomy, attempt, examine, least_usable, plain
 from spbench.bench.tools.fit.fit_verdict import Verdict, ranks_text
 from spbench.bench.tools.fit.snapshot import snapshot
 from spbench.bench.units import card_gib
 from tests.measure.engines.cells import write_cluster
+from tests.measure.engines.test_step_line import SMALL as MANY
+from tests.measure.engines.test_step_line import approximately
 from tests.slow import slow
 
 MIB, GIB = 2**20, 2**30
@@ -151,6 +154,15 @@ def test_a_guess_beyond_the_card_is_not_traced_whole(
     assert found.status == "oom"
     assert found.peak_memory_bytes == trace(cell, effort="whole").memory.peak().nbytes
     assert found.reason == f"needs about {found.peak_memory_bytes / GIB:.0f} GiB"
+
+
+def test_very_many_micro_batches_are_examined_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_few = examine(MANY).model_dump()
+    monkeypatch.setattr(virtual, "counts_on_line", lambda cell: None)
+    by_all = examine(MANY).model_dump()
+    assert by_few == approximately(by_all)
+    assert by_few["meters"][ANATOMY] == by_all["meters"][ANATOMY]
+    assert by_few["meters"][ANATOMY]["moment"]["micro_batches"] == MANY.training.micro_batches
 
 
 def test_of_answers_that_are_not_monotone_the_card_decides(monkeypatch: pytest.MonkeyPatch) -> None:
