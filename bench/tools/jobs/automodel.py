@@ -77,6 +77,7 @@ def _step(k: Account) -> TransformersStep:
         predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
         micro_batch=said(k, "step_scheduler.local_batch_size"),
         batch=said(k, "step_scheduler.global_batch_size"),
+        deferred=said(k, "distributed.defer_fsdp_grad_sync"),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, given_of(k, dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),

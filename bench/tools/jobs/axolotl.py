@@ -31,6 +31,7 @@ _OLDER_ATTENTION = {
     "xformers": "xformers",
     "sage": "sage",
 }
+_EACH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _AGAIN = (
     *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
     "fsdp_config.fsdp_activation_checkpointing",
@@ -66,6 +67,7 @@ def _step(k: Account) -> TransformersStep:
         dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
         accumulation=_accumulation(k),
+        deferred=Said(not k.value(_EACH), given_of(k, _EACH)),
         precision=_precision(k),
         recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),

@@ -164,6 +164,20 @@ def test_attention_by_the_switch_of_an_older_file(key: str, attention: str) -> N
     assert next(each for each in made.arguments if each.name == key).outcome == "mapped"
 
 
+def test_gradients_that_wait_for_the_last_micro_batch() -> None:
+    def says(made: Job) -> bool:
+        return any("holds all gradients" in warning for warning in made.warnings)
+
+    dense = TEXTS["automodel"].replace("  pp_size: 2\n", "")
+    assert says(job("automodel", text=dense.replace("global_batch_size: 64", "global_batch_size: 128")))
+    assert not says(job("automodel", text=dense))
+    assert not says(job("automodel"))  # a pipeline's stages sum once, here too
+    several = TEXTS["axolotl"] + "gradient_accumulation_steps: 4\n"
+    assert says(job("axolotl", text=several))
+    each = "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+    assert not says(job("axolotl", text=several + each))
+
+
 def test_a_loss_without_logits_is_no_loss_of_logits() -> None:
     loss = "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"
     fused = job("automodel", "dataset:", f"loss_fn: {{_target_: {loss}}}\ndataset:")
