@@ -38,7 +38,7 @@ def arguments(script: str, **environment: str) -> list[str]:
         ("N=$((2 * 4))\nM=$(($N/2))\npython pretrain_gpt.py --a $N --b $M", "--a 8 --b 4"),
         ("N=4\npython pretrain_gpt.py --a $(expr 32 / $N / 2) --b $(expr $N \\* 3)", "--a 4 --b 12"),
         ("python pretrain_gpt.py --a 1 \\\n", "--a 1"),
-        ("S=8B\ncase \"${S}\" in\n\"1B\") A=1;;\n\"8B\"|9B)\n A=2\n;;\nesac\n./pretrain_gpt.py --a $A", "--a 2"),
+        ("S=8B\ncase \"${S}\" in\n\"1B\") A=1;;\n8B|9B) A=2\n;;\nesac\n./pretrain_gpt.py --a $A", "--a 2"),
         ("S=2B\ncase $S in 1B) A=1;; *) A=3;; esac\n./pretrain_gpt.py --a $A", "--a 3"),
         ("python pretrain_gpt.py --a '$A' 'b c'", ["--a", "$A", "b c"]),
         ("RUN=\"pretrain_gpt.py --a 1\"\nsrun -N 2 sh -c \"python $RUN --b 2\"", "--a 1 --b 2"),
