@@ -38,6 +38,11 @@ def test_its_file_may_be_started_by_torchrun() -> None:
     assert (settings["dp"], settings["batch"], settings["micro_batches"]) == (8, 32, 4)
 
 
+def test_its_file_by_accelerate_is_a_job_of_accelerate() -> None:
+    with pytest.raises(UserError, match="--config_file: give this configuration of accelerate beside"):
+        job(f"accelerate launch --config_file fsdp.json swift/cli/sft.py {TUNED}", 8).cell()
+
+
 def test_a_script_that_tunes_by_preferences_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="a script of ms-swift that does not tune by next tokens"):
         job(f"NPROC_PER_NODE=2 \\\nswift rlhf --rlhf_type dpo {TUNED}")
