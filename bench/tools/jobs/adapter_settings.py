@@ -17,13 +17,15 @@ _WITHOUT = {
 }
 
 
-def set_adapters(k: Account, lora: Said, fields: Mapping[str, Any]) -> None:
+def set_adapters(k: Account, lora: Said, fields: Mapping[str, Any], *, separate: bool = True) -> None:
     """Set the adapters of a job: a rank for all linear layers of attention and MLPs, but for those whose
     adapters are not modelled, which are frozen alone.
 
     Args:
         lora: the rank; 0: there are no adapters.
         fields: of the model's config.json.
+        separate: queries, keys and values, and the inputs of an MLP, are layers of their own, with adapters
+            each.
     """
     if not lora.value:
         k.ignore("all weights are trained", *lora.names)
@@ -37,7 +39,7 @@ def set_adapters(k: Account, lora: Said, fields: Mapping[str, Any]) -> None:
     targets = [name for name in PROJECTIONS if all(name in left for left in lacking.values())]
     if len(targets) < len(PROJECTIONS):
         k.set("model_options.lora_targets", targets, note=f"{' and '.join(lacking)} have no adapters here")
-    if {*QKV} & {*targets}:
+    if separate and {*QKV} & {*targets}:
         k.set("model_options.separate_projections", True, note="each linear layer has adapters of its own")
     if lacking:
         because = "they are frozen here; 16 r (F + H) bytes of each matrix that is adapted are missing"

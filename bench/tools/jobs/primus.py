@@ -11,17 +11,22 @@ from typing import Any
 
 from spbench.bench.errors import suggestion
 from spbench.bench.tools.jobs.account import Account, key_account, scalar_of
+from spbench.bench.tools.jobs.adapter_settings import set_adapters
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, shown
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.primus_torchtitan import torchtitan_job
+from spbench.bench.tools.jobs.program_files import given_of
+from spbench.bench.tools.jobs.transformers_step import Said
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
+#: of its adapters
+_RANK = 32
 #: of an experiment's modules; the second tunes
 _TRAINERS = ("pre_trainer", "post_trainer")
 #: sizes of a model, by which its file is known
@@ -81,8 +86,10 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     a = megatron_account(given, dict(files.environment))
     if not problems:
         make_settings(a, files.gpus, files.cluster)
+    _beside(own, known)
     a.problems[:0] = [*problems, *own.problems]
-    _beside(own)
+    a.settings += own.settings
+    a.remarks += own.remarks
     arguments = [*outcomes(values, a, own), *variables(a)]
     return replace(a, table=table).job("primus", files, arguments, files.machine_problems(None))
 
@@ -132,13 +139,13 @@ def _models() -> Mapping[str, Any]:
     return read_yaml(Path(__file__).with_name("primus_models.yaml"))
 
 
-def _beside(own: Account) -> None:
+def _beside(own: Account, known: Mapping[str, Any]) -> None:
     """Say what becomes of Primus's own switches."""
     if own.value("use_turbo_deepep"):
         own.took("--moe-token-dispatcher-type flex: DeepEP", "use_turbo_deepep")
-    if (own.value("lora") or {}).get("enabled"):
-        because = "all weights are trained here: 14 bytes a weight and a third of the matmuls are too much"
-        own.stand_in(
-            "adapters beside weights that are not trained (LoRA)", "time and memory", because, "lora"
-        )
-    own.ignore("it is off", "use_turbo_deepep", "lora")
+    lora = own.value("lora")
+    rank = lora.get("dim", _RANK) if isinstance(lora, dict) and lora.get("enabled") else 0
+    latent = known.get("kv_lora_rank") if known.get("multi_latent_attention") else None
+    fields = {"num_experts": known.get("num_experts"), "kv_lora_rank": latent}
+    set_adapters(own, Said(rank, given_of(own, "lora")), fields, separate=False)
+    own.ignore("it is off", "use_turbo_deepep")

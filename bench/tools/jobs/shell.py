@@ -19,10 +19,11 @@ from spbench.bench.tools.jobs.shell_syntax import (
     NotKnown,
     ShellError,
     below,
+    computed,
     holds,
     mark,
-    mark_for,
     number,
+    printed,
     source_of,
     syntax_tree,
     unescaped,
@@ -140,6 +141,9 @@ class Shell:
             case "if_statement":
                 self._if(node)
                 return None
+            case "case_statement":
+                self._case(*children)
+                return None
             case "subshell":
                 before = dict(self.variables)
                 status = self._run_all(children)
@@ -165,6 +169,21 @@ class Shell:
             if status and certain:
                 return
             certain = certain and status is False
+
+    def _case(self, value: Node, *items: Node) -> None:
+        """Read the item of a `case` that is taken, or all that may be where that is not known."""
+        word = self._joined(value)
+        known = not unknown_in(word)
+        for item in items:
+            patterns = item.children_by_field_name("value")
+            texts = [self._joined(each) for each in patterns]
+            body = [each for each in item.named_children if each not in patterns]
+            if known and ("*" in texts or word in texts):
+                self._run_all(body)
+                return
+            if not known or any(re.search(r"[*?[]", text) or unknown_in(text) for text in texts):
+                known = False
+                self._run_all(body, branch=True)
 
     def _redirected(self, node: Node) -> bool | None:
         """A statement with redirections: in its file the grammar has words after it too."""
@@ -270,11 +289,11 @@ class Shell:
             case "raw_string":
                 return [text[1:-1]]
             case "command_substitution":
-                return [self._printed(node, text.removeprefix("$(").strip("`)").strip())]
+                return [printed(node, text.removeprefix("$(").strip("`)").strip(), self.expand)]
             case "ansi_c_string" | "translated_string" | "process_substitution":
                 return [mark(text)]
             case "arithmetic_expansion":
-                return [self._arithmetic(node)]
+                return [computed(node, self._joined)]
             case "variable_name":
                 return self._parameter(node, text)
             case "simple_expansion":
@@ -323,27 +342,3 @@ class Shell:
             problem = f"a word becomes longer than {_MOST_CHARACTERS} characters"
             raise ShellError(self._line(node), problem)
         return text
-
-    def _printed(self, node: Node, inner: str) -> str:
-        """What the command of ``$(INNER)`` prints: what `expr` computes; a mark for any other."""
-        commands = node.named_children
-        if len(commands) != 1 or commands[0].type != "command":
-            return mark(f"$({inner})")
-        name, *words = (text for each in commands[0].named_children for text in self.expand(each))
-        if name != "expr":
-            return mark(f"$({inner})")
-        if unknown := [what for word in words for what in unknown_in(word)]:
-            return mark_for(f"$({inner})", unknown[0])
-        if not all(re.fullmatch(r"-?[0-9]+|[-+*/%()]", word) for word in words):
-            return mark(f"$({inner})")
-        echo = syntax_tree(f"echo $(({' '.join(words)}))").named_children[0]
-        return self._arithmetic(echo.named_children[1])
-
-    def _arithmetic(self, node: Node) -> str:
-        inner = source_of(node).removeprefix("$((").removesuffix("))").strip()
-        try:
-            return str(number(node.named_children[0], self._joined))
-        except NotKnown as unknown:
-            return mark_for(f"$(({inner}))", str(unknown))
-        except (ValueError, ArithmeticError, IndexError):
-            return mark(f"$(({inner}))")

@@ -191,3 +191,28 @@ def _known(text: str) -> str:
     if unknown := unknown_in(text):
         raise NotKnown(unknown[0])
     return text
+
+
+def computed(node: Node, word: Word) -> str:
+    """What ``$((...))`` is; a mark where that is not known."""
+    inner = source_of(node).removeprefix("$((").removesuffix("))").strip()
+    try:
+        return str(number(node.named_children[0], word))
+    except NotKnown as unknown:
+        return mark_for(f"$(({inner}))", str(unknown))
+    except (ValueError, ArithmeticError, IndexError):
+        return mark(f"$(({inner}))")
+
+
+def printed(node: Node, inner: str, expand: Callable[[Node], list[str]]) -> str:
+    """What the command of ``$(INNER)`` prints: what `expr` computes; a mark for any other."""
+    commands = node.named_children
+    if len(commands) != 1 or commands[0].type != "command":
+        return mark(f"$({inner})")
+    name, *words = [text for each in commands[0].named_children for text in expand(each)] or [""]
+    if name == "expr" and (unknown := [what for each in words for what in unknown_in(each)]):
+        return mark_for(f"$({inner})", unknown[0])
+    if name != "expr" or not all(re.fullmatch(r"-?[0-9]+|[-+*/%()]", each) for each in words):
+        return mark(f"$({inner})")
+    echo = syntax_tree(f"echo $(({' '.join(words)}))").named_children[0]
+    return computed(echo.named_children[1], source_of)

@@ -27,7 +27,7 @@ def tuning_of(files: JobFiles, program: str) -> Launch | None:
     if script is None:
         return None
     launch = launched(script, re.compile(program), files.environment, _KINDS)
-    if launch is None and program == "swift":  # its file, by torchrun
+    if launch is None and program == "swift" and "accelerate launch" not in script.text:  # that has a reader
         launch = launched(script, re.compile(r"(.*/)?swift/cli/(sft|pt)\.py"), files.environment)
         return launch and replace(launch, arguments=["sft", *launch.arguments])
     return launch
@@ -35,7 +35,7 @@ def tuning_of(files: JobFiles, program: str) -> Launch | None:
 
 def gpus_of(launch: Launch) -> int | None:
     """GPUs that it starts processes for; None where the variables are no numbers."""
-    if launch.gpus is not None:
+    if launch.program.endswith(".py"):
         return launch.gpus
     environment = launch.environment
     each, nodes = (environment.get(name, "1") for name in PROCESSES)

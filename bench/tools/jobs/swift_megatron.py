@@ -9,6 +9,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.adapter_settings import set_adapters
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
@@ -17,6 +18,7 @@ from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
+from spbench.bench.tools.jobs.transformers_step import Said
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
 
@@ -73,7 +75,8 @@ def read(files: JobFiles) -> Job | None:
     table, problems = argument_table("swift_megatron"), list[str]()
     values = dict(options_of(launch.arguments[1:], table, problems))
     own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
-    known = {**table.content["defaults"], **_sizes(own, problems), **values}
+    fields = _fields(own, problems)
+    known = {**table.content["defaults"], **_sizes(fields, problems), **values}
     known |= {"seq_length": own.value("max_length"), "max_position_embeddings": own.value("max_length")}
     if known.get("recompute_granularity") == "none":
         known["recompute_granularity"] = None
@@ -82,30 +85,34 @@ def read(files: JobFiles) -> Job | None:
     gpus = files.gpus or gpus_of(launch)
     if not problems and not own.problems:
         make_settings(a, gpus, files.cluster)
-    a.problems[:0] = [*problems, *own.problems]
     a.ignore("how many processes there are", *PROCESSES)
     own.took("the model's sizes", "model")
     own.took("seq_len", "max_length")
-    tuned = given_of(own, "tuner_type")
-    if own.value("tuner_type") == "lora":
-        because = "all weights are trained here: 14 bytes a weight and a third of the matmuls are too much"
-        own.stand_in(
-            "adapters beside weights that are not trained (LoRA)", "time and memory", because, *tuned
-        )
-    own.ignore("all weights are trained", *tuned)
+    rank = own.value("lora_rank") if own.value("tuner_type") == "lora" else 0
+    set_adapters(own, Said(rank, given_of(own, "tuner_type", "lora_rank")), fields, separate=False)
+    a.problems[:0] = [*problems, *own.problems]
+    a.settings += own.settings
+    a.remarks += own.remarks
     arguments = [*outcomes(values, a, own), *variables(a)]
     return replace(a, table=table).job("swift_megatron", files, arguments, files.machine_problems(gpus))
 
 
-def _sizes(own: Account, problems: list[str]) -> dict[str, Any]:
-    """The arguments that a model's config.json stands for."""
+def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:
+    """The fields of the model's config.json; none, and a problem, where it is not known."""
     try:
         named = named_model(str(own.value("model")))
     except UserError as error:
         problems.append(f"model: {error}")
         return {}
     named.account(own, *given_of(own, "model"))
-    fields, family = named.fields, named.fields["model_type"]
+    return named.fields
+
+
+def _sizes(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The arguments that a model's config.json stands for."""
+    family = fields.get("model_type")
+    if family is None:
+        return {}
     if family not in _FAMILIES:
         problems.append(f"model: model_type {family} is none of {', '.join(_FAMILIES)}")
         return {}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 #: words of a name that say how weights were trained, cut or stored, which changes no size
 _OF_WEIGHTS = re.compile(
-    r"meta|base|instruct|it|chat|math|thinking|safeguard|merged?|source|hf|sparse|2of4|dequantized|bnb|"
+    r"meta|base|instruct|it|chat|math|thinking|safeguard|merged?|source|hf|sparse|2of4|dequantized|linearized|bnb|"
     r"(?:int|nf|nvfp|mxfp|fp)[48]|(?:bf|fp)16|awq|gptq|aqlm|[2348]bit|[1-8]x[0-9]+|0324|0528|1106|2507"
 )
 

@@ -84,7 +84,7 @@ def test_zero_is_false_for_a_switch() -> None:
     assert not re.search("auto_continue_train", " ".join(job.warnings))
 
 
-def test_a_tuning_has_its_own_defaults_and_adapters_are_named() -> None:
+def test_a_tuning_has_its_own_defaults_and_adapters() -> None:
     without = ("      micro_batch_size: 2\n      global_batch_size: 32\n", "")
     kind, files = JOBS["Primus"]
     text = (INPUTS / files[0]).read_text().replace(*without).replace("pre_trainer:", "post_trainer:", 1)
@@ -94,8 +94,9 @@ def test_a_tuning_has_its_own_defaults_and_adapters_are_named() -> None:
     ]
     jobs = [read_job(kind, [file], gpus=8, cluster="dgx-h100") for file in read]
     assert made(jobs[1])["batch"] == 128
+    assert made(jobs[0])["lora_rank"] == 8
     outcomes = [{each.name: each.outcome for each in job.arguments}["lora"] for job in jobs]
-    assert outcomes == ["approximated", "no effect"]
+    assert outcomes == ["mapped", "no effect"]
 
 
 _TITAN = """modules:

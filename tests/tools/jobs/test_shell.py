@@ -38,6 +38,8 @@ def arguments(script: str, **environment: str) -> list[str]:
         ("N=$((2 * 4))\nM=$(($N/2))\npython pretrain_gpt.py --a $N --b $M", "--a 8 --b 4"),
         ("N=4\npython pretrain_gpt.py --a $(expr 32 / $N / 2) --b $(expr $N \\* 3)", "--a 4 --b 12"),
         ("python pretrain_gpt.py --a 1 \\\n", "--a 1"),
+        ("S=8B\ncase \"${S}\" in\n\"1B\") A=1;;\n8B|9B) A=2\n;;\nesac\n./pretrain_gpt.py --a $A", "--a 2"),
+        ("S=2B\ncase $S in 1B) A=1;; *) A=3;; esac\n./pretrain_gpt.py --a $A", "--a 3"),
         ("python pretrain_gpt.py --a '$A' 'b c'", ["--a", "$A", "b c"]),
         ("RUN=\"pretrain_gpt.py --a 1\"\nsrun -N 2 sh -c \"python $RUN --b 2\"", "--a 1 --b 2"),
         ("python pretrain_gpt.py --a 1 2>&1 | tee log", "--a 1"),
@@ -98,6 +100,12 @@ def test_an_array_under_a_condition_tells_which_words_it_may_be() -> None:
     *_, last = launch("B=(1)\n[ -d x ] && B+=(--c ${D} '2 3')\npython pretrain_gpt.py ${B[@]}").arguments
     assert unknown_in(last) == ["$B, which line 2 sets under a condition"]
     assert words_in(last) == ["--c", "$D", "2 3"]
+
+
+def test_a_case_whose_word_is_not_known_leaves_its_variables_open() -> None:
+    for head in ("case $S in 1B) A=1;; esac", "S=1Bx\ncase $S in 1B*) A=1;; esac"):
+        (word,) = [w for w in launch(f"{head}\n./pretrain_gpt.py $A").arguments if unknown_in(w)]
+        assert unknown_in(word)[0].startswith("$A, which line")
 
 
 def test_one_of_several_commands_is_chosen_by_its_line() -> None:

@@ -38,6 +38,11 @@ def test_its_file_may_be_started_by_torchrun() -> None:
     assert (settings["dp"], settings["batch"], settings["micro_batches"]) == (8, 32, 4)
 
 
+def test_its_file_by_accelerate_is_a_job_of_accelerate() -> None:
+    with pytest.raises(UserError, match="--config_file: give this configuration of accelerate beside"):
+        job(f"accelerate launch --config_file fsdp.json swift/cli/sft.py {TUNED}", 8).cell()
+
+
 def test_a_script_that_tunes_by_preferences_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="a script of ms-swift that does not tune by next tokens"):
         job(f"NPROC_PER_NODE=2 \\\nswift rlhf --rlhf_type dpo {TUNED}")
@@ -58,3 +63,19 @@ def test_models_of_megatron_core_have_their_sizes(model: str, expected: dict[str
         "--global_batch_size 16 --recompute_granularity none --loss_scale hermes"
     )
     assert options | expected == options
+
+
+def test_adapters_by_megatron_core_are_of_fused_projections() -> None:
+    script = (
+        "NPROC_PER_NODE=8 megatron sft --model MODEL --max_length 4096 --micro_batch_size 1 "
+        "--global_batch_size 16 --tuner_type lora --lora_rank 16"
+    )
+    dense = made(script.replace("MODEL", "Qwen/Qwen3-8B"))
+    assert dense["lora_rank"] == 16
+    assert not dense.get("separate_projections")
+    (argument,) = [
+        each
+        for each in job(script.replace("MODEL", "Qwen/Qwen3-30B-A3B")).arguments
+        if each.name == "lora_rank"
+    ]
+    assert (argument.outcome, argument.missing) == ("approximated", "adapters (LoRA) of experts")
