@@ -8,13 +8,16 @@ from typing import Any
 
 from spbench.bench.tools.advise.advice import Advice, causes_in_words
 from spbench.bench.tools.advise.ranking import NAMED, Seen
-from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.flags import OWN_WAYS, FlagChanges, differences, flag_changes
 from spbench.bench.units import GIB
 
 #: kinds of jobs whose arguments are another program's
 _FLAGS_OF = {"bridge": "megatron"}
 #: characters of what a program lacks that a line repeats
 _LONGEST = 160
+#: settings that a line repeats
+_MOST = 6
 
 
 def own_in_words(answer: Advice) -> Iterator[str]:
@@ -42,39 +45,50 @@ def _beside_the_best(answer: Advice, own: Seen) -> str:
     tie = f"; a tie (up to {answer.tie_limit - 1:.0%})" if answer.is_tie(own) else ""
     ratio = own.step_s / fastest.step_s - 1
     causes = causes_in_words(own, fastest)
-    return f"takes {ratio:.0%} more time than {fastest}, the fastest{tie}{f': {causes}' if causes else ''}"
+    than = "the same with other settings" if str(own) == str(fastest) else str(fastest)
+    return f"takes {ratio:.0%} more time than {than}, the fastest{tie}{f': {causes}' if causes else ''}"
 
 
 def _changes_in_words(answer: Advice) -> Iterator[str]:
-    """The arguments that lead to the fastest layout that has any; before it what the fastest of all lacks."""
-    own, asked = answer.result.own, answer.question.own
-    lacking = ""
+    """What leads to the fastest layout that the job's program has arguments for, and before it what the
+    fastest of all lacks there; settings of a scenario where no arguments of the program are known."""
+    own, lacking = answer.result.own, ""
     for at, (seen, changes) in enumerate(_changes(answer)):
+        gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""
+        if changes is None:
+            yield f"to {seen}{gain}: {_settings_changed(answer, seen)}"
+            return
         program = changes.program.split()[0]
         if words := str(changes):
-            gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""
             yield "; ".join(filter(None, [lacking, f"to {seen}{gain} by {program}: {words}"]))
             return
         if at == 0:
             reason = changes.missing[0] if changes.missing else "arguments that differ"
             lacking = f"{seen}: {program} has no {reason[:_LONGEST]}"
-    if lacking and asked and not answer.question.program:
-        kind = _FLAGS_OF.get(asked.job, asked.job)
-        yield f"{lacking}; the fastest of what it has: --for {kind}"
+    if lacking and answer.question.own and not answer.question.program:
+        kind = answer.question.own.job
+        yield f"{lacking}; the fastest of what it has: --for {_FLAGS_OF.get(kind, kind)}"
 
 
-def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges]]:
+def _settings_changed(answer: Advice, seen: Seen) -> str:
+    """The settings that make the job's own layout another one."""
+    assert answer.result.own is not None
+    differing = [each for each in differences(answer.result.own.cell, seen.cell) if each[0] not in OWN_WAYS]
+    words = [f"{path.partition('.')[2] or path} {shown(a)} to {shown(b)}" for path, a, b in differing]
+    more = f" and {len(words) - _MOST} more" if len(words) > _MOST else ""
+    return ", ".join(words[:_MOST]) + more
+
+
+def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     """The fastest layouts that take less time than the job's own, or that fit where that does not, with the
-    arguments that make the job one of them."""
+    arguments that make the job one of them; None: such of its program are not known."""
     own, asked = answer.result.own, answer.question.own
-    if own is None or asked is None or not asked.job:
+    if own is None or asked is None:
         return
     for seen in answer.result.best[:NAMED]:
         if own.fits and seen.step_s >= own.step_s:
             return
-        changes = flag_changes(asked.cell, seen.cell, asked.job)
-        if changes is not None:
-            yield seen, changes
+        yield seen, flag_changes(asked.cell, seen.cell, asked.job)
 
 
 def own_content(answer: Advice) -> dict[str, Any] | None:
@@ -93,5 +107,6 @@ def own_content(answer: Advice) -> dict[str, Any] | None:
         "changes": [
             {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}
             for seen, changes in _changes(answer)
+            if changes is not None
         ],
     }

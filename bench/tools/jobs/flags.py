@@ -36,7 +36,7 @@ from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
 #: how the same layers, messages and states are made, which is a program's own affair where it has no argument
 #: for it: kernels, units that are gathered at once, workspaces
-_OWN_WAYS = {
+OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
     *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib", "padded_values")),
     # a router that learns decides itself
@@ -127,7 +127,7 @@ def program_flags(kind: str, cell: Cell) -> Flags:
         return dataclasses.replace(proposed, missing=(f"such job: {refusal}",))
     missing, beside = [], []
     for path, ours, theirs in differences(cell, job.cell()):
-        if path in _OWN_WAYS:
+        if path in OWN_WAYS:
             beside.append(f"{path}: {shown(theirs)} there, {shown(ours)} here")
         else:
             missing.append(f"{path} {shown(ours)} (it has {shown(theirs)})")

@@ -137,6 +137,17 @@ def test_how_far_it_is_behind_and_the_arguments_that_mend_it(tmp_path: Path) -> 
     ]
 
 
+def test_where_no_arguments_are_known_the_settings_are_named(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    assert about.own is not None
+    about = replace(about, own=replace(about.own, job="verl"))
+    own = seen(about, 3.0)
+    kept = seen(about, 2.0, model_options={**own.cell.model_options, "recompute": "none"})
+    first, second = own_in_words(answer(about, own, kept, own))
+    assert "takes 50% more time than the same with other settings, the fastest" in first
+    assert second == "to tensor_parallel tp2 (-33%): recompute full to none"
+
+
 def test_a_job_that_does_not_fit_says_so_and_is_no_tie(tmp_path: Path) -> None:
     about = asked_of(job(tmp_path))
     own = seen(about, 1.0, "oom")
