@@ -19,6 +19,7 @@ _PEFT, _FP8, _TE_FP8, _NORM = (
 )
 #: by the words of model.backend.te_fp8: ours for TransformerEngine's recipes
 _TE_RECIPES = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
+_BUILT = "model._target_"
 #: of a pipeline: within the section distributed, or a section of its own in older files
 _PIPELINES = ("distributed.pipeline.", "autopipeline.")
 _STRATEGIES = {"ddp": "ddp", "megatron_fsdp": "zero3", "mfsdp": "zero3", "megatron-fsdp": "zero3"}
@@ -48,6 +49,9 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account) -> TransformersStep:
+    if k.has(_BUILT) and "ForCausalLM" not in str(k.value(_BUILT)):
+        k.refuse("a model that is no causal language model, or is built from values of the file", _BUILT)
+    k.ignore("a causal language model", _BUILT)
     value, dtype = k.chosen("model.torch_dtype", "model.dtype")
     half = str(value) in _HALF or value in (None, "auto")
     optimizer, target = str(k.value("optimizer._target_")), given_of(k, "optimizer._target_")
@@ -73,6 +77,7 @@ def _step(k: Account) -> TransformersStep:
         predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
         micro_batch=said(k, "step_scheduler.local_batch_size"),
         batch=said(k, "step_scheduler.global_batch_size"),
+        deferred=said(k, "distributed.defer_fsdp_grad_sync"),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, given_of(k, dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),

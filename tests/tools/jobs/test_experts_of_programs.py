@@ -99,6 +99,7 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[
         ("automodel", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B", "ep_size = 4: the model has no experts"),
         ("automodel", "ep_size: 4", "ep_size: 3", "8 GPUs are no multiple of 6"),
         ("automodel", "pp_size: 2", "tp_size: 2", "tensor parallelism whose ranks have the same"),
+        ("automodel", "model:", "model:\n  _target_: ours.gpt2", "a model that is no causal language model"),
         ("automodel", "interleaved1f1b", "zbv", "another schedule of a pipeline than 1f1b, gpipe"),
         ("automodel", "interleaved1f1b", "1f1b", "48 layers in 10 stages are no pipeline of 2 ranks"),
         ("automodel", "pp_microbatch_size: 2", "pp_microbatch_size: 3", "8 is no multiple of a pipeline"),
@@ -147,6 +148,34 @@ def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
     assert (own["model_options.fp8"], own["model_options.library"]) == ("blockwise", "transformer-engine")
     dense = TEXTS["axolotl"].replace("30B-A3B", "8B").replace("expert_parallel_size: 2", "fp8: true")
     assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
+
+
+@pytest.mark.parametrize(
+    ("key", "attention"),
+    [
+        ("flash_attention", "flash_attention_2"),
+        ("eager_attention", "unfused"),
+        ("sdp_attention", "flash_attention_2"),
+    ],
+)
+def test_attention_by_the_switch_of_an_older_file(key: str, attention: str) -> None:
+    made = job("axolotl", "fused_attn_kernel", key)
+    assert settings(made)["model_options.attention"] == attention
+    assert next(each for each in made.arguments if each.name == key).outcome == "mapped"
+
+
+def test_gradients_that_wait_for_the_last_micro_batch() -> None:
+    def says(made: Job) -> bool:
+        return any("holds all gradients" in warning for warning in made.warnings)
+
+    dense = TEXTS["automodel"].replace("  pp_size: 2\n", "")
+    assert says(job("automodel", text=dense.replace("global_batch_size: 64", "global_batch_size: 128")))
+    assert not says(job("automodel", text=dense))
+    assert not says(job("automodel"))  # a pipeline's stages sum once, here too
+    several = TEXTS["axolotl"] + "gradient_accumulation_steps: 4\n"
+    assert says(job("axolotl", text=several))
+    each = "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+    assert not says(job("axolotl", text=several + each))
 
 
 def test_a_loss_without_logits_is_no_loss_of_logits() -> None:
