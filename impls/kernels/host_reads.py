@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 #: names of the operators that are such loops
-READ_BY_HOST = ("samples_begun",)
+READ_BY_HOST = ("samples_begun", "read_by_host")
 
 
 @torch.library.custom_op("spbench::samples_begun", mutates_args=())
@@ -26,3 +26,23 @@ def samples_begun(positions: Tensor) -> Tensor:
 @samples_begun.register_fake
 def _(positions: Tensor) -> Tensor:
     return positions.new_empty(())
+
+
+@torch.library.custom_op("spbench::read_by_host", mutates_args=())
+def read_by_host(x: Tensor) -> Tensor:
+    """The value of a tensor of one element in int64, which the host reads, as a branch of Python does; again
+    as a tensor."""
+    return torch.full_like(x, int(x.item()))
+
+
+@read_by_host.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def read_packing(length: int, device: torch.device) -> None:
+    """Whether the positions of a sequence are those of one sample, as Hugging Face's flash attention asks in
+    each call with one sequence (_is_packed_sequence of transformers 4.56,
+    modeling_flash_attention_utils.py)."""
+    positions = torch.arange(length, device=device)
+    read_by_host((torch.arange(length, device=device) + positions.min() - positions).abs().sum())

@@ -122,6 +122,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         positions_read: the host reads the position of each token, one after another, between forward and
             backward, as a training loop in Python that looks for where packed samples begin; see
             :func:`samples_begun`.
+        packing_read: the host reads in each call of attention whether the sequence is packed, as Hugging
+            Face's flash attention does where a micro-batch has one sequence; see :func:`read_packing`.
         documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
     """
 
@@ -160,6 +162,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     vocabulary_tile: int = 0
     logits_held: bool = False
     positions_read: bool = False
+    packing_read: bool = False
     documents: Documents = ()
     documents_seed: int = 0
 

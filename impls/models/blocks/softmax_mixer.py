@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
+from spbench.impls.kernels.host_reads import read_packing
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
@@ -212,6 +213,8 @@ class AttentionMixer(nn.Module):
     def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """The same, never recomputed."""
         attended = self.kind.attended(places.attended, places.seq_len)
+        if self.model.packing_read:
+            read_packing(places.seq_len, q.device)
         if not self.kind.needs_all_positions:
             # strategies that know of nothing but causal attention need not name further arguments
             if self.sinks is not None:

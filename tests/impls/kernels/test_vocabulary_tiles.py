@@ -53,8 +53,9 @@ def test_an_update_of_all_weights_heeds_no_overflow() -> None:
 
 def test_the_host_reads_positions_once_a_micro_batch_and_counts_samples() -> None:
     assert samples_begun(torch.tensor([0, 1, 2, 0, 1, 0, 0])) == 2  # padding begins none
-    model = model_preset("causal-transformer-tiny", {"positions_read": True})
+    model = model_preset("causal-transformer-tiny", {"positions_read": True, "packing_read": True})
     module = model.build(Strategy(), 16)
     with profile() as counted:
         module(model.inputs(2, 16, torch.Generator()))
-    assert [each.count for each in counted.key_averages() if each.key == "spbench::samples_begun"] == [1]
+    counts = {each.key: each.count for each in counted.key_averages()}
+    assert (counts["spbench::samples_begun"], counts["spbench::read_by_host"]) == (1, model.layers)

@@ -34,6 +34,7 @@ HARMLESS = {
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
     "checkpointed_angles": "of checkpoints, which are off",
+    "packing_read": "what the host reads beside attention",
     "positions_read": "what the host reads beside the loss",
     "logits_held": "how long a tensor lives that the plain loss has anyway",
     "node_ranks": "of a dispatcher that the oracle does not use",
