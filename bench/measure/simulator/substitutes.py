@@ -19,7 +19,7 @@ import numpy as np
 from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
-from spbench.bench.measure.simulator.costs import Costs
+from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.crossings import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
@@ -180,7 +180,7 @@ def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
     """Of the sends from each rank to its peer one between the largest parts of a node, for which the others
     of a ring wait; the first send where none leaves a part."""
     for each in reversed(crossings_of(costs.cluster)):
-        same_node = costs.node(ranks) == costs.node(peers)
+        same_node = node_of(ranks, costs.cluster) == node_of(peers, costs.cluster)
         leaves = np.flatnonzero(same_node & (ranks // each.devices != peers // each.devices))
         if len(leaves):
             return [int(ranks[leaves[0]]), int(peers[leaves[0]])]

@@ -17,8 +17,6 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.units import shown_time
 from spbench.plots.series import grouped
@@ -75,10 +73,7 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     step_time_s, rates, bound = (measured.get(name) for name in ("step_time_s", "rates", "bound"))
     if not (step_time_s and rates and bound):
         return dict(row)
-    cell = row["cell"]
-    low, high, words = (model or packaged_model()).band(
-        rates, bound, cell.get("strategy") or "", _accelerator(cell.get("cluster") or "")
-    )
+    low, high, words = (model or packaged_model()).band(rates, bound, row["cell"].get("strategy") or "")
     ends: dict[str, Any] = {
         "step_time_low_s": step_time_s * low,
         "step_time_high_s": step_time_s * high,
@@ -86,18 +81,9 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     }
     if lacking := _lacking(measured):
         ends["lacks"] = lacking["work"]
-        cluster = cell.get("cluster") or "this cluster"
+        cluster = row["cell"].get("cluster") or "this cluster"
         words = f"no rate of {lacking['work']} on {cluster}, priced by {lacking['by']}; {words}"
     return {**row, "measurement": {**measured, **ends, "band": words}}
-
-
-@cache
-def _accelerator(cluster: str) -> str:
-    """The accelerator of a cluster; "" where its file is not there, or wrong."""
-    try:
-        return load_cluster(cluster).device.name
-    except UserError:
-        return ""
 
 
 def shown_band(measured: Mapping[str, Any]) -> str:

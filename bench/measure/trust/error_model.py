@@ -3,9 +3,8 @@
 The error of a row is ``log(simulated / measured)``. Times are put into classes by what they rest on
 (``rates``), and within a class by what bounds the step (:mod:`measure.trust.intervals`). What nobody measured
 has a wider interval: a class without a row has the widest of all, a bound without one in its class that of
-the next worse class; a strategy without a row, or an accelerator without one in the class, adds what
-strategies and accelerators err differently. :mod:`measure.trust.coverage` counts how many times lie within
-the intervals of the rest.
+the next worse class, and a strategy without a row adds what strategies err differently.
+:mod:`measure.trust.coverage` counts how many times lie within the intervals of the rest.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ class ErrorModel:
     Attributes:
         intervals: by rates, and by bound; ANY: of all bounds, and of all rates.
         strategies: those of which a step was measured, alone or around each other.
-        machines: by rates, the accelerators of which a step was measured.
         of_strategies: half width of what strategies of a source err differently.
-        of_machines: half width of what accelerators of a class err differently.
         of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
             for their layout.
         of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
@@ -101,9 +98,7 @@ class ErrorModel:
 
     intervals: Mapping[str, Mapping[str, Interval]]
     strategies: Sequence[str]
-    machines: Mapping[str, Sequence[str]]
     of_strategies: float
-    of_machines: float
     of_ties: Mapping[str, float]
     of_orders: Mapping[str, Sequence[Pairs]]
 
@@ -123,9 +118,7 @@ class ErrorModel:
         return cls(
             intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
             strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
-            machines={name: sorted({o.machine for o in classes[name]}) for name in by_rates},
             of_strategies=half_width(_of_strategies(observations)),
-            of_machines=half_width(_of_machines(observations)),
             of_ties={name: half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
             of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
         )
@@ -144,20 +137,13 @@ class ErrorModel:
         sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
         return interval, f"{words}{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
 
-    def band(self, rates: str, bound: str, strategy: str, machine: str = "") -> tuple[float, float, str]:
+    def band(self, rates: str, bound: str, strategy: str) -> tuple[float, float, str]:
         """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
-        step was measured, and for an accelerator of which none was on such rates.
-
-        Args:
-            machine: the accelerator; "": not known, which counts as measured.
-        """
+        step was measured."""
         interval, words = self.interval(rates, bound)
-        more = 0.0
-        if not {*strategy.split("+")} <= {*self.strategies}:
-            more, words = self.of_strategies, f"{words}; none of this strategy"
-        if machine and machine not in self.machines.get(rates, (machine,)):
-            more, words = math.hypot(more, self.of_machines), f"{words}; none on this accelerator"
-        return *interval.factors(more), words
+        if {*strategy.split("+")} <= {*self.strategies}:
+            return *interval.factors(), words
+        return *interval.factors(self.of_strategies), f"{words}; none of this strategy"
 
     def tie(self, rates: str) -> float:
         """The ratio up to which the times of two layouts of the same run are a tie."""
@@ -200,20 +186,6 @@ def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
             for bound, some in errors.items()
         }
     )
-
-
-def _of_machines(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
-    """By class of rates with several accelerators, how far the mean error of each is from the mean of all;
-    an accelerator's sources count alike."""
-    by_rates = {}
-    for rates, some in grouped(observations, lambda o: o.rates).items():
-        means = [
-            fmean(fmean(o.log_error for o in of) for of in grouped(on_one, lambda o: o.source).values())
-            for on_one in grouped(some, lambda o: o.machine).values()
-        ]
-        if len(means) > 1:
-            by_rates[rates] = [mean - fmean(means) for mean in means]
-    return by_rates
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:

@@ -29,9 +29,7 @@ MODEL = ErrorModel(
         "datasheet": {ANY: Interval(-0.3, 0.4, 1, 1)},
     },
     strategies=["ulysses"],
-    machines={"sourced": ["NVIDIA H100 SXM5 80 GB"]},
     of_strategies=0.2,
-    of_machines=0.3,
     of_ties={ANY: 0.05},
     of_orders={},
 )
@@ -59,13 +57,6 @@ def test_a_simulated_time_has_an_interval_and_says_what_it_rests_on() -> None:
     assert measured["step_time_high_s"] == pytest.approx(2 * 1.105, rel=1e-3)
     assert measured["band"] == "sourced rates, matmul: 1 source, 1 row"
     assert measured["step_time_s"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("cluster", "text"), [("h100-sxm", "2.00 s ±11%"), ("b200-sxm", "2.00 s ±37%"), ("gone", "2.00 s ±11%")]
-)
-def test_an_accelerator_that_nobody_measured_widens_the_interval(cluster: str, text: str) -> None:
-    assert shown_band(with_band(row(cell={"cluster": cluster}), MODEL)["measurement"]) == text
 
 
 @pytest.mark.parametrize("without", [{"step_time_s": None}, {"bound": ""}, {"rates": ""}])
@@ -112,7 +103,7 @@ def test_a_row_names_the_rate_that_makes_its_class() -> None:
         ({"rates": "fitted"}, "2.00 s -50% +101%"),
         ({"rates": "fitted elsewhere"}, "2.00 s -50% +101%, fitted to others"),
         ({"rates": "substituted"} | LACKING, "2.00 s -50% +101%, no rate of forward attention by triton"),
-        ({"rates": "datasheet", "bound": ANY}, "2.00 s -18% +101%, uncalibrated"),
+        ({"rates": "datasheet", "bound": ANY}, "2.00 s -10% +101%, uncalibrated"),
         ({"rates": "", "bound": ""}, "2.00 s"),
         ({"step_time_s": None}, ""),
     ],

@@ -83,7 +83,7 @@ def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:
 
 def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_within() -> None:
     low, high, _ = ErrorModel.fit(drawn(1, mean=0.5)).band("sourced", "matmul", "a")
-    assert low < math.exp(-0.5) < 1.0 < high < 1.2  # simulated times are too long
+    assert low < math.exp(-0.5) < high == 1.0  # simulated times are too long
     low, high, _ = ErrorModel.fit(drawn(1, mean=-0.15)).band("sourced", "matmul", "a")
     assert 1 / low < high
     low, high, _ = ErrorModel.fit(drawn(1)).band("sourced", "matmul", "a")
@@ -122,19 +122,6 @@ def test_a_bound_without_a_step_has_that_of_the_next_worse_class() -> None:
     near = drawn(2, rates="extrapolated", bound="bubble", between=0.0, within=1e-3)
     wide = ErrorModel.fit([*drawn(1, between=0.5), *near])
     assert wide.interval("sourced", "bubble")[0].half_width >= wide.intervals["sourced"]["matmul"].half_width
-
-
-def test_an_accelerator_without_a_step_on_such_rates_has_a_wider_interval() -> None:
-    """Times of one accelerator are 20% shorter than those of the other."""
-    rows = [replace(o, machine="a") for o in drawn(1, within=0.01)]
-    rows += [replace(o, machine="b", log_error=o.log_error + 0.2) for o in rows]
-    model = ErrorModel.fit([*rows, *(replace(o, machine="c") for o in drawn(2, rates="fitted"))])
-    known, other = (model.band("sourced", "matmul", "a", machine) for machine in ("a", "c"))
-    assert other[0] < known[0]
-    assert other[1] > known[1]
-    assert other[2] == f"{known[2]}; none on this accelerator"
-    assert model.band("sourced", "matmul", "a") == known  # one that is not known
-    assert model.of_machines == pytest.approx(0.1, rel=0.01)
 
 
 def test_a_class_of_one_source_is_no_narrower_than_the_next_worse() -> None:
