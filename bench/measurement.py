@@ -126,6 +126,7 @@ class _ClassMemory(TypedDict, total=False):
     reserved_memory_bytes: Number | None
     allocated_bytes: Number | None
     host_memory_bytes: Number | None
+    returned_bytes: Number
     peak_held: dict[Text, Number]
     phase_ends: dict[Text, dict[Text, Number]]
 
@@ -167,7 +168,8 @@ class Measurement(Record):
             ``peak_held`` (without zeros), ``reserved_memory_bytes`` (the largest so far), ``allocated_bytes``
             (at the end of the step), ``phase_ends`` (of each phase of the step by name, where the last one of
             that name ends, the bytes ``allocated`` then, and ``reserved`` up to then); where a rank holds
-            any, ``host_memory_bytes`` (the most so far).
+            any, ``host_memory_bytes`` (the most so far); where the card is full, ``returned_bytes`` (that the
+            allocator returns to it within the step, to ask for others; no step time counts that).
         imbalance: where sequences are packed of documents or ranks have unlike work, the pairs of a query and
             a key of the rank that attends to most, over the mean of all ranks.
         expert_imbalance: of models with experts, the tokens of the rank whose experts get most, over the mean

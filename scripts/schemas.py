@@ -127,6 +127,7 @@ def advise() -> dict[str, Any]:
     answer = _object(
         question={"type": "object"},
         layouts=_several({"type": "object"}),
+        own=_or_null({"type": "object"}),
         why=_TEXT,
         counts={"type": "object"},
         refused={"type": "object"},

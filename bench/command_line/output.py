@@ -186,6 +186,7 @@ _COLUMNS = (
     Column("in", "peak_phase"),
     Column("reserved GiB", "reserved_memory_bytes", gib),
     Column("at the end GiB", "allocated_bytes", gib),
+    Column("returned GiB", "returned_bytes", gib),
     Column("on the host GiB", "host_memory_bytes", gib),
     Column("held at the peak (GiB)", "peak_held", of=_held),
 )

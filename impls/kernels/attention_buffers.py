@@ -15,6 +15,8 @@ from collections.abc import Sequence
 #: positions and features are rounded up to a multiple of these; FlashAttention-3 rounds some queries less
 _POSITIONS, _FEATURES = 128, 32
 _FLOAT32 = 4
+#: kernels whose backward allocates
+WITH_BUFFERS = ("flash_attention_2", "flash_attention_3")
 
 
 def _up(n: int, multiple: int) -> int:
@@ -23,9 +25,8 @@ def _up(n: int, multiple: int) -> int:
 
 def inside_backward(kernel: str, q: Sequence[int], k: Sequence[int], itemsize: int) -> list[int]:
     """Bytes of the tensors that exist together inside the backward of a kernel, for q [B, Z, M, A] and k
-    [B, G, L, A] of that many bytes an element; none for other kernels than ``flash_attention_2`` and
-    ``flash_attention_3``."""
-    if kernel not in ("flash_attention_2", "flash_attention_3"):
+    [B, G, L, A] of that many bytes an element; none for other kernels than :data:`WITH_BUFFERS`."""
+    if kernel not in WITH_BUFFERS or itemsize != 2:  # these kernels run in half precision alone
         return []
     batch, heads, queries, size = q
     groups, keys = k[1], k[2]

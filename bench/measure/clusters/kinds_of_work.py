@@ -53,6 +53,12 @@ def usual_kernel(device: Device) -> str:
     return "flash" if attention is None else attention.default
 
 
+def played_kernel(device: Device, said: str) -> str:
+    """The kernel of attention that a step plays on a card: what its model says, or the default of the card's
+    file for "flash"; "flash" where the file has none."""
+    return said if said != "flash" or device.attention is None else device.attention.default
+
+
 def cannot_run(device: Device, kernel: str) -> tuple[str, str] | None:
     """Why a card cannot run a kernel, and what to use instead; None: it can, or it is not known."""
     generation = generation_of(device)

@@ -15,7 +15,7 @@ from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run
+from spbench.bench.measure.clusters.kinds_of_work import cannot_run, played_kernel
 from spbench.bench.measure.engines.cell_schedule import (
     batch_parts,
     check_inference,
@@ -323,3 +323,10 @@ def model_parameters(cell: Cell) -> int:
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(s.dims["elements"] for s in sites if s.kind in ("parameters", "frozen_parameters"))
+
+
+def attention_kernel(cell: Cell) -> str:
+    """The kernel of softmax attention that a cell's ranks play, by its model or its card."""
+    return played_kernel(
+        load_cluster(cell.cluster).device, model_preset(*cell.model_arguments).attention_kernel
+    )

@@ -168,6 +168,7 @@ class RankMemory:
             ``reserved`` where the last one of that name ends.
         reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
         failure: where it does not fit; None if it does.
+        returned: bytes that the allocator returns to the card in set-up, and in each step; empty: none.
     """
 
     setup: Peak
@@ -176,6 +177,7 @@ class RankMemory:
     phase_ends: Sequence[Mapping[str, Mapping[str, int]]]
     reserved_on_card: int
     failure: Failure | None
+    returned: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -207,8 +209,11 @@ class RankMemory:
             {name: {"allocated": int(live[at - 1]), "reserved": reserved[at]} for name, at in of_step.items()}
             for of_step in ends
         ]
-        by_step = [reserved[at] for at in (log.step_start, *log.step_ends)]
-        return cls(setup, peaks, by_step, [{}, *phase_ends], card.peak_reserved, failure)
+        ends_of = log.step_start, *log.step_ends
+        by_step = [reserved[at] for at in ends_of]
+        so_far = [0, *(dict(zip(stops, found.returned, strict=True))[at] for at in ends_of)]
+        within = [after - before for before, after in pairwise(so_far)]
+        return cls(setup, peaks, by_step, [{}, *phase_ends], card.peak_reserved, failure, within)
 
     @property
     def peak(self) -> Peak:
@@ -221,6 +226,7 @@ class RankMemory:
 
     def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
         """As :attr:`Measurement.by_class`, of the class of the rank."""
+        returned = self.returned or [0] * (1 + len(self.peaks))
         return [
             {
                 "rank": ranks.first,
@@ -234,9 +240,10 @@ class RankMemory:
                 "reserved_memory_bytes": reserved,
                 "allocated_bytes": peak.at_end,
                 "phase_ends": ends,
+                **({"returned_bytes": freed} if freed else {}),
             }
-            for step, (peak, reserved, ends) in enumerate(
-                zip([self.setup, *self.peaks], self.reserved, self.phase_ends, strict=True)
+            for step, (peak, reserved, freed, ends) in enumerate(
+                zip([self.setup, *self.peaks], self.reserved, returned, self.phase_ends, strict=True)
             )
         ]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.cell_schedule import turns_of
-from spbench.bench.measure.engines.plan import composition
+from spbench.bench.measure.engines.plan import attention_kernel, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
@@ -156,7 +156,7 @@ def record_step(
             with recorder.paused():
                 set_weights(module)
 
-    recorder.memory.attention = model_preset(*cell.model_arguments).attention_kernel
+    recorder.memory.attention = attention_kernel(cell)
     training, inputs = set_up(cell, mesh, generator, set_unseen, turns)
     recorder.communication.axes.update(training.around.place.flattened)
     _tag(recorder.memory, training, inputs)

@@ -30,7 +30,7 @@ import torch
 
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.files import DiskCache, cache_folder
-from spbench.bench.measure.engines.plan import Plan, plan
+from spbench.bench.measure.engines.plan import Plan, attention_kernel, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
 from spbench.bench.measure.simulator.program import Group, Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -39,6 +39,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
+from spbench.impls.kernels.attention_buffers import WITH_BUFFERS
 from spbench.impls.registries import versions
 from spbench.impls.training.turns import Ahead, Turns
 
@@ -209,6 +210,7 @@ def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None =
         "rank": rank,
         "events": events,
         "turns": asdict(turns) if isinstance(turns, Turns) else turns,
+        "buffers": kernel if (kernel := attention_kernel(cell)) in WITH_BUFFERS else "",
         "code": code_digest(),
         "torch": torch.__version__,
         "peers": versions(requirements(cell.strategy)),

@@ -84,6 +84,7 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.new_segments = 0
+        self.returned = 0  # bytes, to the card, for it was full
         # free blocks by (size, address), as the allocator orders them, of each (stream, small)
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[int, Block] = {}
@@ -184,6 +185,7 @@ class CachingAllocator:
         """Return a segment, which has been taken out of its pool."""
         nbytes, address = entry
         self.reserved -= nbytes
+        self.returned += nbytes
         del self._blocks[address]
 
     def _join(self, block: Block) -> Block:
@@ -242,6 +244,7 @@ class Replay:
         blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
             was not reached.
         reserved: for each of the ``stops`` that were asked for, the most bytes that were reserved before it.
+        returned: for each of these, bytes that had been returned to the card, as it was full.
         events: how many were served; all, if it fits.
         out_of_memory: the request that failed, and the state then; None if it fits.
     """
@@ -250,6 +253,7 @@ class Replay:
     peak_reserved: int
     blocks: list[int]
     reserved: list[int]
+    returned: list[int]
     events: int
     out_of_memory: OutOfMemory | None = None
 
@@ -273,7 +277,7 @@ def replay(
     """
     allocator, streams = kind(capacity), streams or [0] * len(sizes)
     held: dict[int, Block] = {}
-    blocks, reserved, served = [0] * len(sizes), list[int](), 0
+    blocks, reserved, returned, served = [0] * len(sizes), list[int](), list[int](), 0
     failure: OutOfMemory | None = None
     try:
         for end in (*stops, len(events)):
@@ -286,7 +290,9 @@ def replay(
                     blocks[number - 1] = block.size
                 served += 1
             reserved.append(allocator.peak_reserved)
+            returned.append(allocator.returned)
     except OutOfMemory as error:
         failure = error
     peaks = allocator.peak_allocated, allocator.peak_reserved
-    return Replay(*peaks, blocks, reserved[: len(stops)], served, failure)
+    at_stops = reserved[: len(stops)], returned[: len(stops)]
+    return Replay(*peaks, blocks, *at_stops, served, failure)

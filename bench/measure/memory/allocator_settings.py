@@ -199,6 +199,7 @@ class ExpandableSegments(CachingAllocator):
         if end < block.address + block.size:
             self._add_free(self._cut(block, end - block.address))
         self.reserved -= block.size
+        self.returned += block.size
         holes = self._holes[block.pool]
         if block.next is not None and self._is_hole(block.next):
             holes.remove(block.next.address)

@@ -27,6 +27,9 @@ FEW = 3
 #: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
 #: two come about too easily among eight sources, as where one of small calls errs far to one side
 PLAIN = 3.0
+#: the part of its half width that an interval reaches to either side of the time at the least: the next
+#: source may err to the other side, as Triton's attention on an A100 does among kernels that take longer
+OTHER_SIDE = 0.5
 #: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
 #: (:mod:`measure.simulator.substitutes`)
 EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
@@ -56,14 +59,15 @@ class Interval:
     rows: int
 
     def factors(self, more: float = 0.0) -> tuple[float, float]:
-        """What the simulated time is multiplied by for the ends of the interval, which the simulated time
-        itself is always in.
+        """What the simulated time is multiplied by for the ends of the interval. To the side that the others
+        did not err to, it reaches :data:`OTHER_SIDE` of its half width at the least.
 
         Args:
             more: a further half width, of an error that is independent of the others.
         """
         width = math.hypot(self.half_width, more)
-        return min(1.0, math.exp(-self.centre - width)), max(1.0, math.exp(-self.centre + width))
+        least = OTHER_SIDE * width
+        return math.exp(min(-self.centre - width, -least)), math.exp(max(-self.centre + width, least))
 
 
 #: intervals by bound, of a class of rates, and of :data:`ANY`

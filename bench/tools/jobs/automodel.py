@@ -19,6 +19,7 @@ _PEFT, _FP8, _TE_FP8, _NORM = (
 )
 #: by the words of model.backend.te_fp8: ours for TransformerEngine's recipes
 _TE_RECIPES = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
+_BUILT = "model._target_"
 #: of a pipeline: within the section distributed, or a section of its own in older files
 _PIPELINES = ("distributed.pipeline.", "autopipeline.")
 _STRATEGIES = {"ddp": "ddp", "megatron_fsdp": "zero3", "mfsdp": "zero3", "megatron-fsdp": "zero3"}
@@ -48,6 +49,9 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account) -> TransformersStep:
+    if k.has(_BUILT) and "ForCausalLM" not in str(k.value(_BUILT)):
+        k.refuse("a model that is no causal language model, or is built from values of the file", _BUILT)
+    k.ignore("a causal language model", _BUILT)
     value, dtype = k.chosen("model.torch_dtype", "model.dtype")
     half = str(value) in _HALF or value in (None, "auto")
     optimizer, target = str(k.value("optimizer._target_")), given_of(k, "optimizer._target_")
@@ -73,6 +77,7 @@ def _step(k: Account) -> TransformersStep:
         predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
         micro_batch=said(k, "step_scheduler.local_batch_size"),
         batch=said(k, "step_scheduler.global_batch_size"),
+        deferred=said(k, "distributed.defer_fsdp_grad_sync"),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, given_of(k, dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),
@@ -85,9 +90,7 @@ def _step(k: Account) -> TransformersStep:
         quantized=Said(
             4 if k.value("quantization.load_in_4bit") else 0, given_of(k, "quantization.load_in_4bit")
         ),
-        liger=Said(
-            "norm" if k.value(_NORM) in ("te", "quack") else "", given_of(k, _NORM), "the norm is one kernel"
-        ),
+        liger=_fused(k),
         fp8=_fp8(k),
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
         compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
@@ -168,6 +171,20 @@ def _optimizer(k: Account, target: str, half: bool) -> Said:
         because = "moments are counted in bfloat16: the job has 4 bytes a weight, over the ranks, more"
         k.stand_in("float32 moments beside bfloat16 weights", "memory", because, *given)
     return Said(kind, given)
+
+
+def _fused(k: Account) -> Said:
+    """Which kernels stand for several: the norm's, and those of head and loss without logits."""
+    loss = "loss_fn._target_"
+    words = ["norm"] if k.value(_NORM) in ("te", "quack") else []
+    if str(k.value(loss)).endswith("FusedLinearCrossEntropy"):
+        words.append("loss")
+        because = "Liger's tiles of head and loss stand for it: neither keeps logits"
+        k.stand_in("Cut Cross-Entropy", "time and memory", because, loss)
+    elif not str(k.value(loss)).endswith(("MaskedCrossEntropy", "None")):
+        k.leave("time and memory", "logits are kept whole, and in float32", loss)
+    k.ignore("a loss of the logits, as there is", loss)
+    return Said(" ".join(words), given_of(k, _NORM, *([loss] if "loss" in words else [])))
 
 
 def _foreach(k: Account, optimizer: str) -> bool:

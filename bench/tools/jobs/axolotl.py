@@ -23,6 +23,15 @@ _LIGER = {
     "liger_glu_activation": "swiglu",
     "liger_fused_linear_cross_entropy": "loss",
 }
+_OLDER_ATTENTION = {
+    "flash": "flash_attention_2",
+    "sdp": "sdpa",
+    "flex": "flex_attention",
+    "eager": "eager",
+    "xformers": "xformers",
+    "sage": "sage",
+}
+_EACH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _AGAIN = (
     *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
     "fsdp_config.fsdp_activation_checkpointing",
@@ -58,11 +67,12 @@ def _step(k: Account) -> TransformersStep:
         dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
         accumulation=_accumulation(k),
+        deferred=Said(not k.value(_EACH), given_of(k, _EACH)),
         precision=_precision(k),
         recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),
         kept=_kept(k),
-        attention=said(k, "attn_implementation"),
+        attention=_attention(k),
         liger=_liger(k),
         mlp_tiles=said(k, "tiled_mlp"),
         optimizer=_optimizer(k),
@@ -120,6 +130,17 @@ def _kept(k: Account) -> Said:
     return Said("host" if offload else "device", names)
 
 
+def _attention(k: Account) -> Said:
+    """The implementation of attention, also by the switch of an older file."""
+    older = {f"{name}_attention": way for name, way in _OLDER_ATTENTION.items()}
+    if k.value("attn_implementation") is not None and k.has("attn_implementation"):
+        k.ignore("attn_implementation says it", *older)
+        return said(k, "attn_implementation")
+    k.ignore("it is off", *(name for name in given_of(k, *older) if not k.value(name)))
+    on = [name for name in older if k.value(name)]
+    return Said(older[on[0]] if on else k.value("attn_implementation") or "sdpa", on[:1])
+
+
 def _liger(k: Account) -> Said:
     names = [name for name in _LIGER if k.value(name)]
     words, given = [_LIGER[name] for name in names], given_of(k, *_LIGER)
@@ -128,7 +149,7 @@ def _liger(k: Account) -> Said:
         words.append("loss")
         because = "Liger's tiles of head and loss stand for it: neither keeps logits"
         k.stand_in("Cut Cross-Entropy", "time and memory", because, "plugins")
-        return Said(" ".join(words), given)
+        return Said(" ".join(words), (*given, "plugins"))
     k.ignore("what it loads is switched by keys of its own", "plugins")
     return Said(" ".join(words), given)
 

@@ -28,8 +28,11 @@ from spbench.bench.tools.jobs.variables import variables
 
 #: of which a configuration has some, and that no other kind has
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
-#: of mixed_precision
-_PRECISIONS = {"bf16_mixed": "--bf16", "bf16-mixed": "--bf16", "fp16_mixed": "--fp16", "16-mixed": "--fp16"}
+_LATENT = "model.multi_latent_attention"
+_LATENT_SIZES = {
+    *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_head_dim", "model.qk_pos_emb_head_dim"),
+    "model.v_head_dim",
+}
 _SILU = {"silu", "torch.nn.functional.silu", "torch.nn.functional.swish"}
 _GELU = {"gelu", "torch.nn.functional.gelu"}
 #: what Megatron-Bridge sets for models of a config.json, by its fields; and by its family
@@ -44,6 +47,9 @@ _SIZES = {
     "rms_norm_eps": "model.layernorm_epsilon",
     "rope_theta": "model.rotary_base",
     "tie_word_embeddings": "model.share_embeddings_and_output_weights",
+    "num_experts": "model.num_moe_experts",
+    "num_experts_per_tok": "model.moe_router_topk",
+    "moe_intermediate_size": "model.moe_ffn_hidden_size",
 }
 _LLAMA = {
     "model.normalization": "RMSNorm",
@@ -60,6 +66,16 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA | {"model.add_qkv_bias": True},
     "qwen3": _LLAMA | {"model.qk_layernorm": True},
+    # Qwen3MoEModelProvider of models/qwen/qwen_provider.py
+    "qwen3_moe": _LLAMA
+    | {
+        "model.qk_layernorm": True,
+        "model.moe_router_load_balancing_type": "aux_loss",
+        "model.moe_aux_loss_coeff": 1e-3,
+        "model.moe_grouped_gemm": True,
+        "model.moe_token_dispatcher_type": "alltoall",
+        "model.moe_permute_fusion": True,
+    },
 }
 
 
@@ -67,15 +83,24 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
 def bridge_table() -> ArgumentTable:
     """The keys of Megatron-Bridge; its content has the arguments of Megatron-LM that they are, and those that
     they are where they are false."""
-    table = argument_table("bridge")
-    return replace(table, arguments={**table.arguments, **dict(_as_megatron(table.content["as_megatron"]))})
+    table, of_megatron = argument_table("bridge"), argument_table("megatron").arguments
+    alike = dict(_as_megatron(table.content["as_megatron"]))
+    same = {key: _switch(key) for key, each in alike.items() if each.outcome == "mapped"}
+    given = {key: argument for key, argument in same.items() if argument in of_megatron}
+    content = {**table.content, "arguments": {**given, **table.content["arguments"]}}
+    return replace(table, arguments={**table.arguments, **alike}, content=content)
+
+
+def _switch(key: str) -> str:
+    """The argument of Megatron-LM that has the name of a key."""
+    return f"--{key.rpartition('.')[2].replace('_', '-')}"
 
 
 def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
     """Keys that have the outcome of Megatron-LM's argument of their name."""
     of_megatron = argument_table("megatron").arguments
     for key in arguments_of(words, "", "mapped"):
-        word = key.name.rpartition(".")[2].replace("_", "-")
+        word = _switch(key.name)[2:]
         argument = next(
             a for prefix in ("", "no-", "disable-") if (a := of_megatron.get(f"--{prefix}{word}"))
         )
@@ -159,6 +184,7 @@ def _from_config(k: Account, config: Mapping[str, Any] | None) -> dict[str, Any]
 def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]) -> dict[str, Given]:
     """The keys as arguments of Megatron-LM."""
     content, of_megatron = bridge_table().content, argument_table("megatron").arguments
+    alike = content["arguments"].keys() - argument_table("bridge").content["arguments"].keys()
     given: dict[str, Given] = {}
 
     def add(argument: str, key: str, *value: object) -> None:
@@ -171,12 +197,16 @@ def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[st
     values = _with_overlaps(k, values)
     for key, argument in content["arguments"].items():
         value = values[key]
+        unasked = key not in k.given and key not in from_config
+        if unasked and (key in alike or (key in _LATENT_SIZES and not values[_LATENT])):
+            continue
         if key in k.given and value == k.program_arguments[key].default and value in (None, False):
             k.ignore("is so by default", key)
         if key == "model.vocab_size" and values["model.should_pad_vocab"]:
             argument = "--vocab-size"
         if value is not None and value is not False:
-            add(argument, key, *([] if value is True else value if isinstance(value, list) else [value]))
+            many = value if isinstance(value, list) and of_megatron[argument].count else [value]
+            add(argument, key, *([] if value is True else many))
     for key, argument in content["switched_off_by"].items():
         if values[key] is False:
             add(argument, key)
@@ -246,12 +276,14 @@ def _add_activation(k: Account, values: Mapping[str, Any], add: Callable[..., No
 
 
 def _add_precision(k: Account, recipe: Any, add: Callable[..., None]) -> None:
-    key = "mixed_precision"
-    if recipe in _PRECISIONS:
-        add(_PRECISIONS[recipe], key)
-    elif recipe is not None:
+    key, recipes = "mixed_precision", bridge_table().content["precisions"]
+    words = recipes.get(str(recipe).replace("-", "_"), "").split()
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            add(word, key, *[each for each in words[place + 1 : place + 2] if not each.startswith("--")])
+    if not words and recipe is not None:
         k.refuse("this recipe of precision", key)
-    k.took(f"precision: {_PRECISIONS.get(recipe, '--fp32')[2:]}", key)
+    k.took(f"precision: {words[0][2:] if words else 'fp32'}", key)
 
 
 def _arguments(k: Account, a: Account) -> Iterator[Argument]:

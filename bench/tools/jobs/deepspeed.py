@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs.accelerate_fp8 import by_transformer_engine, set_fp8
 from spbench.bench.tools.jobs.account import key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_files import MODEL_PATH, sorted_files
@@ -89,7 +90,7 @@ class DeepSpeedJob:
     def _model(self) -> None:
         k = self.keys
         family, liger = self._family(), k.value(f"{_TRAINER}use_liger_kernel")
-        if family in SEPARATE:
+        if family in SEPARATE and not by_transformer_engine(k):
             note = f"projections of {family} are layers of their own in transformers"
             k.set("model_options.separate_projections", True, note=note)
             if not liger and not k.value(f"{_TRAINER}torch_compile"):
@@ -290,8 +291,9 @@ class DeepSpeedJob:
             if value is True:
                 chosen[kind] = [each for each in (own, trainers) if each in k.given]
         mixed = k.value("accelerate.mixed_precision")
+        set_fp8(k)
         if mixed == "fp8":
-            k.refuse("matmuls in eight bits", "accelerate.mixed_precision")
+            chosen.setdefault("bf16", []).append("accelerate.mixed_precision")
         elif mixed != "no":
             chosen.setdefault(mixed, []).append("accelerate.mixed_precision")
         if len(chosen) > 1:

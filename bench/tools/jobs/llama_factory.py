@@ -72,8 +72,21 @@ def _step(k: Account) -> TransformersStep:
         ),
         quantized=Said(k.value("quantization_bit") or 0, given_of(k, "quantization_bit")),
         packed=Said(k.value("packing") or k.value("neat_packing"), given_of(k, "packing", "neat_packing")),
+        fp8=_fp8(k),
         compiled=said(k, "torch_compile"),
     )
+
+
+def _fp8(k: Account) -> Said:
+    """torchao's matmuls in eight bits, of version 0."""
+    backend, gathered = "fp8_backend", "fp8_enable_fsdp_float8_all_gather"
+    on = bool(k.value("fp8") or k.value(gathered))
+    if on and k.value(backend) not in ("auto", "torchao"):
+        k.refuse("matmuls in eight bits by another library than torchao", backend)
+    if on and k.value(gathered):
+        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
+    k.ignore("no matmul is in eight bits", backend, gathered)
+    return Said("tensorwise" if on else "", given_of(k, "fp8", backend, gathered), "torchao's default recipe")
 
 
 def _optimizer(k: Account, name: str) -> Said:

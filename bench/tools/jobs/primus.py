@@ -22,6 +22,8 @@ from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
+#: of an experiment's modules; the second tunes
+_TRAINERS = ("pre_trainer", "post_trainer")
 #: sizes of a model, by which its file is known
 _SIGNS = ("num_layers", "hidden_size")
 
@@ -33,12 +35,15 @@ def read(files: JobFiles) -> Job | None:
         UserError: a file is damaged.
     """
     trainer: Mapping[str, Any] | None = None
+    tunes = False
     sizes: dict[str, Any] = {}
     for file in files.files:
         content = mapping_in(file) or {}
         modules = content.get("modules")
-        if isinstance(modules, dict) and isinstance(modules.get("pre_trainer"), dict):
-            trainer = modules["pre_trainer"]
+        found = [modules.get(name) for name in _TRAINERS] if isinstance(modules, dict) else []
+        if any(isinstance(each, dict) for each in found):
+            trainer = next(each for each in found if isinstance(each, dict))
+            tunes = trainer is found[1]
         elif any(sign in content for sign in (*_SIGNS, "extends")):
             sizes = {
                 **{k: v for k, v in content.items() if k not in ("extends", "bases", "includes")},
@@ -46,10 +51,10 @@ def read(files: JobFiles) -> Job | None:
             }
         else:
             return None
-    return None if trainer is None else _job(trainer, sizes, files)
+    return None if trainer is None else _job(trainer, sizes, files, tunes=tunes)
 
 
-def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles) -> Job:
+def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, *, tunes: bool) -> Job:
     table = argument_table("primus")
     overrides = trainer.get("overrides") or {}
     problems: list[str] = []
@@ -65,7 +70,8 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles) 
         problems.append(f"modules.pre_trainer.framework: {shown(trainer['framework'])} is not megatron")
     model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
     of_model = _model_of(model, sizes, problems)
-    known = {**table.content["defaults"], **of_model, **values}
+    tuning = table.content["tuning"] if tunes else {}
+    known = {**table.content["defaults"], **tuning, **of_model, **values}
     # what its model says beside Megatron-LM's arguments is accounted for as what the job says
     values = {**{n: v for n, v in of_model.items() if n in table.arguments}, **values}
     own = key_account(table, [(n, _typed(table, n, v)) for n, v in values.items() if n in table.arguments])
@@ -130,4 +136,9 @@ def _beside(own: Account) -> None:
     """Say what becomes of Primus's own switches."""
     if own.value("use_turbo_deepep"):
         own.took("--moe-token-dispatcher-type flex: DeepEP", "use_turbo_deepep")
-    own.ignore("it is off", "use_turbo_deepep")
+    if (own.value("lora") or {}).get("enabled"):
+        because = "all weights are trained here: 14 bytes a weight and a third of the matmuls are too much"
+        own.stand_in(
+            "adapters beside weights that are not trained (LoRA)", "time and memory", because, "lora"
+        )
+    own.ignore("it is off", "use_turbo_deepep", "lora")

@@ -23,6 +23,8 @@ ATTENTION = {
 }
 #: families of config.json whose models have a layer for each projection
 SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
+#: families whose MLPs have no gate, or another activation than SiLU on it
+WITHOUT_SWIGLU = {"gpt_oss", "nemotron_h", "gpt2", "gpt_neox", "bert"}
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
 COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Inductor fuses more"
@@ -46,7 +48,8 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     k.set("model_options.attention", attention or "flash_attention_2", *step.attention.names)
     if "norm" in liger:
         k.took("model_options.rms_norm: fused", *step.liger.names)
-    if "swiglu" in liger and not step.mlp_tiles.value:
+    gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
+    if "swiglu" in liger and not step.mlp_tiles.value and gated:
         k.set("model_options.swiglu", "in_place", *step.liger.names)
     if "loss" in liger:
         k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, TransformersStep
+from spbench.bench.tools.jobs.transformers_step import DEFERRED, EXPERTS, TransformersStep
 
 #: by torch's name of a schedule, without its hyphens and lines: ours
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
@@ -80,7 +80,11 @@ def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[st
     if ranks == 1:
         if runs > 1:
             k.set("training.micro_batches", runs, *names)
+        if runs > 1 and step.deferred.value and str(step.sharding.value).startswith("fsdp"):
+            k.stand_in(*DEFERRED, *step.deferred.names)
+        k.ignore("each step has one micro-batch, or a pipeline", *step.deferred.names)
         return
+    k.took("a pipeline sums gradients once", *step.deferred.names)
     if type(piece) is not int or piece < 1 or local % piece:
         k.problems.append(f"a batch of {local} is no multiple of a pipeline's micro-batch of {piece}")
         return
@@ -101,6 +105,8 @@ def set_experts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if ranks > 1 and fields and not count:
         k.problems.append(f"{' and '.join(map(k.spelled, names))}: the model has no experts")
         return
+    if count and step.tensor.value > 1 and step.tensor_by.value == "tensor_parallel":
+        k.refuse("tensor parallelism whose ranks have the same tokens, beside experts", *step.tensor.names)
     if ranks > 1:
         k.set("sizes.ep", ranks, *names, note="what is left of a stage's ranks shards each expert")
         dispatcher = DISPATCHERS.get(str(step.dispatcher.value))

@@ -25,6 +25,8 @@ SEQUENCES = {
     "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
     "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
 }
+#: keys that name a model in programs whose files may leave it out
+_MODELS = ("model.model_path", "model.pretrained_model_name_or_path", "model.path")
 
 
 def job_of_files(
@@ -66,7 +68,9 @@ def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     configs = [str(file.path) for file in model_files(files)]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
-        k.problems.append("which model it is is not said; give its config.json beside")
+        key = next((name for name in (*model.names, *_MODELS) if name in k.program_arguments), "")
+        given = f", or --given {key}=NAME" if key else ""
+        k.problems.append(f"which model it is is not said; give its config.json beside{given}")
         return {}
     try:
         named = named_model(name)
@@ -141,7 +145,9 @@ def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
     if total.value is not None and parts.value is None and _count(k, total, "sequences of a step"):
         if total.value % (micro.value * replicas):
             product = f"micro-batch {micro.value} x {replicas} replicas"
-            k.problems.append(f"a batch of {total.value} is no multiple of {product}")
+            most = total.value // micro.value
+            fewer = f"; at most {most} share it" if 1 <= most < replicas else ""
+            k.problems.append(f"a batch of {total.value} is no multiple of {product}{fewer}")
             return
         parts = Said(total.value // (micro.value * replicas), total.names)
     elif parts.value is None:

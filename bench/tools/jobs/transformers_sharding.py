@@ -93,8 +93,12 @@ def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> N
     k.took("Adam, the optimizer that there is", *names)
     if step.foreach.value and optimizer == "adam" and not step.host.value and step.precision.value != "fp16":
         k.set("training.implementation", "foreach", *step.foreach.names, note=step.foreach.note)
-    set_adapters(k, step.lora, fields, on_host=bool(step.host.value))
+    set_adapters(k, step.lora, fields)
     if step.quantized.value:
-        because = f"frozen weights are counted in half precision, not in {step.quantized.value} bits"
+        bits = step.quantized.value
+        because = (
+            f"frozen weights are counted in half precision, about {2 - bits / 8:g} bytes a weight more than "
+            f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
+        )
         k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *step.quantized.names)
     k.ignore("weights are not quantized", *step.quantized.names)

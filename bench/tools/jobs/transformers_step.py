@@ -12,6 +12,13 @@ from spbench.bench.tools.jobs.account import Account
 
 #: fields of a config.json that say how many experts a layer has
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+#: of FSDP whose gradients wait for the last micro-batch: what is missing, what it moves, and why
+DEFERRED = (
+    "gradients that wait for the last micro-batch",
+    "time and memory",
+    "each micro-batch sums its gradients over ranks and keeps a part; the job sums once, and until then each "
+    "rank holds all gradients, 4 bytes a trained weight in float32",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class TransformersStep:
         predicted: modules of multi-token prediction; None: not said.
         micro_batch: sequences of a rank's micro-batch.
         accumulation, batch: micro-batches of a step, or sequences of a step of all ranks; None: not said.
+        deferred: under FSDP gradients are summed over ranks in a step's last micro-batch alone.
         length: tokens of a sequence.
         precision: "bf16", "fp16" or "fp32"; half: weights, gradients and moments are in it alone.
         reduce: the dtype in which gradients are summed over ranks: "weights" or "fp32".
@@ -85,6 +93,7 @@ class TransformersStep:
     micro_batch: Said = Said(1)
     accumulation: Said = Said(None)
     batch: Said = Said(None)
+    deferred: Said = Said(False)
     precision: Said = Said("bf16")
     half: Said = Said(False)
     reduce: Said = Said("weights")

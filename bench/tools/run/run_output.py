@@ -299,6 +299,24 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
         if named:
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             yield f"{status}: {'; '.join(named[:_NAMED])}{more}"
+    yield from _returning(rows)
     counts = Counter(row.status for row in rows)
     cells = f"{len(rows)} cell{'' if len(rows) == 1 else 's'}"
     yield f"{cells}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}"
+
+
+def _returning(rows: Sequence[Row]) -> Iterator[str]:
+    """Cells with a time whose allocator returns memory to a full card in their last step."""
+    most = {}
+    for row in rows:
+        classes = row.measurement.get("by_class") or []
+        if row.status == "ok" and row.measurement.get("step_time_s") and classes:
+            last = max(entry["step"] for entry in classes)
+            most[row.key] = max(e.get("returned_bytes", 0) for e in classes if e["step"] == last)
+    named = [f"{'/'.join(key.split('/')[:5])} {gib(nbytes)} GiB" for key, nbytes in most.items() if nbytes]
+    if named:
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        yield (
+            "memory that the allocator returns to a full card in each step, which the step time does not "
+            f"count: {'; '.join(named[:_NAMED])}{more}"
+        )

@@ -45,8 +45,12 @@ class AdapterOptions:
             return
         if not self.lora_targets:
             raise ValueError("lora_targets names no projection; name some, or leave lora_rank out")
-        if not self.plain_softmax:
-            raise ValueError("lora_rank needs softmax attention in all layers, without latents")
+        lacking = [name for name in self.lora_targets if name in (*QKV, CLOSING) and name not in self.adapted]
+        if lacking:
+            raise ValueError(
+                f"lora_targets: {' and '.join(lacking)} of latent or linear attention have no adapters; name "
+                f"some of {', '.join([*self.adapted, *OPENING, MLP_CLOSING])}"
+            )
         for names in (QKV, self.opening_names) if not self.separate_projections else ():
             if 0 < len([name for name in names if name in self.lora_targets]) < len(names):
                 raise ValueError(
@@ -64,9 +68,10 @@ class AdapterOptions:
         return self.lora_alpha / self.lora_rank
 
     @property
-    def plain_softmax(self: Any) -> bool:
-        """Whether all layers have softmax attention, without latents."""
-        return all(self.mixing(layer).takes_adapters for layer in range(self.layers))
+    def adapted(self: Any) -> list[str]:
+        """The projections of attention that may have an adapter, in the layers that have them."""
+        taken = {name for layer in range(self.layers) for name in self.mixing(layer).adapted}
+        return [name for name in PROJECTIONS if name in taken]
 
     @property
     def opening_names(self: Any) -> tuple[str, ...]:
@@ -90,8 +95,11 @@ class AdapterOptions:
 
     def adapter_variants(self: Any) -> list[Mapping[str, Any]]:
         """Changes of options of adapters to verify; see :meth:`Model.variants`."""
-        if self.experts or self.mtp_layers or not self.plain_softmax:
+        if self.mtp_layers:
             return []
+        targets = (*self.adapted, *(() if self.experts else (*OPENING, MLP_CLOSING)))
+        if len(targets) < len(PROJECTIONS):
+            return [{"lora_rank": 4, "recompute": "full", "lora_targets": targets}] if targets else []
         apart = {"separate_projections": True, "lora_targets": ("q_proj", "v_proj", "up_proj", "down_proj")}
         return [
             {"lora_rank": 4, "recompute": "full", "recompute_early_stop": True, "tied": True},
@@ -157,8 +165,10 @@ def adapter_parameters(model: DecoderModel, layers: Sequence[int]) -> dict[str, 
 
 def _blocks(model: DecoderModel, layer: int) -> Iterator[tuple[Sequence[str], str, int, bool]]:
     """Of a layer's attention and MLP: the names of the projections that open it and of the one that closes
-    it, the features between them, and whether it is the MLP."""
-    yield QKV, CLOSING, model.attention_width, False
+    it, where these may have adapters, the features between them, and whether it is the MLP."""
+    kind = model.mixing(layer)
+    opening = QKV if QKV[0] in kind.adapted else ()
+    yield opening, CLOSING if CLOSING in kind.adapted else "", kind.width(model), False
     if model.feeding(layer) is not None and not model.has_experts(layer):
         yield model.opening_names, MLP_CLOSING, model.inner, True
 

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
         self.scaling = model.delayed_scaling(self.blocks, strategy)
         freeze(self, model)
-        self.on_host = checkpoints_on_host(model.checkpoints)
+        self.on_host = checkpoints_on_host(model.checkpoints, model.checkpointed_angles * seq_len)
         #: whether a step's first micro-batch casts weights, which the others use
         self.casts_weights = model.fp8 != "none" and model.library == TRANSFORMER_ENGINE
         self._places: Places | None = None

@@ -106,6 +106,9 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
             "device", or in pinned memory of the "host", see :class:`HostCheckpoints`, or in "pageable" memory
             there, see :class:`PageableCheckpoints`.
+        checkpointed_angles: with checkpoints in pageable memory: features of the cos and sin of all positions
+            of a sequence that are copied there with each input, in vain: where Megatron-DeepSpeed casts them,
+            they lose their mark ``no_checkpointing`` (megatron/model/language_model.py).
         checkpointing: as ``recompute: full``.
         mlp_tile: the MLP is computed in tiles of at most that many tokens of a rank, each made again in
             backward; ALST has as many as ``hidden``. 0: at once. See :func:`in_tiles`.
@@ -150,6 +153,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     recompute_early_stop: bool = False
     recompute_reentrant: bool = False
     checkpoints: str = "device"
+    checkpointed_angles: int = 0
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
@@ -205,6 +209,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             raise ValueError(
                 f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
             )
+        if self.checkpointed_angles < 0 or (self.checkpointed_angles and self.checkpoints != "pageable"):
+            raise ValueError("checkpointed_angles is at least 0, and needs checkpoints: pageable")
         self.check_fp8()
         if self.separate_projections and self.fused:
             raise ValueError(f"separate_projections needs library: torch, not {self.library}")

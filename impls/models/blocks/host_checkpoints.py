@@ -118,11 +118,26 @@ class PageableCheckpoints(HostCheckpoints):
     """In memory that is not pinned, as ALST's checkpoint function (``CheckpointFunctionWithCPUOffload`` of
     ArcticTraining) and DeepSpeed's (``checkpoint_in_cpu`` until 0.19) keep them, by ``tensor.to``: the
     computing stream copies an input away when its run begins, and back when backward asks for it; the program
-    waits meanwhile, and no input is fetched ahead."""
+    waits meanwhile, and no input is fetched ahead.
+
+    Args:
+        angles: elements of a cos and of a sin that are copied away with each input, and used on the device
+            all the same: other tensors among a run's arguments, as Megatron-DeepSpeed has them.
+    """
+
+    def __init__(self, angles: int = 0):
+        super().__init__()
+        self._angles: list[Tensor] = []
+        self._elements = angles
 
     def _keep(self, x: Tensor) -> Any:
         if not x.numel():
             return x
+        if self._elements and not self._angles:
+            self._angles = [x.new_ones(self._elements) for _ in range(2)]
+        for each in self._angles:
+            to_pageable_(pageable_empty_like(each), each)
+            wait_for_device(each)
         host = pageable_empty_like(x)
         to_pageable_(host, x)
         wait_for_device(x)
@@ -138,6 +153,9 @@ class PageableCheckpoints(HostCheckpoints):
         return x
 
 
-def checkpoints_on_host(where: str) -> HostCheckpoints | None:
-    """What keeps inputs of layers "host" or "pageable"; None: they stay on the "device"."""
-    return {"host": HostCheckpoints, "pageable": PageableCheckpoints}[where]() if where != "device" else None
+def checkpoints_on_host(where: str, angles: int = 0) -> HostCheckpoints | None:
+    """What keeps inputs of layers "host" or "pageable"; None: they stay on the "device". ``angles`` as in
+    :class:`PageableCheckpoints`."""
+    if where == "pageable":
+        return PageableCheckpoints(angles)
+    return HostCheckpoints() if where == "host" else None

@@ -17,7 +17,7 @@ query and key without a position and R that RoPE turns, A of a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.latent_rotary import keys_and_values, turned_queries
+from spbench.impls.models.blocks.adapter_options import CLOSING
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
@@ -49,7 +50,7 @@ class LatentAttention(SoftmaxAttention):
         padded: values get zeros up to N + R features.
     """
 
-    takes_adapters: ClassVar[bool] = False
+    adapted: ClassVar[Sequence[str]] = (CLOSING,)
 
     kv_rank: int = 512
     q_rank: int | None = None
@@ -120,9 +121,10 @@ class LatentAttentionMixer(AttentionMixer):
         self.kv_norm = norm_of(model, kind.kv_rank)
         self.kv_up = strategy.grouped_linear_in(kind.kv_rank, heads * (kind.plain_size + kind.value_size), 1)
         self.close()
+        self.adapt_closing()
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        return self.out.project(self.beside_heads(self._attended(*self._latents(x), places)))
+        return self.closed(self.beside_heads(self._attended(*self._latents(x), places)))
 
     def _attended(self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] that follows from what :meth:`_latents` returns."""

@@ -39,7 +39,7 @@ class LinearAttention:
         lrpe: queries and keys turned by LRPE, which doubles their size; see :class:`LinearAttentionMixer`.
     """
 
-    takes_adapters: ClassVar[bool] = False
+    adapted: ClassVar[Sequence[str]] = ()
 
     feature_map: str
     decay: Sequence[float] | None = None

@@ -54,7 +54,7 @@ class RecurrentLayer(ABC):
         ValueError: G does not divide Z, or there is no such way.
     """
 
-    takes_adapters: ClassVar[bool] = False
+    adapted: ClassVar[Sequence[str]] = ()
 
     heads: int
     key_heads: int

@@ -6,7 +6,7 @@ rank's features of it between projections), Z heads (this rank's), G heads of ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,8 +72,8 @@ class SoftmaxAttention:
     window: int | None = None
     sinks: bool = False
 
-    #: whether its projections may have adapters
-    takes_adapters: ClassVar[bool] = True
+    #: its projections that may have an adapter
+    adapted: ClassVar[Sequence[str]] = (*QKV, CLOSING)
 
     def __post_init__(self) -> None:
         check_choices(self, {"kernel": KERNELS})
@@ -171,6 +171,17 @@ class AttentionMixer(nn.Module):
         self.sinks = strategy.feature_parameter(torch.zeros(model.heads)) if self.kind.sinks else None
         self.out = strategy.linear_out(self.kind.width(model), model.hidden)
 
+    def adapt_closing(self) -> None:
+        """Make the adapter of the projection that closes the layer, if it has one."""
+        self.closing, width = None, self.kind.width(self.model)
+        if self.model.adapts([CLOSING]):
+            self.closing = ClosingAdapter(self.model, self.strategy, width, self.model.hidden)
+
+    def closed(self, y: Tensor) -> Tensor:
+        """The heads' features [B, L, Z A] projected to [B, L, H]."""
+        projected = self.out.project(y)
+        return projected if self.closing is None else self.closing(y, projected)
+
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
         if self.model.recomputes("core_attn"):
@@ -256,9 +267,7 @@ class SoftmaxAttentionMixer(AttentionMixer):
         self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
         self.close()
         self.opening = self._adapters(kv_heads) if model.adapts(QKV) else None
-        self.closing = None
-        if model.adapts([CLOSING]):
-            self.closing = ClosingAdapter(model, strategy, kind.width(model), hidden)
+        self.adapt_closing()
 
     def _adapters(self, kv_heads: int) -> OpeningAdapters:
         model, strategy = self.model, self.strategy
@@ -277,8 +286,7 @@ class SoftmaxAttentionMixer(AttentionMixer):
     def forward(self, x: Tensor, places: Places) -> Tensor:
         y = self.beside_heads(self.strategy.projected_attention(x, ProjectedHeads(self, places)))
         y = y if self.gate is None else y * self.gate(x)[0].sigmoid()
-        closed = self.out.project(y)
-        return closed if self.closing is None else self.closing(y, closed)
+        return self.closed(y)
 
     def attend_whole(self, x: Tensor, places: Places) -> Tensor:
         """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""

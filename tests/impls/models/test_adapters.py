@@ -46,6 +46,19 @@ def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: in
     assert_green(pool, Case(strategy_class(strategy), model, "model"), n)
 
 
+@pytest.mark.parametrize("model", ["moe-tiny", "mla-tiny", "hybrid-tiny"])
+@pytest.mark.parametrize("strategy", mostly_slow(("megatron_sp", "ulysses"), "megatron_sp"))
+def test_layers_have_the_adapters_that_their_projections_can_take(
+    pool: RankPool, strategy: str, model: str
+) -> None:
+    """Experts, latents and linear attention are frozen beside the adapters of the rest."""
+    alone = {"mtp_layers": 0} if model == "mla-tiny" else {}
+    plain = model_preset(model, alone)
+    assert isinstance(plain, CausalTransformerModel)
+    options = plain.adapter_variants()[0]
+    assert_green(pool, Case(strategy_class(strategy), model_preset(model, {**alone, **options}), "model"), 2)
+
+
 @pytest.mark.parametrize("n", mostly_slow((2, 4), 2))
 @pytest.mark.parametrize("backend", mostly_slow(BACKENDS, "zero1", "zero3", "megatron"))
 def test_backends_sum_the_gradients_of_adapters_alone(pool: RankPool, backend: str, n: int) -> None:

@@ -33,6 +33,7 @@ HARMLESS = {
     "autotune_flush_kib": "of a compiler that the plain loss does not call",
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
+    "checkpointed_angles": "of checkpoints, which are off",
     "positions_read": "what the host reads beside the loss",
     "logits_held": "how long a tensor lives that the plain loss has anyway",
     "node_ranks": "of a dispatcher that the oracle does not use",

@@ -165,7 +165,8 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     events = [1, 2, 3, -1, -2, 4, 5, -5, -3, -4]
     free = replay(sizes, events, None)
     assert (free.peak_allocated, free.peak_reserved, free.out_of_memory) == (64 * MIB, 86 * MIB, None)
-    fits = replay(sizes, events, 76 * MIB)
+    fits = replay(sizes, events, 76 * MIB, stops=[5, 6, 10])
+    assert fits.returned == [0, 30 * MIB, 30 * MIB]  # 40 MiB more than fit beside them
     assert (fits.peak_allocated, fits.peak_reserved, fits.out_of_memory) == (64 * MIB, 76 * MIB, None)
     fails = replay(sizes, events, 76 * MIB - 1)
     assert (fails.peak_allocated, fails.peak_reserved) == (56 * MIB, 56 * MIB)

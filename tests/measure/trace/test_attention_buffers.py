@@ -8,6 +8,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.traces import trace_key
 from spbench.impls.kernels.attention_buffers import inside_backward
 
 
@@ -44,3 +45,21 @@ def test_they_are_in_a_trace_between_results_and_what_follows(strategy: str) -> 
     assert births == [first + n for n in (1, 2, 3, 4)]
     deaths = [*takewhile(lambda event: event < 0, after)]  # others may die then too
     assert {-n for n in births} <= {*deaths}
+
+
+def test_a_model_that_names_no_kernel_has_those_of_its_card() -> None:
+    """Two clusters whose cards run the same kernel share a trace; one whose file has no kernel has none."""
+    options = {"layers": 1, "heads": 4, "kv_heads": 2, "attention": "flash"}
+    asked = {"model": "causal-transformer-tiny", "strategy": "single", "batch": 1, "seq_len": 512}
+    cells = {
+        name: Cell.model_validate({**asked, "model_options": options, "cluster": name, "precision": "bf16"})
+        for name in ("a100-sxm-80gb", "h100-sxm", "piz-daint-p100")
+    }
+    sizes = {name: tracing.trace(cell).memory.sizes for name, cell in cells.items()}
+    keys = {name: trace_key(cell, 0, False) for name, cell in cells.items()}
+    named = cells["h100-sxm"].model_copy(
+        update={"model_options": {**options, "attention": "flash_attention_2"}}
+    )
+    assert sizes["h100-sxm"] == tracing.trace(named).memory.sizes
+    assert len(sizes["a100-sxm-80gb"]) == len(sizes["h100-sxm"]) == len(sizes["piz-daint-p100"]) + 4
+    assert keys["a100-sxm-80gb"] == keys["h100-sxm"] != keys["piz-daint-p100"]

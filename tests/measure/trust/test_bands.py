@@ -112,7 +112,7 @@ def test_a_row_names_the_rate_that_makes_its_class() -> None:
         ({"rates": "fitted"}, "2.00 s -50% +101%"),
         ({"rates": "fitted elsewhere"}, "2.00 s -50% +101%, fitted to others"),
         ({"rates": "substituted"} | LACKING, "2.00 s -50% +101%, no rate of forward attention by triton"),
-        ({"rates": "datasheet", "bound": ANY}, "2.00 s -10% +101%, uncalibrated"),
+        ({"rates": "datasheet", "bound": ANY}, "2.00 s -18% +101%, uncalibrated"),
         ({"rates": "", "bound": ""}, "2.00 s"),
         ({"step_time_s": None}, ""),
     ],

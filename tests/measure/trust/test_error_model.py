@@ -83,7 +83,7 @@ def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:
 
 def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_within() -> None:
     low, high, _ = ErrorModel.fit(drawn(1, mean=0.5)).band("sourced", "matmul", "a")
-    assert low < math.exp(-0.5) < high == 1.0  # simulated times are too long
+    assert low < math.exp(-0.5) < 1.0 < high < 1.2  # simulated times are too long
     low, high, _ = ErrorModel.fit(drawn(1, mean=-0.15)).band("sourced", "matmul", "a")
     assert 1 / low < high
     low, high, _ = ErrorModel.fit(drawn(1)).band("sourced", "matmul", "a")

@@ -348,6 +348,35 @@ def test_bridge_is_what_megatron_lm_would_be() -> None:
         read(*JOBS["sizes"], fp8, gpus=16).cell()
 
 
+def test_experts_latents_and_eight_bits_of_bridge() -> None:
+    content = {
+        "model": {"expert_model_parallel_size": 8, "moe_router_dtype": "fp32", "seq_length": 4096},
+        "train": {"global_batch_size": 16, "micro_batch_size": 1},
+        "ddp": {"use_distributed_optimizer": True},
+        "mixed_precision": "bf16_with_fp8_subchannel_scaling_mixed",
+    }
+    experts = {
+        **json.loads((INPUTS / "config.json").read_text()),
+        "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
+    }  # fmt: skip
+    expected = {
+        "sizes.ep": 8, "model_options.experts": 64, "model_options.experts_per_token": 4,
+        "model_options.expert_inner": 256, "model_options.dispatcher": "all_to_all",
+        "model_options.permutation": "fused", "model_options.router_dtype": "float32",
+        "model_options.fp8": "blockwise",
+    }  # fmt: skip
+
+    def made(model: dict[str, Any]) -> Job:
+        bridged = {**content, "model": {**content["model"], **model}}
+        named = {"bridge.json": bridged, "config.json": experts}
+        return job_of("bridge", [JobFile(Path(n), json.dumps(c).encode()) for n, c in named.items()], 8)
+
+    assert settings(made({})) | expected == settings(made({}))
+    latents = settings(made({"multi_latent_attention": True, "q_lora_rank": 96}))
+    assert (latents["model_options.q_lora_rank"], latents["model_options.kv_lora_rank"]) == (96, 512)
+    assert "model_options.kv_lora_rank" not in settings(made({"kv_lora_rank": 64}))
+
+
 def test_a_kind_is_told_by_the_files() -> None:
     paths = [INPUTS / name for name in JOBS["ZeRO-2"][1]]
     assert read_job(None, paths, gpus=8, cluster="dgx-h100").kind == "deepspeed"
@@ -401,5 +430,3 @@ def test_overlaps_and_variables_of_bridge() -> None:
     assert variables.cell().training.cuda_alloc_conf == "expandable_segments:True"
     experts = whole_bridge({"model.moe_router_topk": 4, "model.moe_grouped_gemm": True})
     assert not experts.of("refused")
-    with pytest.raises(UserError, match=r"model.num_moe_experts = 8: a mixture of experts \(MoE\)"):
-        whole_bridge({"model.num_moe_experts": 8}).cell()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs import deepspeed
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.transformers_pipeline import layers_of, stages_of
 from tests.tools.jobs.job_inputs import job_of
 
@@ -97,6 +98,8 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[
     [
         ("automodel", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B", "ep_size = 4: the model has no experts"),
         ("automodel", "ep_size: 4", "ep_size: 3", "8 GPUs are no multiple of 6"),
+        ("automodel", "pp_size: 2", "tp_size: 2", "tensor parallelism whose ranks have the same"),
+        ("automodel", "model:", "model:\n  _target_: ours.gpt2", "a model that is no causal language model"),
         ("automodel", "interleaved1f1b", "zbv", "another schedule of a pipeline than 1f1b, gpipe"),
         ("automodel", "interleaved1f1b", "1f1b", "48 layers in 10 stages are no pipeline of 2 ranks"),
         ("automodel", "pp_microbatch_size: 2", "pp_microbatch_size: 3", "8 is no multiple of a pipeline"),
@@ -105,6 +108,7 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[
         ("axolotl", "fused_attn_kernel: true", "ebft: {alpha: 1.0}", "another loss than that of the next"),
         ("axolotl", "fused_attn_kernel: true", "fp8: true", "eight bits of attention beside experts"),
         ("axolotl", "paged_adamw_32bit", "came_pytorch", "another optimizer than Adam and Muon"),
+        ("veomni", "model_path: Qwen/Qwen3-30B-A3B", "", "beside, or --given model.model_path=NAME"),
         ("verl", "engine=automodel", "engine=mlite", "another engine than FSDP and Automodel"),
     ],
 )  # fmt: skip
@@ -144,6 +148,56 @@ def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
     assert (own["model_options.fp8"], own["model_options.library"]) == ("blockwise", "transformer-engine")
     dense = TEXTS["axolotl"].replace("30B-A3B", "8B").replace("expert_parallel_size: 2", "fp8: true")
     assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
+
+
+@pytest.mark.parametrize(
+    ("key", "attention"),
+    [
+        ("flash_attention", "flash_attention_2"),
+        ("eager_attention", "unfused"),
+        ("sdp_attention", "flash_attention_2"),
+    ],
+)
+def test_attention_by_the_switch_of_an_older_file(key: str, attention: str) -> None:
+    made = job("axolotl", "fused_attn_kernel", key)
+    assert settings(made)["model_options.attention"] == attention
+    assert next(each for each in made.arguments if each.name == key).outcome == "mapped"
+
+
+def test_gradients_that_wait_for_the_last_micro_batch() -> None:
+    def says(made: Job) -> bool:
+        return any("holds all gradients" in warning for warning in made.warnings)
+
+    dense = TEXTS["automodel"].replace("  pp_size: 2\n", "")
+    assert says(job("automodel", text=dense.replace("global_batch_size: 64", "global_batch_size: 128")))
+    assert not says(job("automodel", text=dense))
+    assert not says(job("automodel"))  # a pipeline's stages sum once, here too
+    several = TEXTS["axolotl"] + "gradient_accumulation_steps: 4\n"
+    assert says(job("axolotl", text=several))
+    each = "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+    assert not says(job("axolotl", text=several + each))
+
+
+def test_a_loss_without_logits_is_no_loss_of_logits() -> None:
+    loss = "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"
+    fused = job("automodel", "dataset:", f"loss_fn: {{_target_: {loss}}}\ndataset:")
+    assert settings(fused)["model_options.loss_tile"] == "liger"
+    (argument,) = [each for each in fused.arguments if each.name == "loss_fn._target_"]
+    assert argument.missing == "Cut Cross-Entropy"
+    assert "model_options.loss_tile" not in settings(job("automodel"))
+
+
+def test_eight_bits_by_accelerate() -> None:
+    text = "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: fp8\nfp8_config: {backend: %s}\n"
+    script = b"args = TrainingArguments(per_device_train_batch_size=1, max_length=2048)"
+    for backend, library, recipe in (("TE", "transformer-engine", "delayed"), ("AO", None, "tensorwise")):
+        files = [JobFile(Path("a.yaml"), (text % backend).encode()), JobFile(Path("train.py"), script)]
+        given = {"TrainingArguments.model_name_or_path": "Qwen/Qwen3-8B"}
+        made = deepspeed.read(JobFiles(files, 8, "dgx-h100", given))
+        assert made is not None
+        options = {each.path: each.value for each in made.settings if each.path.startswith("model_options")}
+        assert made.cell().precision == "bf16"
+        assert (options["model_options.fp8"], options.get("model_options.library")) == (recipe, library)
 
 
 def test_stages_as_automodel_counts_them() -> None:

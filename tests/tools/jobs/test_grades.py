@@ -9,6 +9,7 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from tests.tools.jobs.job_inputs import read, settings
 from tests.tools.jobs.test_megatron import SIZES, job
 
 
@@ -42,3 +43,12 @@ def test_what_a_file_leaves_to_run_time_is_asked_for_and_given() -> None:
     given = {"training.seq_len": "4096"}
     job_file = JobFile(Path("a.toml"), toml)
     assert read_job(None, [job_file], gpus=8, cluster="dgx-a100", environment=given).cell().seq_len == 4096
+
+
+def test_weights_in_few_bits_say_how_much_too_many_bytes_are_counted() -> None:
+    quantized = ("bf16: auto", "bf16: auto\nadapter: qlora\nlora_r: 8\nload_in_4bit: true")
+    read_so = read("axolotl", ["axolotl.yaml"], {"axolotl.yaml": quantized}, gpus=8)
+    (argument,) = [each for each in read_so.arguments if each.name == "load_in_4bit"]
+    assert argument.missing == "weights in few bits (QLoRA)"
+    assert "about 1.5 bytes a weight more than in 4 bits" in argument.detail
+    assert settings(replace(read_so, strict=False))["model_options.lora_rank"] == 8

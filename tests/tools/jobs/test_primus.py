@@ -11,6 +11,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
+from tests.tools.jobs.job_inputs import INPUTS, JOBS
 from tests.tools.jobs.test_programs import lenient
 
 _MODEL, _KEY = "llama3.1_8B", "mock_data: true"
@@ -81,6 +82,20 @@ def test_zero_is_false_for_a_switch() -> None:
     job = primus(_MODEL, "use_torch_fsdp2: 0", "auto_continue_train: 1")
     assert made(job)["backend"] == "megatron"
     assert not re.search("auto_continue_train", " ".join(job.warnings))
+
+
+def test_a_tuning_has_its_own_defaults_and_adapters_are_named() -> None:
+    without = ("      micro_batch_size: 2\n      global_batch_size: 32\n", "")
+    kind, files = JOBS["Primus"]
+    text = (INPUTS / files[0]).read_text().replace(*without).replace("pre_trainer:", "post_trainer:", 1)
+    read = [
+        JobFile(Path("tune.yaml"), f"{text}      lora: {{enabled: {on}, dim: 8}}\n".encode())
+        for on in ("true", "false")
+    ]
+    jobs = [read_job(kind, [file], gpus=8, cluster="dgx-h100") for file in read]
+    assert made(jobs[1])["batch"] == 128
+    outcomes = [{each.name: each.outcome for each in job.arguments}["lora"] for job in jobs]
+    assert outcomes == ["approximated", "no effect"]
 
 
 _TITAN = """modules:

@@ -74,7 +74,9 @@ def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
     dense, experts = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
     job = lenient("LLaMA-Factory", (dense, experts))
     (argument,) = [each for each in job.arguments if each.name == "lora_rank"]
-    assert (argument.outcome, argument.missing) == ("approximated", "adapters (LoRA) of a model with experts")
+    assert (argument.outcome, argument.missing) == ("approximated", "adapters (LoRA) of experts")
+    settings = {setting.path: setting.value for setting in job.settings}
+    assert settings["model_options.lora_targets"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @pytest.mark.parametrize(
