@@ -14,6 +14,7 @@ from typing import TypeVar
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import SHORT
+from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
@@ -109,9 +110,30 @@ def calls_on_line(
     meter = CommunicationMeter(meters[-1].axes)
     meter.current_phase = meters[-1].current_phase
     for operation in {**first, **second, **third}:
-        a, b, c = (each[operation] for each in (first, second, third))
-        more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
-        if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
-            raise NotAlike(f"calls of {operation.collective} are not on a line")
-        meter.counts[operation] = c + more
+        of_counts = [each[operation] for each in (first, second, third)]
+        meter.counts[operation] = _number_on_line(operation.collective, counts, of_counts, micro_batches)
     return meter
+
+
+def unpriced_on_line(
+    counts: Sequence[int], programs: Sequence[Program], micro_batches: int
+) -> dict[str, int]:
+    """How often each operator without a price is called in a step of that many micro-batches, from steps of
+    three numbers of them.
+
+    Raises:
+        NotAlike: they are not on a line.
+    """
+    calls = [program.unpriced_calls() for program in programs]
+    return {
+        name: _number_on_line(name, counts, [each.get(name, 0) for each in calls], micro_batches)
+        for name in calls[-1]
+    }
+
+
+def _number_on_line(name: str, counts: Sequence[int], calls: Sequence[int], micro_batches: int) -> int:
+    a, b, c = calls
+    more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
+    if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
+        raise NotAlike(f"calls of {name} are not on a line")
+    return c + more

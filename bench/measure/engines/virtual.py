@@ -15,7 +15,13 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, without_one
 from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.measure.engines.rank_memory import limit_by_host
-from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
+from spbench.bench.measure.engines.step_line import (
+    StepNumbers,
+    calls_on_line,
+    counts_on_line,
+    on_line,
+    unpriced_on_line,
+)
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
@@ -279,10 +285,13 @@ def measured_on_line(
 def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trace]) -> Measurement | None:
     """The measurement of a class of ranks from its traces of those numbers of micro-batches; None: its memory
     is not the same in all of them, as where something is kept of each."""
-    calls = calls_on_line(counts, [trace.communication for trace in traces], of.cell.training.micro_batches)
+    micro_batches = of.cell.training.micro_batches
+    calls = calls_on_line(counts, [trace.communication for trace in traces], micro_batches)
+    programs = [trace.program for trace in traces if trace.program is not None]
+    unpriced = {"unpriced_operators": unpriced_on_line(counts, programs, micro_batches)}
     different = {id(trace.memory): replace(trace, communication=calls) for trace in traces}
     capacity = usable_memory_bytes(of.cell, of.planned)
-    first, *others = (trace.measurement(capacity, of.planned) for trace in different.values())
-    if first.unpriced_operators or any(each != first for each in others):
-        return None
-    return first
+    first, *others = (
+        trace.measurement(capacity, of.planned).model_copy(update=unpriced) for trace in different.values()
+    )
+    return None if any(each != first for each in others) else first

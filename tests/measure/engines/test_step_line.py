@@ -26,6 +26,15 @@ _MEGATRON = {
 }
 #: the last stage keeps the loss of each micro-batch
 SMALL = staged(84, batch=84, sizes={"pp": 2, "tp": 2}, model_options={"layers": 2})
+#: experts' plain permutation calls operators without a price
+UNPRICED = staged(
+    84,
+    model="moe-tiny",
+    strategy="single",
+    batch=168,
+    sizes={"pp": 2, "dp": 2, "ep": 2},
+    model_options={"layers": 2},
+)
 INTERLEAVED = staged(
     144,
     batch=144,
@@ -43,6 +52,7 @@ AHEAD = staged(
     "cell",
     [
         pytest.param(SMALL, id="1f1b"),
+        pytest.param(UNPRICED, id="1f1b with operators that have no price", marks=pytest.mark.slow),
         pytest.param(AHEAD, id="1f1b of 7 stages", marks=pytest.mark.slow),
         pytest.param(INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
     ],
