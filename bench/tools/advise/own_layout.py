@@ -72,7 +72,7 @@ class OwnLayout:
 
     def training(self, backend: str, searched: Mapping[str, Any]) -> dict[str, Any] | None:
         """The settings of ``training`` of a layout with a backend: some that are searched, and those that are
-        kept; None: they cannot be together, or the backend has no other update than Adam's, which the job has."""
+        kept; None: they cannot be together, or the backend lacks the job's update, as Muon's."""
         usual = backend_class(backend).options_type()
         there = asdict(usual)
         if self.kept.get("update", "adam") != there.get("update", "adam") and "update" not in there:
