@@ -177,8 +177,8 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
 
 
 def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
-    """Of the sends from each rank to its peer one between the largest parts of a node, for which the others
-    of a ring wait; the first send where none leaves a part."""
+    """A send between the largest parts of a node, for which the others of a ring wait, among those from each
+    rank to its peer; the first send where none leaves a part."""
     for each in reversed(crossings_of(costs.cluster)):
         same_node = node_of(ranks, costs.cluster) == node_of(peers, costs.cluster)
         leaves = np.flatnonzero(same_node & (ranks // each.devices != peers // each.devices))
