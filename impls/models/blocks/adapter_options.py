@@ -164,7 +164,7 @@ def adapter_parameters(model: DecoderModel, layers: Sequence[int]) -> dict[str, 
 
 
 def _blocks(model: DecoderModel, layer: int) -> Iterator[tuple[Sequence[str], str, int, bool]]:
-    """Of a layer's attention and MLP: the names of the projections that open it and of the one that closes
+    """A layer's attention, then its MLP: the names of the projections that open it and of the one that closes
     it, where these may have adapters, the features between them, and whether it is the MLP."""
     kind = model.mixing(layer)
     opening = QKV if QKV[0] in kind.adapted else ()
