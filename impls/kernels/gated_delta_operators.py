@@ -24,7 +24,7 @@ def block_of(x: Tensor) -> int:
 
 
 def blocks_of(x: Tensor, starts: Sequence[int]) -> Blocks:
-    """Of the positions of x [B, L, ...], of which documents begin at ``starts``."""
+    """The blocks of the positions of x [B, L, ...], in which documents begin at ``starts``."""
     return Blocks(x.shape[1], block_of(x), starts, anew=True)
 
 

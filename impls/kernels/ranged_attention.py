@@ -125,7 +125,7 @@ def _pairs(q: Sequence[int], ranges: str) -> int:
 
 
 class Size(NamedTuple):
-    """Of ranges: how many, of a head the queries and keys that meet, and how many keys the range has in
+    """Sizes of ranges: how many, of a head the queries and keys that meet, and how many keys the range has in
     which a pair lies, on average, of a window no more than the window: kernels are slower where ranges are
     short."""
 

@@ -80,8 +80,8 @@ def stage_layers(cell: Cell) -> tuple[int, int]:
 
 
 def leading_runs(cell: Cell) -> int:
-    """Of a stage's layers, counted as by :func:`stage_layers`, those that hold the first layers of a model
-    that are of another kind."""
+    """The layers of a stage, counted as by :func:`stage_layers`, that hold the first layers of a model that
+    are of another kind."""
     layers, unit = stage_layers(cell)
     leading = model_preset(*cell.model_arguments).unlike_layers
     here = unit // (cell.sizes.pp * cell.training.virtual_stages)

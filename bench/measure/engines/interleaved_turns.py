@@ -108,7 +108,7 @@ class InterleavedTurns:
 
     @cached_property
     def _latest(self) -> list[tuple[int, int]]:
-        """Of each place, and of the end, the numbers of the last forward and backward up to there."""
+        """The numbers of the last forward and backward up to each place, and up to the end."""
         forward, backward, latest = -1, -1, []
         for name, number in self.actions:
             forward = number if name == "forward" else forward

@@ -161,7 +161,7 @@ def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
 
 @lru_cache(maxsize=16)
 def _likes(turns: AnyTurns, held: AnyTurns) -> list[int]:
-    """Of each turn, and of the end, its like; the same for all lists of a trace."""
+    """The like of each turn, and of the end; the same for all lists of a trace."""
     return [turns.like(turn, held) for turn in range(len(turns) + 1)]
 
 

@@ -207,7 +207,7 @@ def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
 
 
 def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
-    """Of a ring over several nodes by LL128 and by Simple: seconds of latency, a hop for each step, and the
+    """Seconds of latency of a ring over several nodes by LL128 and by Simple, a hop for each step, and the
     share of the bandwidth that the protocol reaches. NCCL takes the one with which a message takes least."""
     n, crossings, ways = group.size, group.nodes - 1, []
     for protocol, reached in _REACHED.items():

@@ -266,7 +266,7 @@ def _reserved_share(log: MemoryLog, cell: Cell) -> float:
 
 
 def _most_sent(by_class: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of the closed forms of classes of ranks that of the one that sends most."""
+    """The closed form of the class of ranks that sends most."""
     return max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
 
 

@@ -37,7 +37,7 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account) -> TransformersStep:
-    """Of version 0."""
+    """A job of version 0."""
     if k.value("stage") not in ("sft", "pt"):
         k.refuse("reinforcement learning, or preferences", "stage")
     k.ignore("one loss of the next token", "stage")
@@ -96,7 +96,7 @@ def _optimizer(k: Account, name: str) -> Said:
 
 
 def _newer_step(k: Account) -> TransformersStep:
-    """Of version 1."""
+    """A job of version 1."""
     on_host = "dist_config.offload_params"
     quantized = k.value("quant_config.quantization_bit") or 0
     return TransformersStep(
