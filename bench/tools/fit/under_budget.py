@@ -124,7 +124,7 @@ class _Search:
             self.trace(_as_one(cheaper))
 
     def cheapest(self) -> Verdict | None:
-        """The one with the shortest step of all that were traced and fit; among equals the fewest settings."""
+        """The shortest step of all that were traced and fit; among equals the fewest settings."""
 
         def cost(verdict: Verdict) -> tuple[float, int]:
             assert verdict.change is not None
