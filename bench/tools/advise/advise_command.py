@@ -65,9 +65,9 @@ def command() -> None:
     """Find the fastest layouts of a model that fit its cards.
 
     A job's own layout stands beside them. A layout is strategies, ranks along each axis, a backend,
-    micro-batches and recomputation. Layouts are
-    estimated, the promising ones traced with few layers and the best with all. Times that differ by less than
-    the errors of such predictions are a tie, and the simplest of them is named first. --set also takes a
-    figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or x0.5..x4, a question each). What was traced
-    is kept, so that the same command goes on where it was stopped.
+    micro-batches and recomputation. Layouts are estimated, the promising ones traced with few layers and the
+    best with all. Times that differ by less than the errors of such predictions are a tie, and the simplest
+    of them is named first. --set also takes a figure of the cluster, as network.bandwidth_bytes_per_s=x2 (or
+    x0.5..x4, a question each). What was traced is kept, so that the same command goes on where it was
+    stopped.
     """

@@ -13,10 +13,8 @@ from spbench.bench.tools.jobs.variables import variables
 
 _HALF = {"bf16", "bfloat16", "torch.bfloat16"}
 _KEPT, _EXPERTS_KEPT = "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward"
-_PEFT, _FP8, _TE_FP8, _NORM = (
-    *("peft._target_", "fp8.enabled"),
-    *("model.backend.te_fp8.recipe", "model.backend.rms_norm"),
-)
+_PEFT, _FP8 = "peft._target_", "fp8.enabled"
+_TE_FP8, _NORM = "model.backend.te_fp8.recipe", "model.backend.rms_norm"
 #: by the words of model.backend.te_fp8: ours for TransformerEngine's recipes
 _TE_RECIPES = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
 _BUILT = "model._target_"

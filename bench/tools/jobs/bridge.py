@@ -29,10 +29,10 @@ from spbench.bench.tools.jobs.variables import variables
 #: of which a configuration has some, and that no other kind has
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
 _LATENT = "model.multi_latent_attention"
-_LATENT_SIZES = {
-    *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_head_dim", "model.qk_pos_emb_head_dim"),
-    "model.v_head_dim",
-}
+_LATENT_SIZES = [
+    f"model.{name}"
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+]
 _SILU = {"silu", "torch.nn.functional.silu", "torch.nn.functional.swish"}
 _GELU = {"gelu", "torch.nn.functional.gelu"}
 #: what Megatron-Bridge sets for models of a config.json, by its fields; and by its family
