@@ -53,6 +53,9 @@ from spbench.impls.unlike_work import noting_work
 PRIM_DEVICE = torch.ops.prim.device.default
 BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
 _NOTHING = torch.empty(0)
+#: what has its result in another shape where it lies; of no elements FakeTensorMode, which keeps what
+#: as_strided returned inside, may put it on a storage of its own
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def group_axes(mesh: DeviceMesh | None) -> dict[str, str]:
@@ -193,7 +196,11 @@ class Recorder(TorchDispatchMode):
             # fake ranks look at no tensor, and fake tensors take ten times as long to be not looked at
             with no_dispatch():
                 return func([_NOTHING], *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _RESHAPES and isinstance(result, FakeTensor) and not result.numel():
+            with no_dispatch():
+                result.set_(args[0].untyped_storage(), result.storage_offset(), result.shape, result.stride())
+        return result
 
 
 #: entries hold no tensor and no mode, so they serve every trace of the process; None: always the plain path

@@ -124,6 +124,17 @@ def test_rounding() -> None:
     assert rounded(nbytes).tolist() == [0, 512, 512, 1024, 2**40 + 512]
 
 
+@pytest.mark.parametrize("fake", [False, True])
+def test_views_of_nothing_have_no_storage_of_their_own(fake: bool) -> None:
+    def program(recorder: Recorder) -> None:
+        x = torch.empty(4, 3, 0, 37)
+        # torch 2.13's fake tensors: the second shape that is the same in other words
+        views = [x.view(0, 37), x.view(-1, 37), torch.ops.aten._unsafe_view(x, [-1, 37])]
+        del x, views
+
+    assert recorded(program, fake=fake).events == [1, -1]
+
+
 def test_address_of_a_dead_storage_can_be_used_again() -> None:
     def program(recorder: Recorder) -> None:
         for _ in range(50):
