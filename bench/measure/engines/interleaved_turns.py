@@ -60,12 +60,22 @@ class InterleavedTurns:
         return self.of
 
     @property
-    def _order(self) -> tuple[int, ...]:
-        """By chunk, whether its first forward of a group comes after the backward of its last forward (-1),
-        right after it (0), or before it (1). Megatron-LM keeps a chunk's last input, with its gradient, until
-        the next one, so these die elsewhere. Last, whether the rank warms up beyond its last chunk."""
-        group, beyond = self.of.group, _sign(self.ahead - self.of.period)
-        return (*(_sign(self.ahead - 2 * chunk * group) for chunk in range(self.of.chunks)), beyond)
+    def _lead(self) -> list[int]:
+        """By chunk, by how many forwards its first one of a group comes after the backward of its last one
+        (below 0) or before it (above 0). Last, by how many the rank warms up beyond its last chunk."""
+        leads = [self.ahead - 2 * chunk * self.of.group for chunk in range(self.of.chunks)]
+        return [*leads, self.ahead - self.of.period]
+
+    @property
+    def _order(self) -> list[int]:
+        """The signs of these. Megatron-LM keeps a chunk's last input, with its gradient, until
+        the next one, so these die elsewhere."""
+        return [_sign(each) for each in self._lead]
+
+    @property
+    def _touching(self) -> list[bool]:
+        """Where that forward is the next one after the backward, which lets go of what it would keep."""
+        return [each == -1 for each in self._lead]
 
     @property
     def _end(self) -> int:
@@ -80,6 +90,7 @@ class InterleavedTurns:
             return
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)
+        of_groups = []
         for group in _SHORT_GROUPS:
             ranks = ((rank, group + more) for more in range(2) for rank in range(group + more))
             steps = (
@@ -93,7 +104,8 @@ class InterleavedTurns:
                 and not (short._end and short.of.ranks > group)
                 and 3 * len(short.of) <= 2 * least
             )
-            yield from islice(alike, 1)
+            of_groups += islice(alike, 1)
+        yield from sorted(of_groups, key=lambda short: short._touching != self._touching)
 
     @cached_property
     def actions(self) -> list[Action]:

@@ -81,12 +81,21 @@ def test_a_step_that_is_short_is_run_whole() -> None:
         assert not [*InterleavedTurns(turns).shorter()]
 
 
-@pytest.mark.parametrize("rank", [0, 2, 3])
-def test_a_rank_is_put_together_from_a_short_step(rank: int) -> None:
-    """The first rank, one between, and the last, whose losses live to the end of the step."""
-    training = {"schedule": "interleaved", "virtual_stages": 2}
-    cell = staged(16, batch=16, model_options={"layers": 8}, sizes={"pp": 4, "tp": 2}, training=training)
-    turns, first = InterleavedTurns(Turns(rank, 4, 2, 16)), plan(cell).classes[rank].first
+SHORTENED = [*((4, 2, rank, "legacy_ddp") for rank in (0, 2, 3)), (6, 4, 3, "megatron")]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "rank", "backend"), SHORTENED)
+def test_a_rank_is_put_together_from_a_short_step(ranks: int, chunks: int, rank: int, backend: str) -> None:
+    """The first rank, one between, and the last, whose losses live to the end of the step; and one of which
+    the shortest step has a forward next to the backward that it comes two after here."""
+    training = {"schedule": "interleaved", "virtual_stages": chunks, "backend": backend}
+    sizes, count = {"pp": ranks, "tp": 2}, 4 * ranks
+    layers = {"layers": ranks * chunks}
+    cell = staged(count, batch=count, model_options=layers, sizes=sizes, training=training)
+    turns, first = (
+        InterleavedTurns(Turns(rank, ranks, chunks, count), backend == "megatron"),
+        plan(cell).classes[rank].first,
+    )
     short = next(turns.shorter())
     together = put_together(trace(cell, first, events=True, turns=short.run), short, turns)
     assert differences(together, trace(cell, first, events=True)) == []
