@@ -83,7 +83,7 @@ def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
 
 
 @dataclass
-class _Search:
+class Search:
     """What has been traced for a budget, and what may still be cheaper."""
 
     cell: Cell
@@ -121,7 +121,7 @@ class _Search:
             limit = math.inf if best is None else best.step_s or math.inf
             if not (cheaper := [changes for seconds, changes in several if seconds < limit]):
                 return
-            self.trace(_as_one(cheaper))
+            self.trace(as_one(cheaper))
 
     def cheapest(self) -> Verdict | None:
         """The shortest step of all that were traced and fit; among equals the fewest settings."""
@@ -143,7 +143,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     Raises:
         UserError: the cell cannot be run or timed.
     """
-    search = _Search(cell, budget_bytes, asking, say)
+    search = Search(cell, budget_bytes, asking, say)
     before = next(iter(search.trace([Change({}, "as it is")])), None)
     if before is None or not before.step_s:
         raise UserError(f"{cell.key}: --budget weighs times, and its step cannot be timed")
@@ -153,7 +153,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     program = _Program(before, alone, budget_bytes)
     solutions = itertools.islice(program.solutions(), _MOST_SOLVED)
     while (parts := next(solutions, None)) is not None:
-        if any(map(search.fits, search.trace(_as_one([parts])))):
+        if any(map(search.fits, search.trace(as_one([parts])))):
             search.cheaper(program.fewer(parts))
             break
     search.cheaper(program.pairs())
@@ -161,7 +161,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     return BudgetPlan(budget_bytes, before, search.cheapest(), alone, len(search.verdicts))
 
 
-def _as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
+def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
     """Each of several sets of switches that go together, as one."""
     for changes in several:
         if change := together(changes):

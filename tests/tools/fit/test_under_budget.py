@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from scripts.budget_pairs import JOBS, Job, beside_pairs
 from spbench.bench.cell import Cell
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
@@ -21,7 +22,7 @@ from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.subject import subject
 from spbench.bench.tools.fit.suggestions import Change
 from spbench.bench.tools.fit.switches import MODULES, switches, together
-from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
+from spbench.bench.tools.fit.under_budget import plan_budget
 from spbench.bench.units import GIB
 from tests.tools.advise.questions import small_cards
 from tests.tools.commands.conftest import Run
@@ -144,36 +145,10 @@ def test_the_command_says_what_was_chosen_and_its_price(
     assert "'180' is no number of bytes; write it as 78GiB" in problem
 
 
-#: model, strategy, GPUs and settings, and the GiB of the budget
-JOBS: list[tuple[str, str, int, dict[str, Any], int]] = [
-    ("llama3-8b", "ulysses", 8, {"seq_len": 131072, "sizes.sp": 8}, 78),
-    (
-        "llama3-70b",
-        "megatron_sp",
-        64,
-        {
-            "seq_len": 32768,
-            "sizes.tp": 8,
-            "strategy_options.vocabulary": "split",
-            "training.backend": "zero3",
-        },
-        30,
-    ),
-    ("Qwen/Qwen3-30B-A3B", "ulysses", 16, {"seq_len": 65536, "sizes.sp": 8, "sizes.ep": 8}, 78),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "strategy", "gpus", "settings", "gib"), JOBS)
-def test_real_jobs_beside_all_pairs(
-    model: str, strategy: str, gpus: int, settings: dict[str, Any], gib: int
-) -> None:
-    (cell,) = subject([model], Asked("dgx-h100", gpus, strategy, settings)).cells
-    with Asking() as asking:
-        plan: BudgetPlan = plan_budget(cell, gib * GIB, asking)
-        pairs = under_budget._as_one(itertools.combinations(switches(cell), 2))
-        search = under_budget._Search(cell, gib * GIB, asking, lambda *_: None)
-        fitting = [each for each in [*search.trace(pairs), *plan.alone] if plan.fits(each)]
-    assert plan.chosen is not None
-    assert fitting
-    assert (plan.chosen.step_s or 0.0) <= min(each.step_s or 0.0 for each in fitting)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
+def test_real_jobs_beside_all_pairs(job: Job) -> None:
+    beside = beside_pairs(job)
+    assert beside.plan.chosen is not None
+    assert beside.fitting
+    assert (beside.plan.chosen.step_s or 0.0) <= (beside.fitting[0].step_s or 0.0)

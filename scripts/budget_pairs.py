@@ -1,0 +1,119 @@
+"""What `spbench fit --budget` chooses beside every switch and every pair of them: the table in docs/fit.md.
+
+    python scripts/budget_pairs.py            # all jobs
+    python scripts/budget_pairs.py 70b        # those with that in their model's name
+
+Each job is answered first, then every pair of its switches that go together is traced. Seconds are of a core,
+of the answer alone; with SPBENCH_CACHE set to nothing none of it is read from disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.asking import Asking
+from spbench.bench.tools.fit.fit_verdict import Verdict
+from spbench.bench.tools.fit.subject import subject
+from spbench.bench.tools.fit.switches import switches
+from spbench.bench.tools.fit.under_budget import BudgetPlan, Search, as_one, plan_budget
+from spbench.bench.units import GIB
+
+
+class Job(NamedTuple):
+    """A job on dgx-h100, and the GiB of its budget."""
+
+    model: str
+    strategy: str
+    gpus: int
+    settings: dict[str, Any]
+    gib: int
+
+
+JOBS = [
+    Job("llama3-8b", "ulysses", 8, {"seq_len": 131072, "sizes.sp": 8}, 78),
+    Job(
+        "llama3-70b",
+        "megatron_sp",
+        64,
+        {
+            "seq_len": 32768,
+            "sizes.tp": 8,
+            "strategy_options.vocabulary": "split",
+            "training.backend": "zero3",
+        },
+        30,
+    ),
+    Job("Qwen/Qwen3-30B-A3B", "ulysses", 16, {"seq_len": 65536, "sizes.sp": 8, "sizes.ep": 8}, 78),
+]
+
+
+@dataclass(frozen=True)
+class BesidePairs:
+    """The answer for a job, beside all pairs.
+
+    Attributes:
+        cpu_s, clock_s: seconds of the answer.
+        pairs: all that can be run.
+        fitting: single switches and pairs that fit, those that cost least first.
+    """
+
+    plan: BudgetPlan
+    cpu_s: float
+    clock_s: float
+    pairs: Sequence[Verdict]
+    fitting: Sequence[Verdict]
+
+
+def beside_pairs(job: Job) -> BesidePairs:
+    """Answer a job, and trace all pairs of its switches."""
+    asked = Asked("dgx-h100", job.gpus, job.strategy, job.settings)
+    (cell,) = subject([job.model], asked).cells
+    before, start = _cpu_seconds(), time.perf_counter()
+    with Asking() as asking:
+        plan = plan_budget(cell, job.gib * GIB, asking)
+    seconds = _cpu_seconds() - before, time.perf_counter() - start
+    with Asking() as asking:
+        search = Search(cell, job.gib * GIB, asking, lambda *_: None)
+        pairs = search.trace(as_one(itertools.combinations(switches(cell), 2)))
+    fitting = filter(plan.fits, [*plan.alone, *pairs])
+    return BesidePairs(plan, *seconds, pairs, sorted(fitting, key=_step_s))
+
+
+def _step_s(verdict: Verdict) -> float:
+    return verdict.step_s or float("inf")
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of its workers that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def main() -> int:
+    wanted = "".join(sys.argv[1:]).lower()
+    for job in JOBS:
+        if wanted not in job.model.lower():
+            continue
+        beside = beside_pairs(job)
+        plan, whole = beside.plan, beside.plan.before.step_s or 1.0
+        print(
+            f"{job.model}, {job.gib} GiB: {plan.traced} traced, {beside.cpu_s:.0f} s of a core, "
+            f"{beside.clock_s:.0f} s; {len(beside.pairs)} pairs, {len(beside.fitting)} of these and of "
+            f"{len(plan.alone)} alone fit"
+        )
+        for name, each in [("chosen", plan.chosen), *(("next", each) for each in beside.fitting[:3])]:
+            if each is not None and each.change is not None:
+                needed, more = each.memory.total_bytes / GIB, _step_s(each) / whole - 1
+                print(f"  {name}: {needed:.1f} GiB, step {more:+.2%}: {dict(each.change.settings)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
