@@ -163,7 +163,7 @@ def test_pageable_memory_has_rates_of_its_own(tmp_path: Path) -> None:
 
 
 def test_torchs_save_on_cpu_is_waited_for(tmp_path: Path) -> None:
-    """All inputs go to pinned memory and all come back; the host waits for each that goes, by no copy back."""
+    """All inputs go to pinned memory and all come back; the host waits for each that goes alone."""
     options = {"layers": LAYERS, "recompute": "full", "checkpoints": "save_on_cpu"}
     asked = cell(with_host(tmp_path, link_bandwidth_bytes_per_s=1000), model_options=options)
     assert VirtualEngine().measure(asked).step_time_s == pytest.approx(2 * LAYERS * 6912 / 1000, rel=1e-3)
