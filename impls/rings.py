@@ -73,10 +73,14 @@ class Ring:
 
     Raises RuntimeError where it is misused: started twice, finished before it was started, or what is being
     sent was written to meanwhile.
+
+    Args:
+        barrier: after each wait all ranks meet, and the host waits until the device has come there, as
+            torch's barrier does on NCCL.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, *, barrier: bool = False):
+        self.group, self.barrier = group, barrier
         self._sent: list[tuple[Tensor, int]] = []
         self._received: list[Tensor] = []
         self._works: list[dist.Work] = []
@@ -101,6 +105,9 @@ class Ring:
             raise RuntimeError("nothing is under way; start first")
         for work in self._works:
             work.wait()
+        if self.barrier:
+            dist.barrier(self.group)
+            wait_for_device(self._received[0])
         if any(x._version != version for x, version in self._sent):
             raise RuntimeError("a tensor was written to while it was being sent")
         received = tuple(self._received)

@@ -236,7 +236,7 @@ def _switches(row: Row) -> Iterator[str]:
         yield strategy_name(strategy(row))
     if option(row, "model_options", "mlp_tile"):
         yield "tiled MLP"
-    if option(row, "model_options", "checkpoints") in ("host", "pageable"):
+    if option(row, "model_options", "checkpoints") in ("host", "save_on_cpu", "pageable"):
         yield "checkpoints on host"
 
 

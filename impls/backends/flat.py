@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
@@ -26,6 +28,17 @@ def covered(starts: Sequence[int], ends: Sequence[int], start: int, end: int) ->
     return tuple((i, a >= start, b <= end) for i, (a, b) in pieces if max(a, start) < min(b, end))
 
 
+def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that updates each parameter, where ranks update whole ones: from the largest on to the first
+    of those that have fewest elements, as InternEvo deals them out (internlm/solver/optimizer/
+    hybrid_zero_optim.py, _partition_param_list)."""
+    owners, least = [0] * len(sizes), [(0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        elements, owners[number] = least[0]
+        heapq.heapreplace(least, (elements + sizes[number], owners[number]))
+    return owners
+
+
 class FlatShard:
     """A rank's shard of some parameters, in the optimizer's precision, and where each of them lies.
 
@@ -33,6 +46,8 @@ class FlatShard:
         parameters: by name.
         group: the ranks that share them; None: a rank alone.
         on_host: hold the shard in the host's pinned memory.
+        whole: shards are of whole parameters (:func:`owners_of`), which lie in the order of their ranks; else
+            they are of equal lengths.
     """
 
     def __init__(
@@ -42,16 +57,28 @@ class FlatShard:
         precision: Precision,
         *,
         on_host: bool = False,
+        whole: bool = False,
     ):
         self.group = group
         self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        if whole:
+            owners = owners_of([p.numel() for p in parameters.values()], self.size)
+            by_owner = sorted(zip(owners, parameters.items(), strict=True), key=lambda each: each[0])
+            parameters = dict(named for _, named in by_owner)
         self.names, tensors = list(parameters), list(parameters.values())
         self.shapes, self.sizes = [p.shape for p in tensors], [p.numel() for p in tensors]
-        self.padding = padded(sum(self.sizes), self.size) - sum(self.sizes)
+        self.padding = 0 if whole else padded(sum(self.sizes), self.size) - sum(self.sizes)
         flat = self.flattened(tensors)
-        self.start = self.rank * (len(flat) // self.size)
+        #: elements of each rank's shard
+        self.lengths = [len(flat) // self.size] * self.size
+        if whole:
+            held_by = Counter[int]()
+            for owner, size in zip(sorted(owners), self.sizes, strict=True):
+                held_by[owner] += size
+            self.lengths = [held_by[rank] for rank in range(self.size)]
+        self.start = sum(self.lengths[: self.rank])
         held = torch.float32 if precision.master else precision.parameters
-        self.weights = flat.chunk(self.size)[self.rank].to(held, copy=True)
+        self.weights = self.shards(flat)[self.rank].to(held, copy=True)
         if on_host:
             there = host_empty_like(self.weights)
             to_host_(there, self.weights)
@@ -59,6 +86,10 @@ class FlatShard:
             self.weights = there
         #: of this shard, or None between a step's beginning and its backward
         self.gradient: Tensor | None = None
+
+    def shards(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The part of each rank of the whole flat tensor."""
+        return flat.split(self.lengths)
 
     def flattened(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """A copy of the whole parameters, flat and padded."""

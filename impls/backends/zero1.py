@@ -1,8 +1,9 @@
 """ZeRO-1 (Rajbhandari et al., arXiv 1910.02054, section 5): gradients as under DDP, the optimizer sharded.
 
 A rank updates its shard of the float32 masters and all-gathers the weights, which are views of one flat
-tensor. torch's ZeroRedundancyOptimizer, in contrast, gives whole parameters to ranks, so its shards are
-uneven, and has no master weights.
+tensor. With ``shards: whole`` ranks update whole parameters, so that shards are uneven, and each broadcasts
+its own in turn, as with InternEvo's HybridZeroOptimizer; torch's ZeroRedundancyOptimizer does so too, and has
+no master weights.
 
 With ``gradients: late`` they are summed as in DeepSpeed's stage 1, see :class:`LateGradients`: a rank holds
 no gradient while forward runs, and after backward its shard alone.
@@ -13,18 +14,20 @@ gradient's part is copied to the host in float32, and the shard comes back into 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.axes import Place
 from spbench.impls.backends.backend import HeldPart
 from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
-from spbench.impls.backends.flat import FlatShard, covered, padded
+from spbench.impls.backends.flat import FlatShard, covered, owners_of, padded
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.late_gradients import LateGradients
 from spbench.impls.backends.optimizer import Optimizer
@@ -34,6 +37,7 @@ from spbench.impls.collectives import all_gather_flat, all_gather_in_place
 from spbench.impls.composition import by_partial_axes, summed_axes, trained_parameters
 from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.options import check_choices
+from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
 
@@ -45,17 +49,23 @@ class ShardedOptimizerOptions(OptimizerOptions):
         gradients: "buckets": summed in backward, in buckets that stay, as under DDP; "late": summed after
             backward, in a buffer, as in DeepSpeed.
         bucket_elements: elements of the buffer for "late" gradients, DeepSpeed's ``reduce_bucket_size``.
+        shards: "even": of equal lengths, all-gathered; "whole": of whole parameters, broadcast rank by rank
+            after the host has waited for the updates.
 
     Raises:
-        ValueError: a word is none of these, or the buffer has no elements.
+        ValueError: a word is none of these, the buffer has no elements, or whole parameters are asked for
+            with late gradients or an optimizer on the host.
     """
 
     gradients: Literal["buckets", "late"] = "buckets"
     bucket_elements: int = 500_000_000
+    shards: Literal["even", "whole"] = "even"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"gradients": ("buckets", "late")})
+        check_choices(self, {"gradients": ("buckets", "late"), "shards": ("even", "whole")})
+        if self.shards == "whole" and (self.gradients == "late" or self.optimizer == "host"):
+            raise ValueError("shards: whole needs gradients: buckets and optimizer: device; leave these out")
         if self.bucket_elements < 1:
             raise ValueError(f"bucket_elements is at least 1, not {self.bucket_elements}")
 
@@ -74,12 +84,13 @@ class ShardedOptimizer(DistributedDataParallel):
         for group, parameters in sums:
             # where the host has the masters, the device's shard is a part of the flat tensor alone
             held = replace(self.precision, master=False) if self.on_host else self.precision
-            unit = FlatShard({self.names[p]: p for p in parameters}, group, held)
-            flat = unit.flattened(parameters)
-            for p, view in zip(parameters, unit.views(flat).values(), strict=True):
-                p.data = view
+            by_name = {self.names[p]: p for p in parameters}
+            unit = FlatShard(by_name, group, held, whole=self.options.shards == "whole")
+            flat = unit.flattened([by_name[name] for name in unit.names])
+            for name, view in unit.views(flat).items():
+                by_name[name].data = view
             if self.on_host:
-                unit.weights = flat.chunk(unit.size)[unit.rank]
+                unit.weights = unit.shards(flat)[unit.rank]
             elif self.options.gradients == "buckets":
                 unit.gradient = torch.zeros_like(unit.weights)
             self.units.append(unit)
@@ -160,8 +171,19 @@ class ShardedOptimizer(DistributedDataParallel):
             weights = unit.weights.to(self.precision.parameters)
             if unit.group is None:
                 flat.copy_(weights)
+            elif self.options.shards == "whole":
+                self._broadcast(unit, weights, flat)
             else:
                 all_gather_flat(weights, unit.group, into=flat)
+
+    def _broadcast(self, unit: FlatShard, weights: Tensor, flat: Tensor) -> None:
+        """The updated weights of each rank into the flat tensor of all, one rank after another."""
+        shards = unit.shards(flat)
+        shards[unit.rank].copy_(weights)
+        wait_for_device(flat)
+        for rank, shard in enumerate(shards):
+            if shard.numel():
+                dist.broadcast(shard, group=unit.group, group_src=rank)
 
     def _step_on_host(self, optimizer: HostOptimizer) -> None:
         for number, unit in enumerate(self.units if self.late is None else ()):
@@ -206,8 +228,25 @@ class ShardedOptimizer(DistributedDataParallel):
             each = whole // ranks
             part = covered([0, *ends[:-1]], ends, rank * each, (rank + 1) * each)
             buckets = {tuple(p.numel() for p in bucket) for bucket in in_buckets(parameters)}
+            if step.options.shards == "whole":
+                part = (tuple(owners_of(sizes, ranks)), rank)
             found.append((axes, whole - sum(sizes), part, frozenset(buckets)))
         return tuple(found)
+
+    @classmethod
+    def shares_whole_weights(cls, options: Any) -> bool:
+        return bool(options.shards == "whole")
+
+    @classmethod
+    def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
+        elements = [0] * len(places)
+        for axes, parameters in by_partial_axes(trained_parameters(step.build()), step.strategy).items():
+            summed, sizes = summed_axes(axes), [p.numel() for p in parameters]
+            owners = owners_of(sizes, places[0].size(*summed))
+            for number, place in enumerate(places):
+                own = place.rank(*summed)
+                elements[number] += sum(n for n, owner in zip(sizes, owners, strict=True) if owner == own)
+        return elements
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
@@ -217,6 +256,10 @@ class ShardedOptimizer(DistributedDataParallel):
             payload = summed.elements * step.element_bytes
             whole = padded(summed.elements, summed.size) * step.element_bytes
             yield Traffic(phase, "gradients, all buckets", "all_reduce", 1, payload, summed.group_axes)
-            yield Traffic("optimizer", "updated weights", "all_gather", 1, whole, summed.group_axes)
+            if step.options.shards == "whole":
+                whole = summed.elements * step.element_bytes
+                yield Traffic("optimizer", "updated weights", "broadcast", 1, whole, summed.group_axes)
+            else:
+                yield Traffic("optimizer", "updated weights", "all_gather", 1, whole, summed.group_axes)
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)

@@ -72,6 +72,8 @@ def gradients_round(
     everywhere: Callable[[int], Sequence[Tensor]] | None = None,
     depends_on: OwnerKey | None = None,
     work_on: Callable[[int], AbstractContextManager[None]] | None = None,
+    *,
+    barrier: bool = False,
 ) -> Sequence[Tensor]:
     """The gradients of this rank's k and v, summed over the contributions of all ranks.
 
@@ -82,12 +84,12 @@ def gradients_round(
     sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
     owner's block if they are here already; then the sums travel alone. ``depends_on(owner)`` returns what the
     contribution to that owner's block depends on (:meth:`Ring.round`), ``work_on(owner)`` a context for
-    computing with that block.
+    computing with that block. ``barrier`` is :class:`Ring`'s.
     """
     marked = work_on or (lambda owner: nullcontext())
-    precise, ring = state_dtype(block[0].dtype), Ring(group)
+    precise, ring = state_dtype(block[0].dtype), Ring(group, barrier=barrier)
     if everywhere is None:
-        blocks = Ring(group).round(*block, depends_on=depends_on)
+        blocks = Ring(group, barrier=barrier).round(*block, depends_on=depends_on)
     else:
         blocks = ((owner, tuple(everywhere(owner))) for owner in owners_in_turn(group, depends_on))
     for owner, passing in blocks:
@@ -115,10 +117,12 @@ class RoundTheRing(KeyBlocks):
 
     group: dist.ProcessGroup
     meetings: Meetings
+    barrier: bool = False
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         # the round alone holds what travels: a name of it here would keep the own block until the end
-        passing = Ring(self.group).round(*_travelling(k, v), depends_on=self.meetings.depends_on)
+        ring = Ring(self.group, barrier=self.barrier)
+        passing = ring.round(*_travelling(k, v), depends_on=self.meetings.depends_on)
         for owner, block in passing:
             if (met := self.meetings.of(owner)) is not None:
                 mine, theirs, seen = met
@@ -127,7 +131,7 @@ class RoundTheRing(KeyBlocks):
                     yield mine, keys, values, seen
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_gradients_round(self.group, self.meetings, backward, k, v)
+        return attention_gradients_round(self.group, self.meetings, backward, k, v, barrier=self.barrier)
 
 
 def attention_gradients_round(
@@ -137,6 +141,8 @@ def attention_gradients_round(
     k: Tensor,
     v: Tensor,
     everywhere: Callable[[int], Sequence[Tensor]] | None = None,
+    *,
+    barrier: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's k and v [B, G, L/N, A], summed from rank to rank of the ring.
     ``everywhere`` has k and v of each owner, [B, L/N, G, A] each, where they need not travel."""
@@ -149,8 +155,8 @@ def attention_gradients_round(
         d_keys, d_values = backward.of_block(mine, keys, values, seen)
         return d_keys.transpose(1, 2), d_values.transpose(1, 2), (ALL, theirs)
 
-    block = _travelling(k, v)
-    d_k, d_v = gradients_round(group, block, of_block, everywhere, meetings.depends_on, meetings.work_on)
+    ways = everywhere, meetings.depends_on, meetings.work_on
+    d_k, d_v = gradients_round(group, _travelling(k, v), of_block, *ways, barrier=barrier)
     return d_k.transpose(1, 2), d_v.transpose(1, 2)
 
 
@@ -231,9 +237,12 @@ class RingOptions(DocumentPlacementOptions):
         repeated_keys: heads of keys and values that several heads of queries share are repeated for each of
             these before they are sent, as torchtitan's layers do around torch's own ring
             (torch.distributed.tensor.experimental.context_parallel).
+        barrier: all ranks of the ring meet after each step, and the host waits for its device there, as in
+            the copy of long-context-attention that UPipe's authors ran (yunchang/ring/utils.py, RingComm).
     """
 
     repeated_keys: bool = False
+    barrier: bool = False
 
 
 class RingAttention(PlacedChunks):
@@ -274,11 +283,12 @@ class RingAttention(PlacedChunks):
         self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, sinks: Tensor | None = None
     ) -> Tensor:
         assert self.group is not None
-        passing = RoundTheRing if meetings.halo is None else PassingHalo
-        if self.options.repeated_keys and meetings.halo is None:
+        if meetings.halo is not None:
+            return attention_to_blocks(q, k, v, PassingHalo(self.group, meetings), sinks)
+        if self.options.repeated_keys:
             shared = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        return attention_to_blocks(q, k, v, passing(self.group, meetings), sinks)
+        return attention_to_blocks(q, k, v, RoundTheRing(self.group, meetings, self.options.barrier), sinks)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:

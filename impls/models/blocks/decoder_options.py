@@ -38,7 +38,7 @@ _WAYS = {
     "fp8": ("none", *RECIPES),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
-    "checkpoints": ("device", "host", "pageable"),
+    "checkpoints": ("device", "host", "save_on_cpu", "pageable"),
 }
 
 
@@ -104,8 +104,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             that live through the run's backward, as where programs use torch's checkpoint with use_reentrant,
             Hugging Face's default; see :class:`BackwardFrame`.
         checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
-            "device", or in pinned memory of the "host", see :class:`HostCheckpoints`, or in "pageable" memory
-            there, see :class:`PageableCheckpoints`.
+            "device"; in pinned memory of the "host", see :class:`HostCheckpoints`; there by torch's
+            "save_on_cpu", see :class:`SavedOnCpu`; or in "pageable" memory, see :class:`PageableCheckpoints`.
         checkpointed_angles: with checkpoints in pageable memory: features of the cos and sin of all positions
             of a sequence that are copied there with each input, in vain: where Megatron-DeepSpeed casts them,
             they lose their mark ``no_checkpointing`` (megatron/model/language_model.py).

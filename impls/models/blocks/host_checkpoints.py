@@ -114,11 +114,36 @@ class HostCheckpoints:
             to_device_(kept.x, kept.host)
 
 
-class PageableCheckpoints(HostCheckpoints):
+class SavedOnCpu(HostCheckpoints):
+    """In pinned memory, as torch.autograd.graph.save_on_cpu(pin_memory=True) keeps them: the computing stream
+    copies an input away when its run begins, and the program waits; the same stream copies it back when
+    backward asks for it, and no input is fetched ahead."""
+
+    def _keep(self, x: Tensor) -> Any:
+        if not x.numel():
+            return x
+        host = host_empty_like(x)
+        to_host_(host, x)
+        wait_for_device(x)
+        return host, x.device
+
+    def _back(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        host, device = kept
+        x = torch.empty(host.shape, dtype=host.dtype, device=device)
+        self._fill(x, host)
+        return x
+
+    def _fill(self, x: Tensor, host: Tensor) -> None:
+        """Copy to the device what has been kept."""
+        to_device_(x, host)
+
+
+class PageableCheckpoints(SavedOnCpu):
     """In memory that is not pinned, as ALST's checkpoint function (``CheckpointFunctionWithCPUOffload`` of
     ArcticTraining) and DeepSpeed's (``checkpoint_in_cpu`` until 0.19) keep them, by ``tensor.to``: the
-    computing stream copies an input away when its run begins, and back when backward asks for it; the program
-    waits meanwhile, and no input is fetched ahead.
+    program waits for the copies back too.
 
     Args:
         angles: elements of a cos and of a sin that are copied away with each input, and used on the device
@@ -143,19 +168,14 @@ class PageableCheckpoints(HostCheckpoints):
         wait_for_device(x)
         return host, x.device
 
-    def _back(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        host, device = kept
-        x = torch.empty(host.shape, dtype=host.dtype, device=device)
+    def _fill(self, x: Tensor, host: Tensor) -> None:
         from_pageable_(x, host)
         wait_for_device(x)
-        return x
 
 
 def checkpoints_on_host(where: str, angles: int = 0) -> HostCheckpoints | None:
-    """What keeps inputs of layers "host" or "pageable"; None: they stay on the "device". ``angles`` as in
-    :class:`PageableCheckpoints`."""
+    """What keeps inputs of layers where the option ``checkpoints`` says; None: they stay on the device.
+    ``angles`` as in :class:`PageableCheckpoints`."""
     if where == "pageable":
         return PageableCheckpoints(angles)
-    return HostCheckpoints() if where == "host" else None
+    return {"host": HostCheckpoints, "save_on_cpu": SavedOnCpu}[where]() if where != "device" else None

@@ -145,12 +145,13 @@ def test_a_wait_that_is_left_out_is_seen(
     assert device.faults or wrong(found, expected)
 
 
-def test_pageable_checkpoints_have_the_same_gradients() -> None:
-    pageable = gradients(passes=2, **{**ON_HOST, "checkpoints": "pageable"})
-    assert not wrong(pageable, gradients(passes=2, recompute="full"))
+@pytest.mark.parametrize("where", ["save_on_cpu", "pageable"])
+def test_checkpoints_that_are_waited_for_have_the_same_gradients(where: str) -> None:
+    waited = gradients(passes=2, **{**ON_HOST, "checkpoints": where})
+    assert not wrong(waited, gradients(passes=2, recompute="full"))
 
 
-@pytest.mark.parametrize("where", ["host", "pageable"])
+@pytest.mark.parametrize("where", ["host", "save_on_cpu", "pageable"])
 def test_nothing_is_held_after_backward(where: str) -> None:
     """On the host, though the module lives on."""
     options = {"layers": LAYERS, **ON_HOST, "checkpoints": where}

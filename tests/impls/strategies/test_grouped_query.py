@@ -103,6 +103,7 @@ def on_ranks() -> Iterator[Any]:
             case = "ring_attention", n, {"placement": placement}
             yield case if (n, placement) == (3, "zigzag") else slow(*case)
     yield "ring_attention", 2, {"placement": "zigzag", "repeated_keys": True}
+    yield "ring_attention", 2, {"placement": "zigzag", "barrier": True}
     yield "single", 1, {}
 
 

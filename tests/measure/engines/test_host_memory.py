@@ -13,6 +13,7 @@ from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.rank_memory import host_peaks, limit_by_host
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.simulator.program import HOST_WORK
 from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
@@ -159,6 +160,16 @@ def test_pageable_memory_has_rates_of_its_own(tmp_path: Path) -> None:
     assert with_angles.step_time_s == pytest.approx(pageable.step_time_s + angles, rel=1e-3)
     pinned = VirtualEngine().measure(cell(on))
     assert pinned.step_time_s == pytest.approx((2 * LAYERS - 1) * 6912 / 1000, rel=1e-3)
+
+
+def test_torchs_save_on_cpu_is_waited_for(tmp_path: Path) -> None:
+    """All inputs go to pinned memory and all come back; the host waits for each that goes alone."""
+    options = {"layers": LAYERS, "recompute": "full", "checkpoints": "save_on_cpu"}
+    asked = cell(with_host(tmp_path, link_bandwidth_bytes_per_s=1000), model_options=options)
+    assert VirtualEngine().measure(asked).step_time_s == pytest.approx(2 * LAYERS * 6912 / 1000, rel=1e-3)
+    program = tracing.trace(asked, events=True).program
+    assert program is not None
+    assert program.host[:, HOST_WORK.index("joins")].sum() == LAYERS
 
 
 @pytest.mark.slow
