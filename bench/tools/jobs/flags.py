@@ -38,7 +38,8 @@ from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 #: for it: kernels, units that are gathered at once, workspaces
 OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
-    *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib", "padded_values")),
+    *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
+    "model_options.padded_values",
     # a router that learns decides itself
     "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
