@@ -201,6 +201,12 @@ class ExpertOptions:
         """Features of one routed expert."""
         return self.expert_inner or self.inner  # type: ignore[attr-defined]
 
+    @property
+    def gathers_shared_once(self) -> bool:
+        """Whether the input of shared experts, where a strategy gathers it, is kept whole for backward:
+        beside the dispatch Megatron-Core gathers it before its projection (parallel_mode None)."""
+        return self.shared_overlap and self.fp8 == "none"  # type: ignore[attr-defined]
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts, and not an MLP."""
         pattern = self.expert_pattern
