@@ -190,7 +190,7 @@ class MixtureModule(nn.Module):
         """What each rank that shares experts sends. The ranks tell each other, unless each expert takes a
         fixed number. None: the dispatcher sees it in what it sends."""
         parts, padded, told = self.dispatcher.parts, self.model.capacity_padded, None
-        if self.dispatcher.by_counts and not padded:
+        if self.dispatcher.by_counts and not self.dispatcher.gathers_choices and not padded:
             met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
             told = gather_flags(torch.cat([chosen.sum(0), *met]), self.group)
         if self.model.routing == LEARNED and has_values(chosen) and not padded:
