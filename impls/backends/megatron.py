@@ -47,6 +47,7 @@ from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
 from spbench.impls.backends.main_weights import MainWeight, main_weight, write_back
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
+from spbench.impls.backends.narrow_moments import NarrowMoments
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
 from spbench.impls.backends.part_on_host import PartOnHost, first_of
@@ -122,13 +123,14 @@ class Megatron(Backend):
         if self.options.optimizer_offload_fraction < 1:
             values, settings = [main.values for main in self.mains], self.optimizer_settings(shard_groups)
             return PartOnHost(values, self._on_host(), self.precision, self.host_layout, **settings)
-        return self._clipped(
-            self.make_optimizer(
-                [main.values for main in self.mains],
-                masters=False,
-                shard_groups=shard_groups if self.options.distributed_optimizer else (),
-            )
-        )
+        values, groups_of_shards = [main.values for main in self.mains], shard_groups
+        if not self.options.distributed_optimizer:
+            groups_of_shards = []
+        if self.options.exp_avg_dtype == "bf16" and self.precision.parameters == torch.bfloat16:
+            settings = self.optimizer_settings(groups_of_shards)
+            precision = replace(self.precision, master=False)
+            return self._clipped(NarrowMoments(values, precision, torch.bfloat16, **settings))
+        return self._clipped(self.make_optimizer(values, masters=False, shard_groups=groups_of_shards))
 
     @property
     def host_reads_losses(self) -> bool:

@@ -37,6 +37,8 @@ class MegatronOptions(OptimizerOptions):
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
             weights.
+        exp_avg_dtype: of Adam's moments: "fp32", or "bf16" as Megatron-Bridge's recipes of DeepSeek's family
+            have them, beside main weights in float32.
         check_for_nan_in_loss_and_grad: look for NaN in the loss of each micro-batch, and in the norm of each
             bucket before it is summed, for which the host waits; not where the loss is scaled.
         clip_grad: scale gradients down to this norm over all ranks; 0: the norm is not computed.
@@ -68,6 +70,7 @@ class MegatronOptions(OptimizerOptions):
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     check_for_nan_in_loss_and_grad: bool = True
     clip_grad: float = 1.0
     overlap_cpu_optimizer_d2h_h2d: bool = False
@@ -89,6 +92,9 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(f"optimizer_offload_fraction is above 0, at most 1, not {fraction}")
         if fraction < 1 and self.optimizer == "device":
             raise ValueError("optimizer_offload_fraction needs optimizer: host; set that, or leave it out")
+        check_choices(self, {"exp_avg_dtype": ("fp32", "bf16")})
+        if self.exp_avg_dtype == "bf16" and (self.optimizer == "host" or self.update == "muon"):
+            raise ValueError("exp_avg_dtype: bf16 needs update: adam, with its optimizer on the device")
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad is a norm above 0, or 0 for none, not {self.clip_grad}")
         if not self.use_precision_aware_optimizer and self.optimizer == "device":

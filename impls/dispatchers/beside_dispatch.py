@@ -4,7 +4,7 @@
 Their first matmul and activation follow what the computing stream had been given before tokens are sent,
 their second matmul what it had been given before results come back. Backward does the same with their
 gradients. Under sequence parallelism Megatron-LM gathers the input before tokens are put in the order of
-their experts, here with the first matmul.
+their experts, here with the first matmul; it is kept whole (:attr:`ExpertOptions.gathers_shared_once`).
 
 Letters: B batch, L sequence, H hidden.
 """

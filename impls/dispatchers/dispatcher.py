@@ -103,6 +103,10 @@ class Dispatcher(ABC):
     source: ClassVar[str] = ""
     #: whether what is sent depends on how many tokens each expert gets
     by_counts: ClassVar[bool] = True
+    #: whether it learns from the choices of all ranks how many these are
+    gathers_choices: ClassVar[bool] = False
+    #: whether tokens beyond an expert's capacity stay where they are
+    heeds_capacity: ClassVar[bool] = True
     #: whether shared experts can run beside what it sends, inside :meth:`sending`
     overlaps: ClassVar[bool] = False
 
@@ -138,7 +142,8 @@ class Dispatcher(ABC):
         """Tokens x [T, H] with weights [T, E] to the experts that are chosen for them, bool [T, E].
 
         Args:
-            counts: None, where a router decides it, for a dispatcher that is not ``by_counts``.
+            counts: None, where a router decides it, for a dispatcher that is not ``by_counts`` or
+                ``gathers_choices``.
         """
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:

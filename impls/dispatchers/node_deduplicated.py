@@ -1,5 +1,5 @@
-"""Each token goes once to each node that has experts of it, and once to each rank there (DeepEP; HybridEP,
-arXiv 2603.07685).
+"""Each token goes once to each node that has experts of it, and once to each rank there (DeepEP, arXiv
+2603.07685).
 
 An all-to-all between nodes takes a token to the rank of the same number on each node that it meets. An
 all-to-all within the node takes it on to the ranks whose experts it meets, with its weights of these. Where
@@ -7,9 +7,8 @@ all ranks that share experts are on one node, there is the second alone. A rank 
 and sums what they return before it goes back. The kernels of DeepEP do both at once, and overlap them; here
 they are two collectives.
 
-What tells a rank where rows go differs: DeepEP sends the k indices and weights of each row, HybridEP
-all-gathers the choices of all ranks, T E bytes each (hybrid_ep_buffer.py of DeepEP's branch hybrid-ep), and
-sends weights of all experts of a node or rank; here both the choices and the weights of these go with a row.
+DeepEP sends the k indices and weights of each row; here both the choices and the weights of all experts of a
+node or rank go with it.
 
 Letters beside those of dispatchers: N nodes, M ranks of a node along ep.
 """
@@ -37,7 +36,7 @@ class _Hop(NamedTuple):
     received: list[int]
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where the rows of that many tokens are; see :func:`permute`."""
 
     rows: Tensor
@@ -63,6 +62,7 @@ class NodeDeduplicated(Dispatcher):
     summary = "all-to-alls of a row for each node, and each rank there, that a token meets"
     source = "github.com/deepseek-ai/DeepEP; arXiv 2603.07685"
     overlaps = True
+    heeds_capacity = False
 
     def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
         super().__init__(place, experts, permutation, node_ranks)
@@ -117,7 +117,7 @@ class NodeDeduplicated(Dispatcher):
 
     def _hop(
         self, x: Tensor, weights: Tensor, chosen: Tensor, parts: int, hop: _Hop, group: Any
-    ) -> tuple[Tensor, Tensor, Tensor, _Places]:
+    ) -> tuple[Tensor, Tensor, Tensor, Places]:
         """Rows x [T, H] to each of ``parts`` ranks whose experts they meet, with the weights [T, E] and the
         choices [T, E] of these alone; and what the way back needs."""
         meets = chosen.unflatten(1, (parts, -1)).any(2)
@@ -129,7 +129,7 @@ class NodeDeduplicated(Dispatcher):
             all_to_all_rows(rows, hop.sent, hop.received, group),
             all_to_all_rows(of_part, hop.sent, hop.received, group),
             all_to_all_rows(choices, hop.sent, hop.received, group),
-            _Places(places, len(x)),
+            Places(places, len(x)),
         )
 
     def _rows_of(self, meets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -158,42 +158,55 @@ class NodeDeduplicated(Dispatcher):
     def traffic(
         self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int
     ) -> Iterator[Traffic]:
-        lengths, of_weight = self._lengths(counts.met), call.weight_bytes(width)
         if self.place.size("ep", "etp") > 1:
             told = (counts.sent.size + sum(each.size for each in counts.met)) * 8
             yield Traffic("forward", "tokens of each expert", "all_gather", 1, told, ("ep", "etp"))
-        if lengths.between is not None:
-            of_node = self.experts // self.nodes
-            yield from self._of_hop(
-                "between nodes", lengths.between, hidden * width, of_node, of_weight, self.nodes
-            )
-        yield from self._of_hop(
-            "within the node", lengths.within, hidden * width, self.held, of_weight, self.on_node
-        )
+        weights = self.experts // self.nodes, self.held
+        yield from self.hops(counts, hidden * width, weights, call.weight_bytes(width), choices=True)
+
+    def hops(
+        self, counts: Counts, row: int, weights: tuple[int, int], of_weight: int, *, choices: bool
+    ) -> Iterator[Traffic]:
+        """What goes between nodes, within the node and over etp: rows of that many bytes, of how many experts
+        the ``weights`` beside them are between nodes and within, of ``of_weight`` bytes each, and whether a
+        row's ``choices`` go with it."""
+        lengths = self._lengths(counts.met)
+        hops = [
+            ("between nodes", lengths.between, self.nodes),
+            ("within the node", lengths.within, self.on_node),
+        ]
+        for (where, hop, ranks), experts in zip(hops, weights, strict=True):
+            if hop is not None:
+                yield from self._of_hop(
+                    where, hop, row, experts * of_weight, experts if choices else 0, ranks
+                )
         whole = len(lengths.gathered) * max(lengths.gathered)
         for phase, collective, purpose, nbytes in (
-            ("forward", "all_gather", "tokens of experts' features", hidden * width),
+            ("forward", "all_gather", "tokens of experts' features", row),
             ("forward", "all_gather", "their weights", self.held * of_weight),
             ("forward", "all_gather", "their experts", self.held),
-            ("forward", "reduce_scatter", "sums over experts' features", hidden * width),
-            ("backward", "all_gather", "gradient of these sums", hidden * width),
+            ("forward", "reduce_scatter", "sums over experts' features", row),
+            ("backward", "all_gather", "gradient of these sums", row),
             ("backward", "reduce_scatter", "gradient of weights", self.held * of_weight),
-            ("backward", "reduce_scatter", "gradient of tokens of experts' features", hidden * width),
+            ("backward", "reduce_scatter", "gradient of tokens of experts' features", row),
         ):
             yield Traffic(phase, purpose, collective, 1, whole * nbytes, ("etp",))
 
     def _of_hop(
-        self, where: str, hop: _Hop, row: int, experts: int, of_weight: int, ranks: int
+        self, where: str, hop: _Hop, row: int, weights: int, choices: int, ranks: int
     ) -> Iterator[Traffic]:
+        """Messages of rows with that many bytes of them, of weights and of choices."""
         out, back = sum(hop.sent), sum(hop.received)
         for phase, n, purpose, nbytes in (
             ("forward", out, "tokens to experts", row),
-            ("forward", out, "their weights", experts * of_weight),
-            ("forward", out, "their experts", experts),
+            ("forward", out, "their weights", weights),
+            ("forward", out, "their experts", choices),
             ("forward", back, "tokens from experts", row),
             ("backward", out, "gradient of tokens from experts", row),
-            ("backward", back, "gradient of weights", experts * of_weight),
+            ("backward", back, "gradient of weights", weights),
             ("backward", back, "gradient of tokens to experts", row),
         ):
+            if not nbytes:
+                continue
             run = None if ranks == self.ep else ranks
             yield Traffic(phase, f"{purpose}, {where}", "all_to_all", 1, n * nbytes, ("ep",), run)

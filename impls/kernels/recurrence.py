@@ -1,17 +1,18 @@
 """Gated recurrences: each position decays a state a head and writes to it; what their kernels share.
 
-    S_t = exp(g_t) M_t S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t
+    S_t = exp(g_t) M_t S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t + d v_t
 
-A rule says what M_t is: nothing in Mamba-2 (:mod:`spbench.impls.kernels.state_space`), I - b_t k_t^T k_t in
-Gated DeltaNet (:mod:`spbench.impls.kernels.gated_delta`). Either way a run of positions is an affine map of
+where d is a number a head, or nothing. A rule says what M_t is: nothing in Mamba-2
+(:mod:`spbench.impls.kernels.state_space`), I - b_t k_t^T k_t in Gated DeltaNet
+(:mod:`spbench.impls.kernels.gated_delta`). Either way a run of positions is an affine map of
 the state, S -> M S + U, and so is the gradient on the way back, dS -> M^T dS + W: what the positions of one
 rank are to those of another. A rank that knows the map of each chunk knows the state before its own without
 their positions. A document begins with a state of zero: there M is 0, and so it is of a run in which one
 begins.
 
 Shapes: q, k [B, L, G, D], v, o [B, L, Z, A], g <= 0 and b [B, L, Z] in the states' dtype (float32 for half
-precisions), states [B, Z, D, A]. Each head of q and k is that of Z/G consecutive ones of v. A carry, a map
-S -> M S + U as one tensor, is [B, Z, E], with D x A elements of U and then those of M.
+precisions), states [B, Z, D, A], d [Z]. Each head of q and k is that of Z/G consecutive ones of v. A carry,
+a map S -> M S + U as one tensor, is [B, Z, E], with D x A elements of U and then those of M.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from spbench.impls.kernels.decay import state_dtype
 
 #: gradients of q, k, v, g and b
 InputGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+#: what makes q, k, v, g and b, and maybe d, of what is kept; some of that may be None
+Make = Callable[..., Sequence[Tensor]]
 
 
 class Forward(ABC):
@@ -101,6 +104,26 @@ class Rule(ABC):
         """The state [B, Z, D, A] after one position, of k [B, Z, D], v [B, Z, A], g and b [B, Z]."""
 
 
+def timed(rule: type[Rule], nbytes: int) -> type[Rule]:
+    """The rule, whose kernels are timed before their first calls, forward and backward: Triton's autotuner
+    writes to a buffer of ``nbytes`` between runs, so that nothing is left in the L2 cache."""
+
+    def holding(work: Any, method: str) -> Any:
+        to_time = {method}
+
+        def held(self: Any, state: Tensor | None) -> Any:
+            buffer = self.q.new_empty(nbytes if to_time else 0, dtype=torch.uint8)
+            to_time.clear()
+            result = getattr(work, method)(self, state)
+            del buffer
+            return result
+
+        return type(f"Timed{work.__name__}", (work,), {method: held})
+
+    kernels = {"forward": holding(rule.forward, "output"), "backward": holding(rule.backward, "inputs")}
+    return type(f"Timed{rule.__name__}", (rule,), kernels)
+
+
 @torch.library.custom_op("spbench::recurrence_merged", mutates_args=())
 def _merged(
     carries: Tensor, size: list[int], order: list[int], scalar: bool, initial: Tensor | None
@@ -145,49 +168,94 @@ class StatePassing(ABC):
 class _GatedRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rule: type[Rule], passing: StatePassing | None, starts: list[int], *inputs: Tensor
+        ctx: Any,
+        rule: type[Rule],
+        passing: StatePassing | None,
+        starts: list[int],
+        make: Make | None,
+        *sources: Any,
     ) -> Tensor:
+        *inputs, skip = _with_skip(sources if make is None else make(*sources))
         run, initial = rule.forward(*inputs, starts), None
         if passing is not None:
             initial = passing.state(rule, run.carry, partial(_empty_state, *inputs), 1)
-        ctx.save_for_backward(*inputs, initial, *run.kept)
-        ctx.rule, ctx.passing, ctx.starts = rule, passing, starts
-        return run.output(initial)
+        ctx.save_for_backward(*sources, initial, *run.kept)
+        ctx.rule, ctx.passing, ctx.starts, ctx.make, ctx.sources = rule, passing, starts, make, len(sources)
+        o = run.output(initial)
+        return o if skip is None else o.addcmul_(skip.unsqueeze(-1), inputs[2])
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
         saved, d_final = ctx.saved_tensors, None  # once: checkpointing unpacks them
-        inputs, (initial, *kept) = saved[:5], saved[5:]
-        run = ctx.rule.backward(*inputs, ctx.starts, initial, d_o.contiguous(), *kept)
+        sources, (initial, *kept) = saved[: ctx.sources], saved[ctx.sources :]
+        again = None if ctx.make is None else _MadeAgain(ctx.make, sources)
+        *inputs, skip = _with_skip(sources if again is None else again.inputs)
+        d_o = d_o.contiguous()
+        run = ctx.rule.backward(*inputs, ctx.starts, initial, d_o, *kept)
         if ctx.passing is not None:
             d_final = ctx.passing.state(ctx.rule, run.carry, partial(_empty_state, *inputs), -1)
-        return None, None, None, *run.inputs(d_final)
+        gradients: Sequence[Tensor] = run.inputs(d_final)
+        if skip is not None:
+            gradients[2].addcmul_(skip.unsqueeze(-1), d_o)
+            gradients = *gradients, torch.linalg.vecdot(d_o, inputs[2]).sum((0, 1))
+        return None, None, None, None, *(gradients if again is None else again.back(gradients))
 
 
-def _empty_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+def _with_skip(inputs: Sequence[Any]) -> list[Any]:
+    """q, k, v, g and b, as the operators want them, and d or None."""
+    return [*(x.contiguous() for x in inputs[:5]), inputs[5] if len(inputs) > 5 else None]
+
+
+class _MadeAgain:
+    """What backward makes again: the inputs of a recurrence, of what was kept.
+
+    Attributes:
+        inputs: without gradients.
+    """
+
+    def __init__(self, make: Make, sources: Sequence[Any]):
+        self._sources = [None if x is None else x.detach().requires_grad_() for x in sources]
+        with torch.enable_grad():
+            self._made = make(*self._sources)
+        self.inputs = [x.detach() for x in self._made]
+
+    def back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of what was kept, given those of the inputs."""
+        kept = [x for x in self._sources if x is not None]
+        found = iter(torch.autograd.grad(self._made, kept, gradients))
+        return [None if x is None else next(found) for x in self._sources]
+
+
+def _empty_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, _: Tensor) -> Tensor:
     return g.new_empty(len(q), v.shape[2], q.shape[-1], v.shape[-1])
 
 
 def gated_recurrence(
     rule: type[Rule],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor,
+    *sources: Any,
     passing: StatePassing | None = None,
     starts: Sequence[int] = (),
+    make: Make | None = None,
 ) -> Tensor:
     """o [B, L, Z, A] of a sequence from a state of zero, or of the part of it that ``passing`` knows. At each
-    of the positions ``starts`` a document begins, with a state of zero; negative ones lie before the part."""
+    of the positions ``starts`` a document begins, with a state of zero; negative ones lie before the part.
+
+    Args:
+        sources: q, k, v, g and b, and maybe d; with ``make`` what it makes these of, which alone is kept.
+    """
     begin = [start for start in starts if start >= 0]
-    return _GatedRecurrence.apply(rule, passing, begin, *(x.contiguous() for x in (q, k, v, g, b)))
+    kept = sources if make is not None else [x.contiguous() for x in sources if x is not None]
+    return _GatedRecurrence.apply(rule, passing, begin, make, *kept)
 
 
 def sequential(
-    rule: type[Rule], q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, starts: Sequence[int] = ()
+    rule: type[Rule],
+    *sources: Any,
+    starts: Sequence[int] = (),
+    make: Make | None = None,
 ) -> Tensor:
     """The same of a whole sequence, position by position in torch's own operators: the reference."""
+    q, k, v, g, b, *skip = sources if make is None else make(*sources)
     dtype = state_dtype(q.dtype)
     heads = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(heads, 2).to(dtype) for x in (q, k))
@@ -198,4 +266,5 @@ def sequential(
             state = torch.zeros_like(state)
         state = rule.step(state, k[:, i], v[:, i].to(dtype), g[:, i], b[:, i])
         outputs.append((q[:, i].unsqueeze(-2) @ state).squeeze(-2))
-    return (rule.scale(q.shape[-1]) * torch.stack(outputs, 1)).to(v.dtype)
+    o = (rule.scale(q.shape[-1]) * torch.stack(outputs, 1)).to(v.dtype)
+    return torch.addcmul(o, skip[0].unsqueeze(-1), v) if skip else o

@@ -46,7 +46,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Ten
 
 def _by_torch(x: Tensor, weight: Tensor | None) -> bool:
     """Whether torch's kernel for GPUs takes these, which has no intermediates."""
-    return x.dtype != torch.float64 and (weight is None or weight.dtype == x.dtype)
+    return x.dtype != torch.float64 and (weight is None or (weight.dtype == x.dtype and weight.ndim == 1))
 
 
 @_rms_norm.register_kernel("cuda")
@@ -69,7 +69,7 @@ def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None)
     if weight is None:
         d_weight = x.new_empty(0)  # an operator returns a tensor or none of its results
     else:
-        d_weight = (d_y * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        d_weight = (d_y * normal).sum_to_size(weight.shape).to(weight.dtype)
     return d_x.to(x.dtype).contiguous(), d_weight
 
 
@@ -109,7 +109,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
-    """Over the last dim, [..., H] -> a contiguous [..., H]; ``way`` is "fused", "plain" or "rounded"."""
+    """Over the last dim, [..., H] -> a contiguous [..., H]; a weight is [H], or has the last dims of x;
+    ``way`` is "fused", "plain" or "rounded"."""
     if way == "fused":
         return _RMSNorm.apply(x, weight, eps)
     return (plain_rms_norm if way == "plain" else rounded_rms_norm)(x, weight, eps)

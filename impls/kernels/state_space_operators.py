@@ -13,8 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks, block_sums
 
-#: positions in a block (chunk_size of mamba_ssm's Mamba2)
-BLOCK = 256
+#: positions in a block: chunk_size of Nemotron-H's config.json and of Megatron-Core's MambaMixer
+BLOCK = 128
 
 OPS = torch.ops.spbench
 

@@ -14,17 +14,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from torch import nn
+
+from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
-from spbench.impls.models.blocks.recurrent_mixer import WAYS, RecurrentLayer
+from spbench.impls.models.blocks.recurrent_mixer import WAYS, RecurrentLayer, time_kernels
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.tnl import decay_rates
 from spbench.impls.options import check_choices
+from spbench.impls.strategies.base import Strategy
 
 RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"G": GatedDeltaNet, "M": Mamba2}
 #: letters of a pattern, and what mixes the tokens in a layer of that letter
@@ -55,6 +59,8 @@ class HybridModel(CausalTransformerModel):
         value_size: A of these.
         convolution: W of these.
         recurrence: how these are computed, one of :data:`WAYS`.
+        autotune_states_kib: of the buffer that Triton writes to while it times a recurrence's kernels before
+            their first call; see :func:`time_kernels`. 0: it did so before.
     """
 
     pattern: str = "S"
@@ -65,6 +71,7 @@ class HybridModel(CausalTransformerModel):
     value_size: int = 128
     convolution: int = 4
     recurrence: str = "chunked"
+    autotune_states_kib: int = 0
 
     plain_options: ClassVar[Mapping[str, Any]] = {
         **CausalTransformerModel.plain_options,
@@ -86,7 +93,15 @@ class HybridModel(CausalTransformerModel):
             raise ValueError(
                 f"pattern {self.pattern!r} with window {self.window}: layers W and a window need each other"
             )
+        if self.autotune_states_kib and not {*RECURRENCES} & {*self.pattern}:
+            raise ValueError(f"autotune_states_kib needs a layer of {' or '.join(RECURRENCES)} in pattern")
         super().__post_init__()
+
+    def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
+        module = super().build(strategy, seq_len, stage)
+        if self.autotune_states_kib:
+            time_kernels(module, self.autotune_states_kib * 2**10)
+        return module
 
     @property
     def _layers(self) -> list[str]:

@@ -40,9 +40,13 @@ class GroupedLinear(nn.Module):
 
     The weight is [groups, out_features, in_features], so that a split of its second dim splits each group;
     the bias, if there is one, [groups, out_features].
+
+    Attributes:
+        gathered_once: where a strategy gathers x, it is kept whole, and not gathered again in backward.
     """
 
     bias: nn.Parameter | None
+    gathered_once = False
 
     def __init__(self, in_features: int, out_features: int, groups: int, *, bias: bool = False):
         super().__init__()

@@ -42,6 +42,8 @@ class ColumnParallelGroupedLinear(GroupedLinear):
         self.tp = tp
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.gathered_once:
+            return super().project(self.tp.whole_input(x), bias)
         return self.tp.enter(x, self.weight, bias)
 
 

@@ -11,12 +11,12 @@ positions that a convolution sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from spbench.impls.attended import Attended
-from spbench.impls.kernels.recurrence import Rule, gated_recurrence
+from spbench.impls.kernels.recurrence import Make, Rule, gated_recurrence
 from spbench.impls.strategies.delegation import left_within
 
 if TYPE_CHECKING:
@@ -64,14 +64,12 @@ class RecurrenceHooks:
     def gated_recurrence(
         self,
         rule: type[Rule],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        b: Tensor,
+        *sources: Any,
         starts: Sequence[int] = (),
+        make: Make | None = None,
     ) -> Tensor:
         """o [B, L or a part, Z, A] by a rule of :mod:`spbench.impls.kernels.recurrence`, from q, k [B, L or a
-        part, G, D], v [B, L or a part, Z, A], g and b [B, L or a part, Z]. The state is zero before the
-        sequence and at ``starts`` (:meth:`document_starts`)."""
-        return gated_recurrence(rule, q, k, v, g, b, starts=starts)
+        part, G, D], v [B, L or a part, Z, A], g and b [B, L or a part, Z], and maybe d [Z], or from what
+        ``make`` makes these of. The state is zero before the sequence and at ``starts``
+        (:meth:`document_starts`)."""
+        return gated_recurrence(rule, *sources, starts=starts, make=make)

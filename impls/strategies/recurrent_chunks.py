@@ -29,7 +29,7 @@ from torch import Tensor
 
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import exchange, start_all_gather
-from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence
+from spbench.impls.kernels.recurrence import Make, Rule, StatePassing, gated_recurrence
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 from spbench.impls.traffic import Traffic
@@ -182,13 +182,10 @@ class RecurrentChunks(SequenceChunks):
     def gated_recurrence(
         self,
         rule: type[Rule],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        b: Tensor,
+        *sources: Any,
         starts: Sequence[int] = (),
+        make: Make | None = None,
     ) -> Tensor:
         if self.group is None or self.size == 1:
-            return super().gated_recurrence(rule, q, k, v, g, b, starts)
-        return gated_recurrence(rule, q, k, v, g, b, self.passing(self.group), starts)
+            return super().gated_recurrence(rule, *sources, starts=starts, make=make)
+        return gated_recurrence(rule, *sources, passing=self.passing(self.group), starts=starts, make=make)

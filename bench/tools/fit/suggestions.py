@@ -14,7 +14,7 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.folding import stage_ranks
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import Options, Saving, set_options
-from spbench.impls.registries import backend_class, backends, strategies
+from spbench.impls.registries import backend_class, backends, dispatchers, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 
@@ -197,7 +197,7 @@ def _of_job(cell: Cell) -> Iterator[Change]:
     if batch % (2 * parts) == 0:
         yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
     model: Any = model_preset(*cell.model_arguments)
-    experts = getattr(model, "experts", 0) and model.dispatcher != "node_deduplicated"
+    experts = getattr(model, "experts", 0) and dispatchers()[model.dispatcher].heeds_capacity
     if experts and model.capacity is None:
         words = "an expert takes its even share of tokens, the rest are dropped: another job"
         yield Change({"model_options.capacity": 1.0}, words, other_job=True)

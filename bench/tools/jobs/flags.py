@@ -31,14 +31,15 @@ from spbench.impls.models.blocks.expert_options import ExpertOptions
 from spbench.impls.models.blocks.latent_options import LatentOptions
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
-from spbench.impls.registries import backends
+from spbench.impls.registries import backends, dispatchers
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
 #: how the same layers, messages and states are made, which is a program's own affair where it has no argument
 #: for it: kernels, units that are gathered at once, workspaces
 OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
-    *(f"model_options.{name}" for name in ("autotune_copies", "autotune_flush_kib", "padded_values")),
+    *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
+    "model_options.padded_values",
     # a router that learns decides itself
     "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
@@ -207,7 +208,7 @@ def without_effect(model: DecoderModel) -> set[str]:
     unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
     if model.recompute != "selective":
         unused.add("recompute_modules")
-    if model.dispatcher != "node_deduplicated":
+    if dispatchers()[model.dispatcher].heeds_capacity:
         unused.add("node_ranks")
     return unused
 

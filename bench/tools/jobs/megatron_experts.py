@@ -166,6 +166,8 @@ def _set_balance(a: Account) -> None:
 def _set_dispatch(a: Account) -> None:
     kind, names = a.value("--moe-token-dispatcher-type"), ["--moe-token-dispatcher-type"]
     dispatcher = {"allgather": "all_gather", "alltoall": "all_to_all", "flex": "node_deduplicated"}[kind]
+    if kind == "flex" and a.value("--moe-flex-dispatcher-backend") == "hybridep":
+        dispatcher = "hybrid_ep"
     if kind == "flex":
         names += ["--moe-flex-dispatcher-backend", "--moe-enable-deepep"]
         a.remarks.append("the flex dispatcher's own buffers, outside torch's allocator, are not counted")

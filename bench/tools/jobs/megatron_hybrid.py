@@ -9,6 +9,8 @@ from spbench.bench.tools.jobs.account import Account
 
 _PATTERN, _OLD, _SWITCH = "--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model"
 SPECIFICATION = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+#: of triton.testing.do_bench (get_empty_cache_for_benchmark), before the first call of mamba_ssm's kernels
+_AUTOTUNING = "model_options.autotune_states_kib"
 _HEADS, _HEAD_SIZE = "--mamba-num-heads", "--mamba-head-dim"
 _SIZES = {"--mamba-num-groups": "state_key_heads", "--mamba-state-dim": "key_size", _HEAD_SIZE: "value_size"}
 #: by letter of Megatron-Core: what mixes the tokens, as a pattern here has it
@@ -65,7 +67,8 @@ def _set_states(a: Account) -> None:
         a.set(f"model_options.{option}", a.value(argument), argument)
     if not a.has("--group-query-attention"):
         a.set("model_options.kv_heads", a.value("--num-attention-heads"), "--num-attention-heads")
-    a.remarks.append("a Mamba layer keeps what it convolved; Megatron-Core convolves again in backward")
+    if "M" in pattern_of(a) and not a.has("--deterministic-mode"):  # which leaves one version of each
+        a.set(_AUTOTUNING, 2**18, note="256 MiB, of Triton's autotuner in the first step")
     if a.has("--normalization") and a.value("--normalization") == "LayerNorm":
         a.took("the norms of Mamba's outputs are RMS norms", "--normalization")
 

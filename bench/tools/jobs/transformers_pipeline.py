@@ -17,7 +17,8 @@ from spbench.bench.tools.jobs.transformers_step import DEFERRED, EXPERTS, Transf
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
 #: by what a program calls them: files of impls/dispatchers
 DISPATCHERS = {
-    **dict.fromkeys(("deepep", "hybridep", "uccl_ep", "mok"), "node_deduplicated"),
+    **dict.fromkeys(("deepep", "uccl_ep", "mok"), "node_deduplicated"),
+    "hybridep": "hybrid_ep",
     "torch": "all_gather",
     "alltoall": "all_to_all",
 }

@@ -61,7 +61,7 @@ class ExpertOptions:
         routing: "learned": by the router, which virtual ranks without values take as even; else forced, see
             :class:`RoutingPlan`.
         dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
-        node_ranks: of "node_deduplicated", the ranks of a node.
+        node_ranks: of "node_deduplicated" and "hybrid_ep", the ranks of a node.
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
         stacked_experts: a rank's experts are one parameter, as in torchtitan's GroupedExperts, and not each a
             parameter, as in Megatron-LM's TEGroupedMLP.
@@ -122,8 +122,8 @@ class ExpertOptions:
             )
         if (self.aux_loss == "none") != (self.aux_weight == 0):
             raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
-        if self.dispatcher == "node_deduplicated" and self.capacity is not None:
-            raise ValueError("node_deduplicated sends every token; leave capacity out, or use all_to_all")
+        if not dispatchers()[self.dispatcher].heeds_capacity and self.capacity is not None:
+            raise ValueError(f"{self.dispatcher} sends every token; leave capacity out, or use all_to_all")
         if self.shared_overlap:
             self._check_overlap()
         if self.capacity_padded and self.capacity is None:
@@ -200,6 +200,12 @@ class ExpertOptions:
     def expert_width(self) -> int:
         """Features of one routed expert."""
         return self.expert_inner or self.inner  # type: ignore[attr-defined]
+
+    @property
+    def gathers_shared_once(self) -> bool:
+        """Whether the input of shared experts, where a strategy gathers it, is kept whole for backward:
+        beside the dispatch Megatron-Core gathers it before its projection (parallel_mode None)."""
+        return self.shared_overlap and self.fp8 == "none"  # type: ignore[attr-defined]
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts, and not an MLP."""

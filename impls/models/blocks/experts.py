@@ -59,7 +59,8 @@ class MixtureOfExperts(FeedForward):
         again = again or model.recomputes("moe")
         experts = Site("experts", 1, dims, again, call_of(model))
         again = again or model.recomputes("shared_experts")
-        shared = mlp_sites(model, model.shared_inner, batch, seq_len, again, spared=False)
+        once = model.gathers_shared_once
+        shared = mlp_sites(model, model.shared_inner, batch, seq_len, again, spared=False, once=once)
         return [experts, *(shared if model.shared_inner else [])]
 
     def parameters(self, model: DecoderModel) -> dict[str, int]:
@@ -108,6 +109,8 @@ class MixtureModule(nn.Module):
         weights = StackedExperts if model.stacked_experts else SeparateExperts
         self.experts: StackedExperts | SeparateExperts = weights(model, strategy, held)
         self.shared = MlpModule(model, strategy, model.shared_inner) if model.shared_inner else None
+        if self.shared is not None:
+            self.shared.project.gathered_once = model.gathers_shared_once
         self.shared_gate = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
         self.call = call_of(model)
         #: of ranks that share experts, for counts of tokens
@@ -187,7 +190,7 @@ class MixtureModule(nn.Module):
         """What each rank that shares experts sends. The ranks tell each other, unless each expert takes a
         fixed number. None: the dispatcher sees it in what it sends."""
         parts, padded, told = self.dispatcher.parts, self.model.capacity_padded, None
-        if self.dispatcher.by_counts and not padded:
+        if self.dispatcher.by_counts and not self.dispatcher.gathers_choices and not padded:
             met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
             told = gather_flags(torch.cat([chosen.sum(0), *met]), self.group)
         if self.model.routing == LEARNED and has_values(chosen) and not padded:

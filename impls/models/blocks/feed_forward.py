@@ -74,16 +74,24 @@ class Mlp(FeedForward):
 
 
 def mlp_sites(
-    model: DecoderModel, inner: int, batch: int, seq_len: int, again: bool, *, spared: bool
+    model: DecoderModel,
+    inner: int,
+    batch: int,
+    seq_len: int,
+    again: bool,
+    *,
+    spared: bool,
+    once: bool = False,
 ) -> list[Site]:
-    """What an MLP with ``inner`` features asks; see :meth:`FeedForward.sites`."""
+    """What an MLP with ``inner`` features asks, whose input is gathered ``once`` or, if the model says so,
+    again in backward; see :meth:`FeedForward.sites`."""
     hidden = {"B": batch, "L": seq_len, "H": model.hidden, "F": inner} | model.mlp_tiling.dims
     weights, bias = model.hidden * inner, {"bias": 1} if model.biases else {}
-    once = {"gathered_once": 1} if model.separate_projections else {}
+    gathered = {"gathered_once": 1} if once or model.separate_projections else {}
     kept = {"kept": 1} if model.keeps_operators else {}
     opens, closes = ({"mlp": n * weights, **bias} for n in (model.mlp_projections, 1))
     return [
-        Site("linear_in", 1, hidden | once | opens | model.gathered_dims, again),
+        Site("linear_in", 1, hidden | gathered | opens | model.gathered_dims, again),
         Site("linear_out", 1, hidden | kept | closes, again and not spared),
     ]
 

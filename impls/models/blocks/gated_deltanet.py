@@ -8,6 +8,7 @@ that all heads share, and multiplied by silu(z). Each part has a projection of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.gated_norm import gated_norm
 from spbench.impls.kernels.l2_norm import l2_norm
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
-from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer, RecurrentMixer, Run
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer, RecurrentMixer
 from spbench.impls.strategies.base import Site, Strategy
 
 
@@ -49,13 +50,13 @@ class GatedDeltaNetMixer(RecurrentMixer):
         super().__init__(kind, model, strategy)
         self.norm = nn.Parameter(torch.ones(kind.value_size))
 
-    def recurrence(
-        self, run: Run, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
-    ) -> Tensor:
+    def of_recurrence(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Sequence[Tensor]:
         a_log, dt_bias = (w.to(gates.dtype) for w in by_head)
         q, k = (l2_norm(x, way=self.way) for x in (q, k))
         a, b = gates.unbind(-1)
-        return run(q, k, v, -a_log.exp() * F.softplus(a + dt_bias), b.sigmoid())
+        return q, k, v, -a_log.exp() * F.softplus(a + dt_bias), b.sigmoid()
 
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
         weight = self.strategy.shared_by_heads(self.norm)

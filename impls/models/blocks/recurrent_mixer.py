@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.recurrence import Rule, sequential
+from spbench.impls.kernels.recurrence import Rule, sequential, timed
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
@@ -34,8 +34,6 @@ from spbench.impls.strategies.base import Site, Strategy
 #: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position,
 #: in torch's own operators
 WAYS = ("chunked", "sequential")
-#: the recurrence alone: o [B, L, Z, A] of q, k, v, g and b
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,8 @@ class RecurrentLayer(ABC):
     gates: ClassVar[int]
     #: whether convolutions have biases
     biased: ClassVar[bool]
+    #: whether backward convolves again and computes the gates again, so that only projections are kept
+    makes_again: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"way": WAYS})
@@ -121,7 +121,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     def __init__(self, kind: RecurrentLayer, model: DecoderOptions, strategy: Strategy):
         super().__init__()
-        self.kind, self.model, self.strategy = kind, model, strategy
+        self.kind, self.model, self.strategy, self.rule = kind, model, strategy, kind.rule
         #: of norms
         self.way = "plain" if kind.way == "sequential" else "fused"
         self.project = strategy.separate_linear_in(model.hidden, kind.projected)
@@ -140,12 +140,12 @@ class RecurrentMixer(nn.Module, ABC):
         return ()
 
     @abstractmethod
-    def recurrence(
-        self, run: Run, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
-    ) -> Tensor:
-        """o [B, L, Z, A] of what is convolved, q, k [B, L, G, D] and v [B, L, Z, A], and the projections of
-        the gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log, dt_bias and those of
-        :meth:`by_head`."""
+    def of_recurrence(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Sequence[Tensor]:
+        """What the recurrence takes (:func:`gated_recurrence`), of what is convolved, q, k [B, L, G, D] and v
+        [B, L, Z, A], and the projections of the gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log,
+        dt_bias and those of :meth:`by_head`."""
 
     @abstractmethod
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -177,24 +177,41 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> Tensor:
         *inputs, gates = by_heads
         starts = strategy.document_starts(attended, gates.shape[1])
-        convolutions, biases = weights[:3], weights[3:6] if self.kind.biased else [None] * 3
+        biases, by_head = (weights[3:6], weights[6:]) if self.kind.biased else ([None] * 3, weights[3:])
         # the last positions of all channels, in one message
         rows = torch.cat([x[:, 1 - self.kind.convolution :].flatten(2) for x in inputs], -1)
         before = strategy.rows_before(rows)
         del rows
         widths = [x[0, 0].numel() for x in inputs]
         parts = [None] * 3 if before is None else before.split(widths, -1)
+        run = sequential if self.kind.way == "sequential" else strategy.gated_recurrence
+        run = partial(run, self.rule, starts=starts)
+        make = partial(self._made, starts)
+        sources = *inputs, *weights[:3], *biases, *parts, gates, *by_head
+        if self.kind.makes_again:
+            return run(*sources, make=make)
+        made = make(*sources)
+        del inputs, sources
+        return run(*made)
+
+    def _made(self, starts: Sequence[int], *sources: Tensor) -> Sequence[Tensor]:
+        """What the recurrence takes, of queries, keys and values before their convolutions, the weights,
+        biases and rows before of these, the projections of the gates, and weights by head."""
         convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
+        gates, *by_head = sources[12:]
         q, k, v = (
             convolve(
                 x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part, starts
             ).view(x.shape)
-            for x, w, bias, part in zip(inputs, convolutions, biases, parts, strict=True)
+            for x, w, bias, part in (sources[i:12:3] for i in range(3))
         )
-        del inputs
-        by_head = weights[6 if self.kind.biased else 3 :]
-        run = partial(
-            sequential if self.kind.way == "sequential" else strategy.gated_recurrence, self.kind.rule
-        )
-        run = partial(run, starts=starts)
-        return self.recurrence(run, q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
+        return self.of_recurrence(q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
+
+
+def time_kernels(module: nn.Module, nbytes: int) -> None:
+    """Have the kernels of a module's recurrences be timed before their first calls, beside a buffer
+    (:func:`timed`)."""
+    mixers = [each for each in module.modules() if isinstance(each, RecurrentMixer)]
+    rules = {each.rule: timed(each.rule, nbytes) for each in mixers}
+    for each in mixers:
+        each.rule = rules[each.rule]

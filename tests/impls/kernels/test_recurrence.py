@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.impls.kernels import gated_delta_operators, state_space_operators
+from spbench.impls.kernels.activations import silu_times
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.gated_norm import gated_norm
 from spbench.impls.kernels.l2_norm import l2_norm, plain_l2_norm
-from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential
+from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential, timed
 from spbench.impls.kernels.recurrence_blocks import block_sums
+from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
 from spbench.impls.kernels.state_space import StateSpace
-from tests.impls.kernels.made import assert_same, made
+from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 RULES = [GatedDelta, StateSpace]
 
@@ -94,7 +98,7 @@ def test_maps_of_states_and_of_their_gradients(rule: type[Rule]) -> None:
         k = parts[0][1][:, i].repeat_interleave(2, 1)
         after = rule.step(after, k, *(x[:, i] for x in parts[0][2:]))
     passing = _Noted(state.detach(), (d_after := made(2, 4, 3, 5, seed=7).detach()))
-    o = gated_recurrence(rule, *parts[0], passing)
+    o = gated_recurrence(rule, *parts[0], passing=passing)
     weight = made(*o.shape, seed=8).detach()
     torch.autograd.grad((o * weight).sum(), whole)
     torch.testing.assert_close(
@@ -123,11 +127,45 @@ def test_maps_one_after_another(rule: type[Rule], starts: tuple[int, ...]) -> No
         gathered = torch.stack(carries) if carries else empty.new_empty(0, 2, 4, 1)
         passing = _Noted(rule.merged(gathered, (3, 5), range(len(carries))), empty)
         begin = [start - first for start in starts if start < last]
-        o = gated_recurrence(rule, *(x[:, first:last] for x in whole), passing, begin)
+        o = gated_recurrence(rule, *(x[:, first:last] for x in whole), passing=passing, starts=begin)
         torch.testing.assert_close(o, expected[:, first:last])
         carries.append(passing.carries[1])
         transition = carries[-1].unflatten(-1, (3, -1))[..., 5:] if not rule.scalar else carries[-1][..., 15:]
         assert bool(transition.any()) == all(start < 0 for start in begin)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_backward_makes_again_is_not_kept(rule: type[Rule]) -> None:
+    """Of a product of each input, the output of which is as large; d v is added."""
+    sources, d = inputs(13), made(4, seed=5)
+
+    def make(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, *more: Tensor) -> list[Tensor]:
+        return [2 * q, k.sin(), 3 * v, 2 * g, b.square(), *(2 * x for x in more)]
+
+    ours = partial(gated_recurrence, rule, make=make)
+    assert_same(ours, partial(sequential, rule, make=make), *sources, d)
+    assert_same(ours, partial(sequential, rule, make=make), *sources)
+    made_again = bytes_kept(partial(ours, *sources))
+    assert made_again == bytes_kept(partial(gated_recurrence, rule, *sources))
+    assert made_again < bytes_kept(lambda: gated_recurrence(rule, *make(*sources)))
+
+
+def test_kernels_are_timed_before_their_first_call() -> None:
+    """A second layer, and a second step, find them timed."""
+    rule, buffers = timed(StateSpace, 1 << 20), []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype == torch.uint8 and result.numel():
+                buffers.append(result.nbytes)
+            return result
+
+    for layers, expected in ((2, 2), (1, 2)):
+        with Allocations():
+            o = torch.stack([gated_recurrence(rule, *inputs(8)) for _ in range(layers)])
+            o.sum().backward()
+        assert buffers == [1 << 20] * expected
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
@@ -136,6 +174,12 @@ def test_norm_and_gate(weight: tuple[int, ...], gate_first: bool) -> None:
     ours = partial(gated_norm, eps=1e-3, gate_first=gate_first)
     x, z = made(2, 3, 4, 5), made(2, 3, 4, 5, seed=1)
     assert_same(ours, partial(ours, way="plain"), x, z, made(*weight, seed=2))
+    if gate_first:  # the gate within the kernel of the recurrence, as Megatron-Core has it
+
+        def apart(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+            return rms_norm(silu_times(z, x), weight, 1e-3)
+
+        assert_same(apart, partial(ours, way="plain"), x, z, made(*weight, seed=2))
 
 
 def test_length_one() -> None:

@@ -113,7 +113,7 @@ def test_shared_experts_hide_behind_what_is_sent() -> None:
     ("options", "message"),
     [
         ({"shared_inner": 0}, "set shared_inner"),
-        ({"dispatcher": "all_gather"}, "all_to_all, node_deduplicated; not all_gather"),
+        ({"dispatcher": "all_gather"}, "all_to_all, node_deduplicated, hybrid_ep; not all_gather"),
         ({"recompute": "selective", "recompute_modules": ("shared_experts",)}, "out of recompute_modules"),
     ],
 )

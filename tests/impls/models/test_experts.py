@@ -10,6 +10,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from tests.impls.models.mixture_runs import Setting, worst_of_rank
 
 TWICE = {"dispatcher": "node_deduplicated", "permutation": "fused"}
+HYBRID = {"dispatcher": "hybrid_ep", "permutation": "fused"}
 EVEN = {"routing": "even"}
 BESIDE = {"shared_inner": 48, "shared_gate": True, "shared_overlap": True, "routing": "zipf:1.5"}
 #: a weight that is normalized alone would be 1, and have no gradient
@@ -39,6 +40,11 @@ SETTINGS = {
     "once a rank": Setting({"sp": 4, "ep": 2, "etp": 2}, options={**TWICE, "routing": "zipf:1.5"}),
     "once a node": Setting({"sp": 4, "ep": 4}, options={**TWICE, "node_ranks": 2, "routing": "zipf:1.5"}),
     "once a node, learned": Setting({"dp": 2, "sp": 2, "ep": 4}, options={**TWICE, "node_ranks": 2}),
+    "gathered choices": Setting(
+        {"sp": 4, "ep": 4}, options={**HYBRID, "node_ranks": 2, "routing": "zipf:1.5"}
+    ),
+    "gathered choices, learned": Setting({"dp": 2, "sp": 2, "ep": 4}, options={**HYBRID, "node_ranks": 2}),
+    "gathered choices under etp": Setting({"sp": 4, "ep": 2, "etp": 2}, options={**HYBRID, **EVEN}),
     "biases under etp": Setting(
         {"sp": 4, "ep": 2, "etp": 2},
         options={
@@ -67,7 +73,14 @@ SETTINGS = {
 #: others that meet what they do are in the slow run
 ALWAYS = (
     *("learned, ep over dp and sp", "edp", "learned etp", "all_gather", "one rank has all"),
-    *("balanced by sequence", "balanced over replicas", "once a node", "biases under etp", "tp"),
+    *(
+        "balanced by sequence",
+        "balanced over replicas",
+        "once a node",
+        "gathered choices",
+        "biases under etp",
+        "tp",
+    ),
 )
 
 

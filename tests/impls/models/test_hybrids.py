@@ -53,6 +53,7 @@ def test_softmax_layers_alone_have_a_gate() -> None:
         ({"pattern": "GX"}, r"G \(Gated DeltaNet\), M \(Mamba-2\), each with -, E or neither, not 'GX'"),
         ({"pattern": "G--S"}, "not 'G--S'"),
         ({"pattern": "-G"}, "not '-G'"),
+        ({"pattern": "S", "autotune_states_kib": 1}, "autotune_states_kib needs a layer of G or M"),
         ({"recurrence": "fast"}, "recurrence is one of chunked, sequential, not 'fast'"),
         ({"state_key_heads": 5}, "key_heads 5 does not divide heads 12 of a recurrence"),
     ],

@@ -31,6 +31,7 @@ HARMLESS = {
     "padded_values": "zeros that add nothing; a variant compares them with gradients of all weights",
     "autotune_copies": "of a compiler that the plain loss does not call",
     "autotune_flush_kib": "of a compiler that the plain loss does not call",
+    "autotune_states_kib": "of a buffer beside kernels, that nothing reads",
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
     "checkpointed_angles": "of checkpoints, which are off",

@@ -179,7 +179,7 @@ def test_gated_recurrences(
         n, strategy = rank.length, rank.strategy
         q, k, v, g, b = inputs(rank, (B, n, G, D), (B, n, G, D), (B, n, Z, A), (B, n, Z), (B, n, Z))
         starts = strategy.document_starts(rank.attended, n)
-        forward = partial(strategy.gated_recurrence, rule, q, k, v, g, b, starts)
+        forward = partial(strategy.gated_recurrence, rule, q, k, v, g, b, starts=starts)
         block, state = min(BLOCK, n), B * Z * D * A * E
         kept = B * n * (2 * G * D + Z * A + 2 * Z) * E
         if cls is Lasp2 or strategy.rank > 0:

@@ -159,8 +159,8 @@ SinksSplitOtherwise = planted("SinksSplitOtherwise", TensorParallel, feature_par
 def _starting_at(change: Callable[[Sequence[int], int], Sequence[int]]) -> dict[str, Any]:
     """A recurrence whose documents begin elsewhere; ``change`` is given the positions and the length."""
 
-    def gated_recurrence(self: Any, honest: Any, *inputs: Any, starts: Sequence[int] = ()) -> Any:
-        return honest(*inputs, starts=change(starts, inputs[-1].shape[1]))
+    def gated_recurrence(self: Any, honest: Any, *inputs: Any, starts: Sequence[int] = (), **how: Any) -> Any:
+        return honest(*inputs, starts=change(starts, inputs[1].shape[1]), **how)
 
     return {"heeds": HEEDS_ALL, "gated_recurrence": gated_recurrence}
 
@@ -210,7 +210,9 @@ ConvolutionOverDocuments = planted(
     Lasp,
     heeds=HEEDS_ALL,
     document_starts=_no_starts,
-    gated_recurrence=lambda self, honest, *inputs, starts=(): honest(*inputs, starts=self.right),
+    gated_recurrence=lambda self, honest, *inputs, starts=(), **how: honest(
+        *inputs, starts=self.right, **how
+    ),
 )
 # all rows before a rank's first position, also those of the document before
 ConvolutionOverTheRanksEdge = planted(

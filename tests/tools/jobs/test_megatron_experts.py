@@ -81,6 +81,10 @@ def test_a_pattern_that_is_none_is_refused_in_a_line(pattern: str) -> None:
         (EXPERTS, "model_options.dispatcher", "all_gather"),
         (f"{EXPERTS} --moe-token-dispatcher-type alltoall", "model_options.dispatcher", "all_to_all"),
         (f"{EXPERTS} --moe-token-dispatcher-type flex", "model_options.dispatcher", "node_deduplicated"),
+        (
+            f"{EXPERTS} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+            *("model_options.dispatcher", "hybrid_ep"),
+        ),
         (EXPERTS, "model_options.experts_matmul", "sequential"),
         (f"{EXPERTS} --moe-grouped-gemm", "model_options.experts_matmul", "grouped"),
         (f"{EXPERTS} --moe-permute-fusion", "model_options.permutation", "fused"),
