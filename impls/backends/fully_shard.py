@@ -226,9 +226,11 @@ class FullySharded(Backend):
             p.grad = None
         if self.host is not None:
             self.last, self.missing = False, {*self.numbers.values()}
-        if self.staged:
-            for stage in chunks_of(self.module):
-                keep_for_later(stage)  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
+        for stage in chunks_of(self.module):  # which fully_shard has made FSDPModules
+            if self.staged:
+                keep_for_later(stage)  # type: ignore[arg-type]
+            elif self.options.reduce_at == "last":
+                stage.set_requires_gradient_sync(False)  # type: ignore[operator]
 
     @property
     def staged(self) -> bool:
@@ -237,6 +239,8 @@ class FullySharded(Backend):
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
+        if not self.staged and self.options.reduce_at == "last":
+            stage.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     def end_last_backward(self, stage: nn.Module) -> None:
         if self.staged:
@@ -328,7 +332,7 @@ class FullySharded(Backend):
                 for often, elements in gathered.items():
                     nbytes = elements * step.element_bytes
                     yield Traffic(phase, words, "all_gather", often, nbytes, axes, each)
-            often = 1 if staged else count
+            often = 1 if staged or options.reduce_at == "last" else count
             yield Traffic("backward", "gradients", "reduce_scatter", often, sums * width, axes, each)
             if (groups := summed.size // each) > 1:
                 part = sums * width // each

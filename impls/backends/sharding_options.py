@@ -25,6 +25,9 @@ class ShardingOptions(OptimizerOptions):
             the word embedding apart, as in torchtitan; "whole": everything.
         reshard_rest: free the rest after forward, as blocks are; torchtitan keeps it.
         reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32".
+        reduce_at: in whose backward gradients are summed over ranks: in "each" micro-batch's, or in the
+            "last" alone, until which each rank adds to whole gradients in the dtype of the sum
+            (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``).
         state_dtype: the dtype of the optimizer's state and gradients: "fp32" where the precision has masters,
             or the weights'.
         frozen_dtype: the dtype of the shards of weights that are not trained, beside adapters: the
@@ -57,6 +60,7 @@ class ShardingOptions(OptimizerOptions):
     wrap: Literal["blocks", "embedding", "whole"] = "blocks"
     reshard_rest: bool = True
     reduce_dtype: Literal["weights", "fp32"] = "weights"
+    reduce_at: Literal["each", "last"] = "each"
     state_dtype: Literal["fp32", "weights"] = "fp32"
     frozen_dtype: Literal["weights", "fp32"] = "weights"
     forward_prefetch: int = 0
@@ -75,6 +79,7 @@ class ShardingOptions(OptimizerOptions):
                 "initialize": ("meta", "device"),
                 "wrap": ("blocks", "embedding", "whole"),
                 "reduce_dtype": widths,
+                "reduce_at": ("each", "last"),
                 "state_dtype": widths,
                 "frozen_dtype": widths,
                 "parameters": ("device", "host"),
@@ -135,6 +140,7 @@ class ShardingOptions(OptimizerOptions):
             ("wrap", "blocks", "one block is gathered at a time"),
             ("reshard_rest", True, "embedding and head are freed after forward too"),
             ("reduce_dtype", "weights", "gradients are summed in the dtype of the weights"),
+            ("reduce_at", "each", "no rank holds whole gradients from one micro-batch to the next"),
             ("state_dtype", "weights", "the optimizer holds the dtype of the weights, no float32"),
         ):
             if getattr(self, name) not in (less, "embedding"):

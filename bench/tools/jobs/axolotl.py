@@ -15,7 +15,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Said, TransformersStep, either, said
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
 _LIGER = {
@@ -96,7 +96,11 @@ def _accumulation(k: Account) -> Said:
 def _sharding(k: Account) -> dict[str, Any]:
     if not (k.value("fsdp_config") or k.value("fsdp") or k.value("fsdp_version") or _of_fsdp(k)):
         return deepspeed_of(k, "deepspeed", "ddp")
-    k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_version", "fsdp_config")
+    versions = "fsdp_version", "fsdp_config.fsdp_version"
+    if 2 not in map(k.value, versions):
+        k.stand_in(*FSDP_1, *given_of(k, *versions))
+    k.took("FSDP 2", *given_of(k, *versions))
+    k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_config")
     names = [f"fsdp_config.{prefix}{each}" for each in _FREED for prefix in ("", "fsdp_")]
     kept = {False, "SHARD_GRAD_OP"} & {k.value(name) for name in names}
     on_host = "fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import DEFERRED, EXPERTS, TransformersStep
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, TransformersStep
 
 #: by torch's name of a schedule, without its hyphens and lines: ours
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
@@ -81,7 +81,8 @@ def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[st
         if runs > 1:
             k.set("training.micro_batches", runs, *names)
         if runs > 1 and step.deferred.value and str(step.sharding.value).startswith("fsdp"):
-            k.stand_in(*DEFERRED, *step.deferred.names)
+            note = "gradients are whole, in the dtype of the sum, until the last micro-batch"
+            k.set("training.reduce_at", "last", *step.deferred.names, note=note)
         k.ignore("each step has one micro-batch, or a pipeline", *step.deferred.names)
         return
     k.took("a pipeline sums gradients once", *step.deferred.names)

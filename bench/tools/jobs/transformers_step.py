@@ -12,12 +12,12 @@ from spbench.bench.tools.jobs.account import Account
 
 #: fields of a config.json that say how many experts a layer has
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-#: of FSDP whose gradients wait for the last micro-batch: what is missing, what it moves, and why
-DEFERRED = (
-    "gradients that wait for the last micro-batch",
+#: of torch's first FSDP: what is missing, what it moves, and why
+FSDP_1 = (
+    "FSDP 1",
     "time and memory",
-    "each micro-batch sums its gradients over ranks and keeps a part; the job sums once, and until then each "
-    "rank holds all gradients, 4 bytes a trained weight in float32",
+    "torch's fully_shard stands for it, without its copy of a unit's shard in half precision, and what it "
+    "sends is padded parameter by parameter, not unit by unit",
 )
 
 

@@ -29,7 +29,13 @@ def asked(options: dict[str, Any], **changes: Any) -> Cell:
     return cell("zero3", "ulysses", **settings, training=training)
 
 
-@pytest.mark.parametrize("options", [slow({"wrap": "whole"}), TORCHTITAN], ids=["whole", "torchtitan"])
+#: as accelerate, verl and Automodel have them
+DEFERRED = {"reduce_at": "last", "reduce_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    "options", [slow({"wrap": "whole"}), TORCHTITAN, DEFERRED], ids=["whole", "torchtitan", "deferred"]
+)
 def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     # in float64 sums in float32 are sums in float64
     assert_right(pool, asked(options), FullySharded)
@@ -44,6 +50,7 @@ def test_what_each_option_changes() -> None:
     plain = peak()
     assert peak(wrap="whole").nbytes > plain.nbytes
     assert peak(reduce_dtype="fp32").nbytes > plain.nbytes
+    assert peak(**DEFERRED).nbytes > peak(reduce_dtype="fp32").nbytes
     narrow = peak(state_dtype="weights")
     for category in ("parameters", "optimizer_state"):
         assert narrow.held[category] == pytest.approx(plain.held[category] / 2, rel=0.01)
