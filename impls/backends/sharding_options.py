@@ -28,6 +28,9 @@ class ShardingOptions(OptimizerOptions):
         reduce_at: in whose backward gradients are summed over ranks: in "each" micro-batch's, or in the
             "last" alone, until which each rank adds to whole gradients in the dtype of the sum
             (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``).
+        own_weights: where weights are that a rank shares with none, as experts that are spread over all
+            ranks: in "units" as the others, or "apart" from all (``ignored_params`` of fully_shard; NeMo
+            Automodel, components/moe/parallelizer.py, ``apply_fsdp``), with gradients of their own dtype.
         state_dtype: the dtype of the optimizer's state and gradients: "fp32" where the precision has masters,
             or the weights'.
         frozen_dtype: the dtype of the shards of weights that are not trained, beside adapters: the
@@ -61,6 +64,7 @@ class ShardingOptions(OptimizerOptions):
     reshard_rest: bool = True
     reduce_dtype: Literal["weights", "fp32"] = "weights"
     reduce_at: Literal["each", "last"] = "each"
+    own_weights: Literal["units", "apart"] = "units"
     state_dtype: Literal["fp32", "weights"] = "fp32"
     frozen_dtype: Literal["weights", "fp32"] = "weights"
     forward_prefetch: int = 0
@@ -80,6 +84,7 @@ class ShardingOptions(OptimizerOptions):
                 "wrap": ("blocks", "embedding", "whole"),
                 "reduce_dtype": widths,
                 "reduce_at": ("each", "last"),
+                "own_weights": ("units", "apart"),
                 "state_dtype": widths,
                 "frozen_dtype": widths,
                 "parameters": ("device", "host"),
@@ -95,6 +100,8 @@ class ShardingOptions(OptimizerOptions):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of {of}, 0 or more, not {getattr(self, name)}")
 
+        if self.own_weights == "apart" and self.optimizer == "host":
+            raise ValueError("own_weights: apart needs optimizer: device, for the host takes shards alone")
         if self.data_parallel_replicate_degree < 1:
             raise ValueError(
                 "data_parallel_replicate_degree is a number of groups from 1 on, "

@@ -7,6 +7,7 @@ components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully_sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,6 +111,9 @@ def set_experts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
         k.refuse("tensor parallelism whose ranks have the same tokens, beside experts", *step.tensor.names)
     if ranks > 1:
         k.set("sizes.ep", ranks, *names, note="what is left of a stage's ranks shards each expert")
+        sizes = [each.value for each in k.settings if each.path in ("sizes.dp", "sizes.sp", "sizes.tp")]
+        if step.own_experts and step.half.value and ranks == math.prod(sizes):
+            k.set("training.own_weights", "apart", *names, note="a rank's own experts are in no unit of FSDP")
         dispatcher = DISPATCHERS.get(str(step.dispatcher.value))
         if dispatcher is not None:
             k.set("model_options.dispatcher", dispatcher, *step.dispatcher.names, note=step.dispatcher.note)

@@ -49,6 +49,7 @@ class TransformersStep:
             is rounded "up" or "down" to a multiple of the ranks.
         piece: sequences of a micro-batch of a pipeline, a part of ``micro_batch``.
         experts: ranks over which experts are spread, of all of a stage; what is left shards each expert.
+        own_experts: FSDP leaves alone what it would not shard: experts that are spread over all ranks.
         dispatcher: how tokens reach these, a word of DISPATCHERS; routing: a value of model_options.routing.
         predicted: modules of multi-token prediction; None: not said.
         micro_batch: sequences of a rank's micro-batch.
@@ -87,6 +88,7 @@ class TransformersStep:
     rounded: Said = Said("")
     piece: Said = Said(1)
     experts: Said = Said(1)
+    own_experts: bool = False
     dispatcher: Said = Said("")
     routing: Said = Said("")
     predicted: Said = Said(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
@@ -109,7 +110,7 @@ def _moved(k: Account) -> None:
         k.stand_in("weights or optimizer that are moved between phases", "time and memory", because, *moved)
 
 
-def _automodel(k: Account) -> dict[str, Said]:
+def _automodel(k: Account) -> dict[str, Any]:
     """What its engine of NeMo Automodel says of a step (verl/trainer/config/engine/automodel.yaml)."""
     k.took("NeMo Automodel under FSDP2", "engine", "optim", "engine.distributed_strategy", "engine.strategy")
     if k.value("engine.distributed_strategy") != "fsdp2":
@@ -131,6 +132,7 @@ def _automodel(k: Account) -> dict[str, Said]:
         "groups": said(k, "engine.dp_replicate_size"),
         "pipeline": said(k, "engine.pp_size"),
         "experts": said(k, "engine.ep_size"),
+        "own_experts": True,
         "dispatcher": said(k, "engine.backend_config.dispatcher"),
         "routing": Said("even" if k.value(even) else "", given_of(k, even)),
         "recompute": said(k, "engine.activation_checkpointing"),

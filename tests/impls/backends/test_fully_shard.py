@@ -42,6 +42,21 @@ def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     assert_sends_its_closed_form(pool, asked(options, precision="bf16"))
 
 
+def test_experts_of_one_rank_are_in_no_unit(pool: RankPool) -> None:
+    def case(precision: str, **options: Any) -> Cell:
+        training = {"backend": "zero3", "micro_batches": 3, **DEFERRED, "own_weights": "apart", **options}
+        changed = {"sizes": {"dp": 4, "ep": 4}, "model_options": {"routing": "even"}, "training": training}
+        return cell("zero3", "single", model="moe-tiny", precision=precision, **changed)
+
+    narrow = case("bf16", state_dtype="weights")
+    assert_right(pool, case("fp64"), FullySharded)
+    assert_sends_its_closed_form(pool, narrow)
+    peaks = [tracing.trace(each).memory.peak().nbytes for each in (narrow, case("bf16", own_weights="units"))]
+    assert peaks[0] < peaks[1]
+    with pytest.raises(Unsupported, match="set state_dtype: weights"):
+        tracing.trace(case("bf16"))
+
+
 def test_what_each_option_changes() -> None:
     def peak(**options: Any) -> Any:
         wide = {"hidden": 192, "inner": 512, "vocabulary": 2048, "layers": 2}
