@@ -35,5 +35,5 @@ def held_rows(shape: torch.Size, size: int, rank: int) -> tuple[int, int]:
 
 def own_part(x: Tensor) -> Tensor:
     """A rank's part of a tensor that is sharded, or is its own."""
-    part: Tensor = x.to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined]
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part

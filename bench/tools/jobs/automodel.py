@@ -70,7 +70,7 @@ def _step(k: Account) -> TransformersStep:
         groups=_ranks(k, "dp_replicate_size"),
         **_pipeline(k),
         experts=_ranks(k, "ep_size"),
-        own_experts=True,
+        own_experts=Said(True),
         dispatcher=said(k, "model.backend.dispatcher"),
         routing=_routing(k),
         predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),

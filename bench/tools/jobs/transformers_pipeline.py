@@ -112,7 +112,7 @@ def set_experts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if ranks > 1:
         k.set("sizes.ep", ranks, *names, note="what is left of a stage's ranks shards each expert")
         sizes = [each.value for each in k.settings if each.path in ("sizes.dp", "sizes.sp", "sizes.tp")]
-        if step.own_experts and step.half.value and ranks == math.prod(sizes):
+        if step.own_experts.value and step.half.value and ranks == math.prod(sizes):
             k.set("training.own_weights", "apart", *names, note="a rank's own experts are in no unit of FSDP")
         dispatcher = DISPATCHERS.get(str(step.dispatcher.value))
         if dispatcher is not None:

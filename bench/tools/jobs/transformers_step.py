@@ -88,7 +88,7 @@ class TransformersStep:
     rounded: Said = Said("")
     piece: Said = Said(1)
     experts: Said = Said(1)
-    own_experts: bool = False
+    own_experts: Said = Said(False)
     dispatcher: Said = Said("")
     routing: Said = Said("")
     predicted: Said = Said(None)

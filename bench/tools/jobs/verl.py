@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
@@ -110,7 +109,7 @@ def _moved(k: Account) -> None:
         k.stand_in("weights or optimizer that are moved between phases", "time and memory", because, *moved)
 
 
-def _automodel(k: Account) -> dict[str, Any]:
+def _automodel(k: Account) -> dict[str, Said]:
     """What its engine of NeMo Automodel says of a step (verl/trainer/config/engine/automodel.yaml)."""
     k.took("NeMo Automodel under FSDP2", "engine", "optim", "engine.distributed_strategy", "engine.strategy")
     if k.value("engine.distributed_strategy") != "fsdp2":
@@ -132,7 +131,7 @@ def _automodel(k: Account) -> dict[str, Any]:
         "groups": said(k, "engine.dp_replicate_size"),
         "pipeline": said(k, "engine.pp_size"),
         "experts": said(k, "engine.ep_size"),
-        "own_experts": True,
+        "own_experts": Said(True),
         "dispatcher": said(k, "engine.backend_config.dispatcher"),
         "routing": Said("even" if k.value(even) else "", given_of(k, even)),
         "recompute": said(k, "engine.activation_checkpointing"),
