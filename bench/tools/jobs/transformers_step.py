@@ -68,6 +68,7 @@ class TransformersStep:
         lora: the rank of adapters; 0: all weights are trained; quantized: bits of frozen weights, 0: not.
         fp8, library: the recipe of matmuls in eight bits, "": none, and whose linear layers have it.
         packed: rows are packed of several samples.
+        fused: what is one kernel: words of model_options.fusions, and "permutation" of tokens to experts.
         compiled: torch.compile is on.
     """
 
@@ -112,6 +113,7 @@ class TransformersStep:
     fp8: Said = Said("")
     library: Said = Said("torch")
     packed: Said = Said(False)
+    fused: Said = Said("")
     compiled: Said = Said(False)
 
 
