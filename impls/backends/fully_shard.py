@@ -30,7 +30,7 @@ from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part, padded_elements
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_kept
+from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_in_backward, sum_kept
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
@@ -223,7 +223,7 @@ class FullySharded(Backend):
         if self.host is not None:
             self.last, self.missing = False, {*self.numbers.values()}
         for stage in chunks_of(self.module):  # which fully_shard has made FSDPModules
-            if self.staged:
+            if self.staged or self.options.reduce_at == "kept":
                 keep_for_later(stage)  # type: ignore[arg-type]
             elif self.options.reduce_at == "last":
                 stage.set_requires_gradient_sync(False)  # type: ignore[operator]
@@ -235,8 +235,8 @@ class FullySharded(Backend):
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
-        if not self.staged and self.options.reduce_at == "last":
-            stage.set_requires_gradient_sync(True)  # type: ignore[operator]
+        if not self.staged and self.options.reduce_at != "each":
+            sum_in_backward(stage)  # type: ignore[arg-type]
 
     def end_last_backward(self, stage: nn.Module) -> None:
         if self.staged:
@@ -302,6 +302,7 @@ class FullySharded(Backend):
         assert isinstance(options, ShardingOptions)
         width = cls.gradient_dtype(step.precision, options).itemsize
         staged = step.around.stage.count > 1
+        kept = staged or options.reduce_at == "kept"
         stages = [*zip(chunks_of(step.build()), step.passes(), strict=True)]
         for summed in step.summed:
             if options.own_weights == "apart" and summed.size == 1:
@@ -318,7 +319,7 @@ class FullySharded(Backend):
                     elements = padded_elements(p.shape, each)
                     sums += elements * p.requires_grad
                     reshards = cls.reshards(p in rest, options)
-                    first, again = gathers(passes, reshards) if staged else (count, count * reshards)
+                    first, again = gathers(passes, reshards) if kept else (count, count * reshards)
                     forward[first] += elements
                     backward[again] += elements
             for phase, words, gathered in (
@@ -328,7 +329,7 @@ class FullySharded(Backend):
                 for often, elements in gathered.items():
                     nbytes = elements * step.element_bytes
                     yield Traffic(phase, words, "all_gather", often, nbytes, axes, each)
-            often = 1 if staged or options.reduce_at == "last" else count
+            often = 1 if staged or options.reduce_at != "each" else count
             yield Traffic("backward", "gradients", "reduce_scatter", often, sums * width, axes, each)
             if (groups := summed.size // each) > 1:
                 part = sums * width // each

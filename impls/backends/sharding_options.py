@@ -27,7 +27,8 @@ class ShardingOptions(OptimizerOptions):
         reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32".
         reduce_at: in whose backward gradients are summed over ranks: in "each" micro-batch's, or in the
             "last" alone, until which each rank adds to whole gradients in the dtype of the sum
-            (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``).
+            (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``); "kept": so, and
+            backward does not free gathered weights until then (``set_reshard_after_backward``).
         own_weights: where weights are that a rank shares with none, as experts that are spread over all
             ranks: in "units" as the others, or "apart" from all (``ignored_params`` of fully_shard; NeMo
             Automodel, components/moe/parallelizer.py, ``apply_fsdp``), with gradients of their own dtype.
@@ -63,7 +64,7 @@ class ShardingOptions(OptimizerOptions):
     wrap: Literal["blocks", "embedding", "whole"] = "blocks"
     reshard_rest: bool = True
     reduce_dtype: Literal["weights", "fp32"] = "weights"
-    reduce_at: Literal["each", "last"] = "each"
+    reduce_at: Literal["each", "last", "kept"] = "each"
     own_weights: Literal["units", "apart"] = "units"
     state_dtype: Literal["fp32", "weights"] = "fp32"
     frozen_dtype: Literal["weights", "fp32"] = "weights"
@@ -83,7 +84,7 @@ class ShardingOptions(OptimizerOptions):
                 "initialize": ("meta", "device"),
                 "wrap": ("blocks", "embedding", "whole"),
                 "reduce_dtype": widths,
-                "reduce_at": ("each", "last"),
+                "reduce_at": ("each", "last", "kept"),
                 "own_weights": ("units", "apart"),
                 "state_dtype": widths,
                 "frozen_dtype": widths,

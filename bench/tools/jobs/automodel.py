@@ -76,7 +76,7 @@ def _step(k: Account) -> TransformersStep:
         predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
         micro_batch=said(k, "step_scheduler.local_batch_size"),
         batch=said(k, "step_scheduler.global_batch_size"),
-        deferred=said(k, "distributed.defer_fsdp_grad_sync"),
+        deferred=_deferred(k),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, given_of(k, dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),
@@ -95,6 +95,12 @@ def _step(k: Account) -> TransformersStep:
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
         compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
     )
+
+
+def _deferred(k: Account) -> Said:
+    """Whether gradients wait for the last micro-batch, and weights with them (moe/fsdp_mixin.py)."""
+    last, kept = "distributed.defer_fsdp_grad_sync", "model.backend.enable_fsdp_optimizations"
+    return Said("kept" if k.value(kept) else "last" if k.value(last) else "", given_of(k, last, kept))
 
 
 def _ranks(k: Account, axis: str) -> Said:

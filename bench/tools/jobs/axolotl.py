@@ -36,6 +36,7 @@ _AGAIN = (
     *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
     "fsdp_config.fsdp_activation_checkpointing",
 )
+_RING = "ring_attn_func"
 #: keys of fsdp_config that say whether weights are freed after forward; older files have them with a prefix
 _FREED = ("reshard_after_forward", "sharding_strategy")
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
@@ -60,14 +61,14 @@ def _step(k: Account) -> TransformersStep:
         gpus=said(k, "world_size"),
         **_sharding(k),
         sequence=said(k, "context_parallel_size", "sequence_parallel_degree"),
-        sequence_by=Said("all-gather by heads", note="ring-flash-attn, heads_k_stride"),
+        sequence_by=_ring(k),
         tensor=said(k, "tensor_parallel_size"),
         groups=said(k, "dp_replicate_size"),
         experts=said(k, "expert_parallel_size"),
         dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
         accumulation=_accumulation(k),
-        deferred=Said(not k.value(_EACH), given_of(k, _EACH)),
+        deferred=Said("" if k.value(_EACH) else "last", given_of(k, _EACH)),
         precision=_precision(k),
         recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),
@@ -82,6 +83,15 @@ def _step(k: Account) -> TransformersStep:
         fp8=_fp8(k),
         compiled=said(k, "torch_compile"),
     )
+
+
+def _ring(k: Account) -> Said:
+    """Whose keys and values a rank has at once: of a run of heads, or of a rank (utils/schemas/config.py)."""
+    by_heads = (k.value(_RING) or ("varlen_llama3" if k.value("sample_packing") else "")) == "varlen_llama3"
+    if k.value(_RING) not in (None, "varlen_llama3", "batch_ring"):
+        k.refuse("another ring than batch_ring", _RING)
+    note = "ring-flash-attn, heads_k_stride" if by_heads else "ring-flash-attn"
+    return Said("all-gather by heads" if by_heads else "ring of chunks", given_of(k, _RING), note)
 
 
 def _accumulation(k: Account) -> Said:

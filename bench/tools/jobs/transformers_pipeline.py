@@ -83,7 +83,7 @@ def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[st
             k.set("training.micro_batches", runs, *names)
         if runs > 1 and step.deferred.value and str(step.sharding.value).startswith("fsdp"):
             note = "gradients are whole, in the dtype of the sum, until the last micro-batch"
-            k.set("training.reduce_at", "last", *step.deferred.names, note=note)
+            k.set("training.reduce_at", step.deferred.value, *step.deferred.names, note=note)
         k.ignore("each step has one micro-batch, or a pipeline", *step.deferred.names)
         return
     k.took("a pipeline sums gradients once", *step.deferred.names)

@@ -54,7 +54,8 @@ class TransformersStep:
         predicted: modules of multi-token prediction; None: not said.
         micro_batch: sequences of a rank's micro-batch.
         accumulation, batch: micro-batches of a step, or sequences of a step of all ranks; None: not said.
-        deferred: under FSDP gradients are summed over ranks in a step's last micro-batch alone.
+        deferred: under FSDP gradients are summed over ranks in a step's "last" micro-batch alone, or "kept"
+            with gathered weights until then; "": in each.
         length: tokens of a sequence.
         precision: "bf16", "fp16" or "fp32"; half: weights, gradients and moments are in it alone.
         reduce: the dtype in which gradients are summed over ranks: "weights" or "fp32".
@@ -96,7 +97,7 @@ class TransformersStep:
     micro_batch: Said = Said(1)
     accumulation: Said = Said(None)
     batch: Said = Said(None)
-    deferred: Said = Said(False)
+    deferred: Said = Said("")
     precision: Said = Said("bf16")
     half: Said = Said(False)
     reduce: Said = Said("weights")

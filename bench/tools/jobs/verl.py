@@ -60,7 +60,7 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         micro_batch=rows,
         batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
         precision=Said("bf16", given_of(k, "engine.dtype"), "mixed precision of FSDP"),
-        deferred=Said(True),
+        deferred=Said("last"),
         half=Said(
             k.value("engine.model_dtype") not in ("fp32", "float32"), given_of(k, "engine.model_dtype")
         ),

@@ -34,7 +34,9 @@ DEFERRED = {"reduce_at": "last", "reduce_dtype": "fp32"}
 
 
 @pytest.mark.parametrize(
-    "options", [slow({"wrap": "whole"}), TORCHTITAN, DEFERRED], ids=["whole", "torchtitan", "deferred"]
+    "options",
+    [slow({"wrap": "whole"}), TORCHTITAN, slow(DEFERRED), {**DEFERRED, "reduce_at": "kept"}],
+    ids=["whole", "torchtitan", "deferred", "kept"],
 )
 def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     # in float64 sums in float32 are sums in float64
