@@ -44,7 +44,8 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
     Attributes:
         norm: "rms", or "layer" (with a bias).
         norms: where they stand: "before" the mixer and the MLP, "behind" each of them (OLMo 2, arXiv
-            2501.00656), or "around" (Gemma 2, arXiv 2408.00118).
+            2501.00656), "around" (Gemma 2, arXiv 2408.00118), or one before both, "shared" (Phi-2,
+            Falcon-7B; with parallel_residual).
         embedding_scaled: embedded words are multiplied by the root of ``hidden`` (Gemma).
         logit_cap: c of logits that are c tanh(x / c) (Gemma 2); 0: none.
         mlp: a key of MLPS; "gelu" is the tanh approximation.
@@ -98,7 +99,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             self,
             {
                 "norm": ("rms", "layer"),
-                "norms": ("before", "behind", "around"),
+                "norms": ("before", "behind", "around", "shared"),
                 "mlp": MLPS,
                 "position": ("rotary", "learned", "none"),
                 "attention": KERNELS,
@@ -108,7 +109,9 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         self.check_latent()
         if self.mtp_layers and self.position == "learned":
             raise ValueError("multi-token prediction has no learned positions; leave mtp_layers out")
-        if self.norms != "before" and (self.biases or self.parallel_residual):
+        if self.norms == "shared" and not self.parallel_residual:
+            raise ValueError("norms: shared needs parallel_residual")
+        if self.norms in ("behind", "around") and (self.biases or self.parallel_residual):
             raise ValueError(f"norms: {self.norms} goes with neither biases nor parallel_residual")
         if self.logit_cap < 0 or (self.logit_cap and self.vocabulary_tile):
             raise ValueError("logit_cap is at least 0, and needs logits: leave vocabulary_tile out")
@@ -177,7 +180,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
     def _with_norms(self, norms: str) -> Mapping[str, Any]:
         """Options of norms in that place, where the model may have them, and of what stands beside them."""
         if self.biases or self.parallel_residual:
-            return {}
+            return {"norms": "shared"} if self.parallel_residual and norms == "behind" else {}
         if norms == "around":  # as Gemma 2
             return {"norms": norms, "embedding_scaled": not self.mtp_layers, "logit_cap": 0.5}
         return {"norms": norms, **({"qk_norm_over": "all"} if self.qk_norm else {})}

@@ -20,6 +20,11 @@ _LEFT_OUT = {
         "memory and time",
         "none is counted, of attention or of what is added to hidden states, with masks of 1 byte an element",
     ),
+    "phi": (
+        "dropout of 0.1 and a bias of the head in this model",
+        "memory and time",
+        "neither is counted; a mask of dropout has 1 byte an element",
+    ),
     "gemma2": (
         "a cap on attention's scores in this model",
         "time and memory",

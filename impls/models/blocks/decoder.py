@@ -86,7 +86,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     gated_mlp: ClassVar[bool] = True
     #: of the MLP: a key of :data:`ACTIVATIONS`
     activation: ClassVar[str] = "silu"
-    #: where norms stand: "before" mixer and MLP, "behind" each, or "around"
+    #: where norms stand: "before" mixer and MLP, "behind" each, "around", or one "shared" by both
     norms: ClassVar[str] = "before"
     #: whether embedded words are multiplied by the root of ``hidden``
     embedding_scaled: ClassVar[bool] = False
@@ -306,7 +306,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         experts = blocks["experts"]
         of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
         of_block = 2 if self.norms == "around" else 1
-        whole = of_norm * (of_block * (len(layers) + len(feeding)) + stage.last) + blocks["whole"]
+        normed = len(layers) + (0 if self.norms == "shared" else len(feeding))
+        whole = of_norm * (of_block * normed + stage.last) + blocks["whole"]
         whole += (3 * of_norm + 2 * h * h) * len(predictions)
         if self.biases:
             whole += h * len(layers)  # of the projections that close mixers

@@ -236,8 +236,20 @@ def test_norms_stand_where_they_are_said(norms: str) -> None:
             y = F.rms_norm(y, (48,), weights[f"{name}_post_norm.weight"], 0.1)
         expected = expected + y
     torch.testing.assert_close(block(x, places), expected)
-    whole = built(model)
-    assert counted(model)["elements"] == sum(p.numel() for p in whole.parameters())
+    assert counted(model)["elements"] == sum(p.numel() for p in built(model).parameters())
+
+
+def test_one_norm_for_attention_and_mlp_beside_each_other() -> None:
+    model = decoder("causal-transformer-tiny", norms="shared", parallel_residual=True, layers=1)
+    block = DecoderBlock(model, Strategy(), 0).double()
+    initialize(block, 0, deviation=0.3, everything=True)
+    x = torch.randn(2, 24, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    places = Places(Strategy(), 24, x)
+    y = F.rms_norm(x, (48,), dict(block.named_parameters())["mixer_norm.weight"], 0.1)
+    torch.testing.assert_close(block(x, places), x + block.mixer(y, places) + block.mlp(y))
+    assert counted(model)["elements"] == sum(p.numel() for p in built(model).parameters())
+    with pytest.raises(ValueError, match="norms: shared needs parallel_residual"):
+        decoder("causal-transformer-tiny", norms="shared")
 
 
 @pytest.mark.parametrize("options", [{"embedding_scaled": True}, {"logit_cap": 0.5}])

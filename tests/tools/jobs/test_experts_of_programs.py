@@ -193,9 +193,7 @@ def test_the_ring_of_axolotl_follows_its_packing(further: str, strategy: str, pl
 
 
 def test_llama_factory_by_megatron_is_refused() -> None:
-    text = (
-        "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ncutoff_len: 2048\n"
-    )
+    text = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ncutoff_len: 2048\n"
     text += "per_device_train_batch_size: 1\nfinetuning_type: full\npipeline_model_parallel_size: 4\n"
     assert "training by another program: not modelled" in job("llama_factory", text=text).refusal()
 

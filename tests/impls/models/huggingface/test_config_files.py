@@ -174,7 +174,7 @@ def test_what_counts_makes_the_same_model() -> None:
     ("fields", "said"),
     [
         ({"model_type": "minimax"}, "the preset minimax-01-dense is it with one MLP of what a token meets"),
-        ({"model_type": "mamba"}, "the families here are bert, deepseek_v2, deepseek_v3, gemma"),
+        ({"model_type": "mamba"}, "the families here are bert, deepseek_v2, deepseek_v3, falcon"),
     ],
 )
 def test_families_that_are_not_here_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
