@@ -103,6 +103,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "gpt_neox": {**_SIZES, "intermediate_size": 192, "rotary_pct": 0.5},
+    "phi": {**_SIZES, "intermediate_size": 192, "partial_rotary_factor": 0.5},
+    "falcon": {**_SIZES, "multi_query": True, "new_decoder_architecture": False},
     "bert": {
         **_SIZES,
         "intermediate_size": 192,
@@ -353,6 +355,46 @@ def of_gpt_neox(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     return ours
 
 
+def of_phi(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Phi-1.5 and Phi-2 by our names."""
+    ours = {"embedding.weight": theirs["model.embed_tokens.weight"], "head": theirs["lm_head.weight"]}
+    ours |= _layer("norm.", "model.final_layernorm.", {"weight": "weight", "bias": "bias"}, theirs)
+    names = {
+        "mixer_norm.weight": "input_layernorm.weight",
+        "mixer_norm.bias": "input_layernorm.bias",
+        "mixer.out.weight": "self_attn.dense.weight",
+        "mixer_end.bias": "self_attn.dense.bias",
+        "mlp.project.weight": "mlp.fc1.weight",
+        "mlp.project.bias": "mlp.fc1.bias",
+        "mlp.out.weight": "mlp.fc2.weight",
+        "mlp_end.bias": "mlp.fc2.bias",
+    }
+    for i in range(config.num_hidden_layers):
+        own, other = f"blocks.{i}.", f"model.layers.{i}."
+        ours |= _layer(own, other, names, theirs)
+        for kind in ("weight", "bias"):
+            qkv = [theirs[f"{other}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            ours[f"{own}mixer.project.{kind}"] = grouped(*qkv, config.num_attention_heads)
+    return ours
+
+
+def of_falcon(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Falcon-7B by our names; its queries are followed by one key and one value, as ours."""
+    ours = {"embedding.weight": theirs["transformer.word_embeddings.weight"]}
+    ours |= _layer("norm.", "transformer.ln_f.", {"weight": "weight", "bias": "bias"}, theirs)
+    names = {
+        "mixer_norm.weight": "input_layernorm.weight",
+        "mixer_norm.bias": "input_layernorm.bias",
+        "mixer.project.weight": "self_attention.query_key_value.weight",
+        "mixer.out.weight": "self_attention.dense.weight",
+        "mlp.project.weight": "mlp.dense_h_to_4h.weight",
+        "mlp.out.weight": "mlp.dense_4h_to_h.weight",
+    }
+    for i in range(config.num_hidden_layers):
+        ours |= _layer(f"blocks.{i}.", f"transformer.h.{i}.", names, theirs)
+    return ours
+
+
 def of_bert(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The weights of BERT by our names; our queries, keys and values lie head by head."""
     names = {
@@ -405,6 +447,8 @@ WEIGHTS: Mapping[str, Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]]] 
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), of_deepseek),
     "gpt2": of_gpt2,
     "gpt_neox": of_gpt_neox,
+    "phi": of_phi,
+    "falcon": of_falcon,
     "bert": of_bert,
 }
 
@@ -419,6 +463,8 @@ def transformers_model(family: str) -> tuple[nn.Module, Any]:
     make = cls if family == "bert" else cls.from_config
     torch.manual_seed(0)
     model = make(config).double().train()
+    if family == "phi":
+        model.lm_head.bias = None  # left out here
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
