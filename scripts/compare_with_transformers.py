@@ -43,6 +43,7 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+_GEMMA = {**_LLAMA, "head_dim": 16, "query_pre_attn_scalar": 16, "pad_token_id": None}
 #: fields of a tiny config.json of each family
 TINY: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_LLAMA, "tie_word_embeddings": True},
@@ -77,6 +78,20 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 5,
         "rope_scaling": None,
     },
+    # the scale of scores is a head's own, and no cap of them is modelled
+    "gemma2": {**_GEMMA, "sliding_window": 5, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+    "gemma3_text": {**_GEMMA, "sliding_window": 5, "sliding_window_pattern": 2},
+    "olmo2": _LLAMA,
+    "glm4": {**_LLAMA, "head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": None},
+    "qwen3_5_text": {
+        **_LLAMA,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**_DEEPSEEK, "q_lora_rank": 20, "n_group": 4, "topk_group": 2},
     "gpt2": {
@@ -88,6 +103,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "gpt_neox": {**_SIZES, "intermediate_size": 192, "rotary_pct": 0.5},
+    "phi": {**_SIZES, "intermediate_size": 192, "partial_rotary_factor": 0.5},
+    "falcon": {**_SIZES, "multi_query": True, "new_decoder_architecture": False},
     "bert": {
         **_SIZES,
         "intermediate_size": 192,
@@ -106,7 +123,19 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def of_llama(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+#: our norms of a layer by transformers' names, of families whose norms stand elsewhere than Llama's
+_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_BEHIND = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_NORMS_OF_GEMMA = _NORMS_BEHIND | {"mixer_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+_NORMS_OF_GLM = _NORMS | {
+    "mixer_post_norm": "post_self_attn_layernorm",
+    "mlp_post_norm": "post_mlp_layernorm",
+}
+
+
+def of_llama(
+    theirs: Mapping[str, Tensor], config: Any, norms: Mapping[str, str] = _NORMS
+) -> dict[str, Tensor]:
     """The weights of Llama, Mistral, Qwen2 and Qwen3 by our names."""
     kv_heads, ours = config.num_key_value_heads, {}
     ours["embedding.weight"] = theirs["model.embed_tokens.weight"]
@@ -114,13 +143,14 @@ def of_llama(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     ours["head"] = theirs["lm_head.weight"]
     for i in range(config.num_hidden_layers):
         own, other = f"blocks.{i}.", f"model.layers.{i}."
-        ours[own + "mixer_norm.weight"] = theirs[other + "input_layernorm.weight"]
-        ours[own + "mlp_norm.weight"] = theirs[other + "post_attention_layernorm.weight"]
+        for mine, name in norms.items():
+            ours[f"{own}{mine}.weight"] = theirs[f"{other}{name}.weight"]
         for kind in ("weight", "bias"):
             names = [f"{other}self_attn.{p}_proj.{kind}" for p in "qkv"]
             if names[0] in theirs:
                 ours[own + f"mixer.project.{kind}"] = grouped(*(theirs[name] for name in names), kv_heads)
-        ours[own + "mixer.out.weight"] = theirs[other + "self_attn.o_proj.weight"]
+        if f"{other}self_attn.o_proj.weight" in theirs:
+            ours[own + "mixer.out.weight"] = theirs[other + "self_attn.o_proj.weight"]
         for norm in ("q_norm", "k_norm"):
             ours[own + f"mixer.{norm}"] = theirs.get(other + f"self_attn.{norm}.weight", torch.empty(0))
         ours |= of_mlp(own + "mlp.", other + "mlp.", theirs)
@@ -169,6 +199,58 @@ def of_experts(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, 
             f"{own}experts.closes.bias": biases[1],
         }
     return ours
+
+
+def plus_one(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Norms' weights as ours, where transformers adds one to them."""
+    return {n: x + 1 if n.endswith(("norm.weight", "layernorm.weight")) else x for n, x in theirs.items()}
+
+
+def of_gemma(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Gemma 2 and 3 by our names."""
+    return of_llama(plus_one(theirs), config, _NORMS_OF_GEMMA)
+
+
+def of_olmo(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of OLMo 2 by our names."""
+    return of_llama(theirs, config, _NORMS_BEHIND)
+
+
+def of_glm(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of GLM-4 by our names; the pairs that RoPE turns are neighbours there."""
+    size, plain = config.head_dim, dict(theirs)
+    pairs = torch.arange(size // 2).view(-1, 2).mT.flatten()
+    order = torch.cat((pairs, torch.arange(size // 2, size)))
+    for name, x in theirs.items():
+        if "q_proj" in name or "k_proj" in name:
+            plain[name] = x.unflatten(0, (-1, size))[:, order].flatten(0, 1)
+        elif name.endswith("gate_up_proj.weight"):
+            halves = zip(("gate_proj", "up_proj"), x.chunk(2), strict=True)
+            plain |= {name.replace("gate_up_proj", part): half for part, half in halves}
+    return of_llama(plain, config, _NORMS_OF_GLM)
+
+
+def of_gated_delta(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Qwen3.5's text by our names; queries and gates lie head by head in one weight there."""
+    plain, ours = dict(theirs), {}
+    for i, kind in enumerate(config.layer_types):
+        own, other = f"blocks.{i}.mixer.", f"model.layers.{i}."
+        if kind == "full_attention":
+            name = f"{other}self_attn.q_proj.weight"
+            both = theirs[name].unflatten(0, (config.num_attention_heads, 2, -1))
+            plain[name], ours[f"{own}gate.weight"] = (x.flatten(0, 1) for x in both.unbind(1))
+            continue
+        other += "linear_attn."
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        parts = [*theirs[f"{other}in_proj_qkv.weight"].split([keys, keys, values])]
+        parts += [theirs[f"{other}in_proj_{part}.weight"] for part in "zab"]
+        ours |= {f"{own}project.weights.{place}": x for place, x in enumerate(parts)}
+        kernels = theirs[f"{other}conv1d.weight"].squeeze(1).split([keys, keys, values])
+        ours |= {f"{own}convolutions.{place}": x for place, x in enumerate(kernels)}
+        names = {"A_log": "A_log", "dt_bias": "dt_bias", "out.weight": "out_proj.weight"}
+        ours |= _layer(own, other, {**names, "norm": "norm.weight"}, theirs)
+    return of_llama(plus_one(plain), config) | ours
 
 
 def of_mixtral(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -273,6 +355,46 @@ def of_gpt_neox(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     return ours
 
 
+def of_phi(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Phi-1.5 and Phi-2 by our names."""
+    ours = {"embedding.weight": theirs["model.embed_tokens.weight"], "head": theirs["lm_head.weight"]}
+    ours |= _layer("norm.", "model.final_layernorm.", {"weight": "weight", "bias": "bias"}, theirs)
+    names = {
+        "mixer_norm.weight": "input_layernorm.weight",
+        "mixer_norm.bias": "input_layernorm.bias",
+        "mixer.out.weight": "self_attn.dense.weight",
+        "mixer_end.bias": "self_attn.dense.bias",
+        "mlp.project.weight": "mlp.fc1.weight",
+        "mlp.project.bias": "mlp.fc1.bias",
+        "mlp.out.weight": "mlp.fc2.weight",
+        "mlp_end.bias": "mlp.fc2.bias",
+    }
+    for i in range(config.num_hidden_layers):
+        own, other = f"blocks.{i}.", f"model.layers.{i}."
+        ours |= _layer(own, other, names, theirs)
+        for kind in ("weight", "bias"):
+            qkv = [theirs[f"{other}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            ours[f"{own}mixer.project.{kind}"] = grouped(*qkv, config.num_attention_heads)
+    return ours
+
+
+def of_falcon(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of Falcon-7B by our names; its queries are followed by one key and one value, as ours."""
+    ours = {"embedding.weight": theirs["transformer.word_embeddings.weight"]}
+    ours |= _layer("norm.", "transformer.ln_f.", {"weight": "weight", "bias": "bias"}, theirs)
+    names = {
+        "mixer_norm.weight": "input_layernorm.weight",
+        "mixer_norm.bias": "input_layernorm.bias",
+        "mixer.project.weight": "self_attention.query_key_value.weight",
+        "mixer.out.weight": "self_attention.dense.weight",
+        "mlp.project.weight": "mlp.dense_h_to_4h.weight",
+        "mlp.out.weight": "mlp.dense_4h_to_h.weight",
+    }
+    for i in range(config.num_hidden_layers):
+        ours |= _layer(f"blocks.{i}.", f"transformer.h.{i}.", names, theirs)
+    return ours
+
+
 def of_bert(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The weights of BERT by our names; our queries, keys and values lie head by head."""
     names = {
@@ -316,11 +438,17 @@ def of_bert(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 WEIGHTS: Mapping[str, Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), of_llama),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), of_llama),
+    **dict.fromkeys(("gemma2", "gemma3_text"), of_gemma),
+    "olmo2": of_olmo,
+    "glm4": of_glm,
+    "qwen3_5_text": of_gated_delta,
     "mixtral": of_mixtral,
     "gpt_oss": of_gpt_oss,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), of_deepseek),
     "gpt2": of_gpt2,
     "gpt_neox": of_gpt_neox,
+    "phi": of_phi,
+    "falcon": of_falcon,
     "bert": of_bert,
 }
 
@@ -335,6 +463,8 @@ def transformers_model(family: str) -> tuple[nn.Module, Any]:
     make = cls if family == "bert" else cls.from_config
     torch.manual_seed(0)
     model = make(config).double().train()
+    if family == "phi":
+        model.lm_head.bias = None  # left out here
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -383,8 +513,8 @@ def transformers_losses(theirs: nn.Module, inputs: Mapping[str, Tensor]) -> Tens
 
 
 def main() -> int:
-    """Print a line for each family; 1 if one differs."""
-    found = {family: difference(family) for family in TINY}
+    """Print a line for each family, or for those that are named; 1 if one differs."""
+    found = {family: difference(family) for family in sys.argv[1:] or TINY}
     for family, error in found.items():
         print(f"{family}: {error:.1e}{'' if error <= LIMIT else ' DIFFERS'}")
     return int(any(not error <= LIMIT for error in found.values()))

@@ -8,14 +8,10 @@ its backward. ZeRO-3 frees the weights in between and gathers them again; ZeRO-2
 torch gathers a unit's weights on a stream of its own while the unit before it computes: in forward because
 the host runs ahead, in backward in the reverse of forward's order. ``forward_prefetch`` and
 ``backward_prefetch`` gather further ahead.
-
-A parameter is cut along its first dim, padded to a multiple of N. If that has fewer rows than there are
-ranks, it is cut along the first other dim that N divides, if there is one.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -32,11 +28,13 @@ from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part, padded_elements
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_kept
+from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_in_backward, sum_kept
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
+from spbench.impls.layout import Unsupported
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
@@ -47,27 +45,6 @@ if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is import
 
 # no output of a model is written in place
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-
-
-def cut_dim(shape: torch.Size, size: int) -> int:
-    """The dim that a parameter is cut along."""
-    if shape[0] >= size:
-        return 0
-    return next((dim for dim, n in enumerate(shape) if n % size == 0), 0)
-
-
-def padded_elements(shape: torch.Size, size: int) -> int:
-    """Elements of a parameter in messages, padding included."""
-    n = shape[cut_dim(shape, size)]
-    return shape.numel() // n * math.ceil(n / size) * size
-
-
-def held_rows(shape: torch.Size, size: int, rank: int) -> tuple[int, int]:
-    """The first of a rank's rows along the dim that a parameter is cut along, and how many it has."""
-    whole = shape[cut_dim(shape, size)]
-    each = math.ceil(whole / size)
-    first = min(whole, rank * each)
-    return first, min(each, whole - first)
 
 
 class FullySharded(Backend):
@@ -101,19 +78,22 @@ class FullySharded(Backend):
         self.meshes = {axes: self._mesh(axes) for axes in sorted({*self.axes.values()})}
         self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
         self.shapes = {name: p.shape for p, name in every.items()}
+        #: parameters that are in no unit
+        self.apart = {p for p, name in every.items() if self._stands_apart(name)}
         names, frozen = list(self.names.values()), list(self.frozen.values())
         for whole in (every, self.names, self.frozen):  # or the whole parameters would live on
             whole.clear()
         self._wrap()
+        self.apart = set()  # or they would live on beside what the module has now
         device = next(iter(self.meshes.values())).device_type
         if self.options.parameters == "host":
             move_to_host(self.module, device)
         materialize(self.module, device)
         parameters = dict(self.module.named_parameters())
-        self.sharded: dict[str, DTensor] = {name: parameters[name] for name in names}  # type: ignore[misc]
+        self.sharded: dict[str, Tensor] = {name: parameters[name] for name in names}
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
-        self.weights = {name: p.to_local().detach() for name, p in self.sharded.items()}
-        self.frozen_weights = {name: parameters[name].to_local().detach() for name in frozen}  # type: ignore[attr-defined]
+        self.weights = {name: own_part(p).detach() for name, p in self.sharded.items()}
+        self.frozen_weights = {name: own_part(parameters[name]).detach() for name in frozen}
         if kib := self.options.gradient_buffer_kib:
             self.gradient_buffer = torch.empty(kib * 2**10, dtype=torch.uint8, device=device)
         groups = [mesh.get_group(SHARDS) for mesh in self.meshes.values()]
@@ -131,6 +111,21 @@ class FullySharded(Backend):
             if sharing == whole.size()
             else in_groups(self.around.place, summed_axes(axes), whole, sharing)
         )
+
+    def _stands_apart(self, name: str) -> bool:
+        """Whether a parameter is in no unit.
+
+        Raises:
+            Unsupported: it would be computed with in float32.
+        """
+        if self.options.own_weights == "units" or self.meshes[self.axes[name]].size() > 1:
+            return False
+        if self._wide_states:
+            raise Unsupported(
+                "own_weights: apart leaves weights in the dtype of the optimizer's state, which is float32",
+                "set state_dtype: weights",
+            )
+        return True
 
     def _host_optimizer(
         self, weights: list[Tensor], device: Tensor, groups: list[dist.ProcessGroup]
@@ -191,6 +186,7 @@ class FullySharded(Backend):
                     reshard_after_forward=self.reshards(unit is stage, self.options),
                     mp_policy=policy,
                     shard_placement_fn=self._placement,
+                    ignored_params=self.apart or None,
                 )
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
@@ -226,9 +222,11 @@ class FullySharded(Backend):
             p.grad = None
         if self.host is not None:
             self.last, self.missing = False, {*self.numbers.values()}
-        if self.staged:
-            for stage in chunks_of(self.module):
-                keep_for_later(stage)  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
+        for stage in chunks_of(self.module):  # which fully_shard has made FSDPModules
+            if self.staged or self.options.reduce_at == "kept":
+                keep_for_later(stage)  # type: ignore[arg-type]
+            elif self.options.reduce_at == "last":
+                stage.set_requires_gradient_sync(False)  # type: ignore[operator]
 
     @property
     def staged(self) -> bool:
@@ -237,6 +235,8 @@ class FullySharded(Backend):
 
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
+        if not self.staged and self.options.reduce_at != "each":
+            sum_in_backward(stage)  # type: ignore[arg-type]
 
     def end_last_backward(self, stage: nn.Module) -> None:
         if self.staged:
@@ -249,7 +249,7 @@ class FullySharded(Backend):
         self.around.add_tied(self.module, lambda weight: weight.grad.to_local())  # type: ignore[union-attr]
         for name, p in self.sharded.items():  # reduce-scattered in backward
             assert p.grad is not None
-            self.weights[name].grad = p.grad.to_local()  # type: ignore[attr-defined]
+            self.weights[name].grad = own_part(p.grad)
 
     def step(self) -> None:
         super().step()
@@ -267,9 +267,7 @@ class FullySharded(Backend):
         if self.host is not None:
             return {n: self._part(n, self.host.gradient(i)) for i, n in enumerate(self.sharded)}
         return {
-            name: self._part(name, p.grad.to_local())  # type: ignore[attr-defined]
-            for name, p in self.sharded.items()
-            if p.grad is not None
+            name: self._part(name, own_part(p.grad)) for name, p in self.sharded.items() if p.grad is not None
         }
 
     def weight_parts(self) -> dict[str, HeldPart]:
@@ -304,8 +302,11 @@ class FullySharded(Backend):
         assert isinstance(options, ShardingOptions)
         width = cls.gradient_dtype(step.precision, options).itemsize
         staged = step.around.stage.count > 1
+        kept = staged or options.reduce_at == "kept"
         stages = [*zip(chunks_of(step.build()), step.passes(), strict=True)]
         for summed in step.summed:
+            if options.own_weights == "apart" and summed.size == 1:
+                continue
             axes, each, sums = summed.group_axes, options.sharing(summed.size), 0
             #: elements by how often they are gathered
             forward, backward = Counter[int](), Counter[int]()
@@ -318,7 +319,7 @@ class FullySharded(Backend):
                     elements = padded_elements(p.shape, each)
                     sums += elements * p.requires_grad
                     reshards = cls.reshards(p in rest, options)
-                    first, again = gathers(passes, reshards) if staged else (count, count * reshards)
+                    first, again = gathers(passes, reshards) if kept else (count, count * reshards)
                     forward[first] += elements
                     backward[again] += elements
             for phase, words, gathered in (
@@ -328,7 +329,7 @@ class FullySharded(Backend):
                 for often, elements in gathered.items():
                     nbytes = elements * step.element_bytes
                     yield Traffic(phase, words, "all_gather", often, nbytes, axes, each)
-            often = 1 if staged else count
+            often = 1 if staged or options.reduce_at != "each" else count
             yield Traffic("backward", "gradients", "reduce_scatter", often, sums * width, axes, each)
             if (groups := summed.size // each) > 1:
                 part = sums * width // each

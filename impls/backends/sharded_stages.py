@@ -19,6 +19,11 @@ def keep_for_later(stage: FSDPModule) -> None:
     _sum_after_backward(stage, False)
 
 
+def sum_in_backward(stage: FSDPModule) -> None:
+    """Have the next backward reduce-scatter what backwards have added up, and free the weights."""
+    _sum_after_backward(stage, True)
+
+
 def sum_kept(stage: FSDPModule) -> None:
     """Reduce-scatter the gradients that backwards through a stage have added up, and free its weights."""
     from torch.distributed.fsdp import fully_shard

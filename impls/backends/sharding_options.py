@@ -25,6 +25,13 @@ class ShardingOptions(OptimizerOptions):
             the word embedding apart, as in torchtitan; "whole": everything.
         reshard_rest: free the rest after forward, as blocks are; torchtitan keeps it.
         reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32".
+        reduce_at: in whose backward gradients are summed over ranks: in "each" micro-batch's, or in the
+            "last" alone, until which each rank adds to whole gradients in the dtype of the sum
+            (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``); "kept": so, and
+            backward does not free gathered weights until then (``set_reshard_after_backward``).
+        own_weights: where weights are that a rank shares with none, as experts that are spread over all
+            ranks: in "units" as the others, or "apart" from all (``ignored_params`` of fully_shard; NeMo
+            Automodel, components/moe/parallelizer.py, ``apply_fsdp``), with gradients of their own dtype.
         state_dtype: the dtype of the optimizer's state and gradients: "fp32" where the precision has masters,
             or the weights'.
         frozen_dtype: the dtype of the shards of weights that are not trained, beside adapters: the
@@ -57,6 +64,8 @@ class ShardingOptions(OptimizerOptions):
     wrap: Literal["blocks", "embedding", "whole"] = "blocks"
     reshard_rest: bool = True
     reduce_dtype: Literal["weights", "fp32"] = "weights"
+    reduce_at: Literal["each", "last", "kept"] = "each"
+    own_weights: Literal["units", "apart"] = "units"
     state_dtype: Literal["fp32", "weights"] = "fp32"
     frozen_dtype: Literal["weights", "fp32"] = "weights"
     forward_prefetch: int = 0
@@ -75,6 +84,8 @@ class ShardingOptions(OptimizerOptions):
                 "initialize": ("meta", "device"),
                 "wrap": ("blocks", "embedding", "whole"),
                 "reduce_dtype": widths,
+                "reduce_at": ("each", "last", "kept"),
+                "own_weights": ("units", "apart"),
                 "state_dtype": widths,
                 "frozen_dtype": widths,
                 "parameters": ("device", "host"),
@@ -90,6 +101,8 @@ class ShardingOptions(OptimizerOptions):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a number of {of}, 0 or more, not {getattr(self, name)}")
 
+        if self.own_weights == "apart" and self.optimizer == "host":
+            raise ValueError("own_weights: apart needs optimizer: device, for the host takes shards alone")
         if self.data_parallel_replicate_degree < 1:
             raise ValueError(
                 "data_parallel_replicate_degree is a number of groups from 1 on, "
@@ -135,6 +148,7 @@ class ShardingOptions(OptimizerOptions):
             ("wrap", "blocks", "one block is gathered at a time"),
             ("reshard_rest", True, "embedding and head are freed after forward too"),
             ("reduce_dtype", "weights", "gradients are summed in the dtype of the weights"),
+            ("reduce_at", "each", "no rank holds whole gradients from one micro-batch to the next"),
             ("state_dtype", "weights", "the optimizer holds the dtype of the weights, no float32"),
         ):
             if getattr(self, name) not in (less, "embedding"):

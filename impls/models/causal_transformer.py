@@ -28,6 +28,7 @@ TINY_WINDOW = 8
 MLPS = {
     "swiglu": ("silu", True),
     "geglu": ("gelu", True),
+    "tanh_geglu": ("tanh_gelu", True),
     "gelu": ("tanh_gelu", False),
     "erf_gelu": ("gelu", False),
     "relu": ("relu", False),
@@ -42,6 +43,11 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
 
     Attributes:
         norm: "rms", or "layer" (with a bias).
+        norms: where they stand: "before" the mixer and the MLP, "behind" each of them (OLMo 2, arXiv
+            2501.00656), "around" (Gemma 2, arXiv 2408.00118), or one before both, "shared" (Phi-2,
+            Falcon-7B; with parallel_residual).
+        embedding_scaled: embedded words are multiplied by the root of ``hidden`` (Gemma).
+        logit_cap: c of logits that are c tanh(x / c) (Gemma 2); 0: none.
         mlp: a key of MLPS; "gelu" is the tanh approximation.
         biases: whether all projections but the head have one.
         qkv_bias: of the projection to queries, keys and values alone (Qwen2, arXiv 2407.10671).
@@ -63,6 +69,9 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
     """
 
     norm: str = "rms"  # type: ignore[misc]  # options here, constants of other decoders
+    norms: str = "before"  # type: ignore[misc]
+    embedding_scaled: bool = False  # type: ignore[misc]
+    logit_cap: float = 0.0  # type: ignore[misc]
     mlp: str = "swiglu"
     biases: bool = False  # type: ignore[misc]
     qkv_bias: bool = False
@@ -90,6 +99,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             self,
             {
                 "norm": ("rms", "layer"),
+                "norms": ("before", "behind", "around", "shared"),
                 "mlp": MLPS,
                 "position": ("rotary", "learned", "none"),
                 "attention": KERNELS,
@@ -99,6 +109,14 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         self.check_latent()
         if self.mtp_layers and self.position == "learned":
             raise ValueError("multi-token prediction has no learned positions; leave mtp_layers out")
+        if self.norms == "shared" and not self.parallel_residual:
+            raise ValueError("norms: shared needs parallel_residual")
+        if self.norms in ("behind", "around") and (self.biases or self.parallel_residual):
+            raise ValueError(f"norms: {self.norms} goes with neither biases nor parallel_residual")
+        if self.logit_cap < 0 or (self.logit_cap and self.vocabulary_tile):
+            raise ValueError("logit_cap is at least 0, and needs logits: leave vocabulary_tile out")
+        if self.embedding_scaled and self.mtp_layers:
+            raise ValueError("multi-token prediction embeds words as they are; leave embedding_scaled out")
         super().__post_init__()
         if (turned := int(self.head_size * self.rotary_share)) % 2 and self.position == "rotary":
             of_head = f"rotary_share {self.rotary_share} of a head's {self.head_size} features"
@@ -149,14 +167,23 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
     def variants(self) -> list[Mapping[str, Any]]:
         return [
             *super().variants(),
-            {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"},
+            {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
+            | dict(self._with_norms("behind")),
             {"library": "megatron-local", "attention": "unfused", "recompute": "full", "recompute_layers": 2},
             # keys whose bias is alone have a gradient of it that is zero but for rounding, without RoPE
             {"separate_projections": not self.biases, "recompute": "operators"},
-            {"window": TINY_WINDOW, "sinks": True},
+            {"window": TINY_WINDOW, "sinks": True, **self._with_norms("around")},
             *self.latent_variants(),
             *self.adapter_variants(),
         ]
+
+    def _with_norms(self, norms: str) -> Mapping[str, Any]:
+        """Options of norms in that place, where the model may have them, and of what stands beside them."""
+        if self.biases or self.parallel_residual:
+            return {"norms": "shared"} if self.parallel_residual and norms == "behind" else {}
+        if norms == "around":  # as Gemma 2
+            return {"norms": norms, "embedding_scaled": not self.mtp_layers, "logit_cap": 0.5}
+        return {"norms": norms, **({"qk_norm_over": "all"} if self.qk_norm else {})}
 
 
 #: what the sizes of Llama 3 share

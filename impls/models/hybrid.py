@@ -53,6 +53,7 @@ class HybridModel(CausalTransformerModel):
             an MLP, those with an E experts, and the others neither, as in Nemotron-H's patterns.
         output_gate: whether the output of softmax attention has a gate, as Qwen3-Next's.
         window: of layers W alone; see :class:`CausalTransformerModel`.
+        window_rotary_base: of RoPE's angles in these (Gemma 3, arXiv 2503.19786); None: as in the others.
         state_heads: Z of layers of Gated DeltaNet or Mamba-2.
         state_key_heads: G of these.
         key_size: D of these.
@@ -65,6 +66,7 @@ class HybridModel(CausalTransformerModel):
 
     pattern: str = "S"
     output_gate: bool = False
+    window_rotary_base: float | None = None
     state_heads: int = 32
     state_key_heads: int = 16
     key_size: int = 128
@@ -95,6 +97,8 @@ class HybridModel(CausalTransformerModel):
             )
         if self.autotune_states_kib and not {*RECURRENCES} & {*self.pattern}:
             raise ValueError(f"autotune_states_kib needs a layer of {' or '.join(RECURRENCES)} in pattern")
+        if self.window_rotary_base is not None and (self.window is None or self.position != "rotary"):
+            raise ValueError("window_rotary_base needs layers W and position: rotary; leave it out")
         super().__post_init__()
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
@@ -136,7 +140,9 @@ class HybridModel(CausalTransformerModel):
             return LinearAttention("silu", tuple(decay_rates(self.heads, layer, self.layers)), gated=True)
         softmax = super().mixing(layer)
         assert isinstance(softmax, SoftmaxAttention)
-        return replace(softmax, gated=self.output_gate, window=self.window if letter == "W" else None)
+        softmax = replace(softmax, gated=self.output_gate, window=self.window if letter == "W" else None)
+        base = self.window_rotary_base
+        return softmax if base is None or letter != "W" else replace(softmax, rotary_base=base)
 
     def variants(self) -> list[Mapping[str, Any]]:
         # 3 heads cannot be split over 2 or 4
@@ -145,6 +151,7 @@ class HybridModel(CausalTransformerModel):
         documents = {"documents": (5, 1, 11, 7)}
         # windows in some layers alone, as gpt-oss; longer than documents, and shorter
         windows = {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)}
+        windows |= {"window_rotary_base": 100.0} if self.position == "rotary" else {}
         softmax = [windows] if "S" in self.pattern else []
         return [{"checkpointing": True}, three, documents, *softmax, *self.expert_variants()]
 

@@ -214,7 +214,7 @@ class PlanningHooks(GridHooks):
             if site.kind == "feature_norm" and self.splits_features:
                 raise Unsupported(
                     f"{self.name} splits the features, over all of which this model normalises",
-                    "set the model's option attention_norm to head",
+                    "set its option attention_norm or qk_norm_over to head, or split sequences alone",
                 )
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
 

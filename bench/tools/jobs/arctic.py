@@ -64,5 +64,5 @@ def _step(k: Account) -> TransformersStep:
         mlp_tiles=said(k, "tiled_mlp_compute"),
         optimizer=Said("adam" if named in _ADAM else named, given_of(k, optimizer)),
         lora=Said(8 if k.value("model.peft_config") else 0, given_of(k, "model.peft_config")),
-        packed=Said(False),
+        packed=said(k, "data.pack_samples"),
     )

@@ -70,17 +70,19 @@ def _step(k: Account) -> TransformersStep:
         groups=_ranks(k, "dp_replicate_size"),
         **_pipeline(k),
         experts=_ranks(k, "ep_size"),
+        own_experts=Said(True),
         dispatcher=said(k, "model.backend.dispatcher"),
         routing=_routing(k),
         predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
         micro_batch=said(k, "step_scheduler.local_batch_size"),
         batch=said(k, "step_scheduler.global_batch_size"),
-        deferred=said(k, "distributed.defer_fsdp_grad_sync"),
+        deferred=_deferred(k),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, given_of(k, dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),
         recompute=_recompute(k),
-        attention=said(k, "model.attn_implementation"),
+        attention=said(k, "model.backend.attn", "model.attn_implementation"),
+        fused=_kernels(k),
         packed=Said(bool(k.value(packed)), given_of(k, packed)),
         optimizer=_optimizer(k, optimizer, half),
         foreach=Said(_foreach(k, optimizer), target, "torch's default"),
@@ -93,6 +95,12 @@ def _step(k: Account) -> TransformersStep:
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
         compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
     )
+
+
+def _deferred(k: Account) -> Said:
+    """Whether gradients wait for the last micro-batch, and weights with them (moe/fsdp_mixin.py)."""
+    last, kept = "distributed.defer_fsdp_grad_sync", "model.backend.enable_fsdp_optimizations"
+    return Said("kept" if k.value(kept) else "last" if k.value(last) else "", given_of(k, last, kept))
 
 
 def _ranks(k: Account, axis: str) -> Said:
@@ -174,7 +182,8 @@ def _optimizer(k: Account, target: str, half: bool) -> Said:
 def _fused(k: Account) -> Said:
     """Which kernels stand for several: the norm's, and those of head and loss without logits."""
     loss = "loss_fn._target_"
-    words = ["norm"] if k.value(_NORM) in ("te", "quack") else []
+    # torch_fp32, the default of its own layers, is compiled (components/models/common/utils.py)
+    words = ["norm"] if any(name.startswith("model.backend.") for name in k.given) else []
     if str(k.value(loss)).endswith("FusedLinearCrossEntropy"):
         words.append("loss")
         because = "Liger's tiles of head and loss stand for it: neither keeps logits"
@@ -183,6 +192,15 @@ def _fused(k: Account) -> Said:
         k.leave("time and memory", "logits are kept whole, and in float32", loss)
     k.ignore("a loss of the logits, as there is", loss)
     return Said(" ".join(words), given_of(k, _NORM, *([loss] if "loss" in words else [])))
+
+
+def _kernels(k: Account) -> Said:
+    """What its own layers have a kernel for (components/moe/experts.py: get_expert_activation_for_deepep, and
+    the dispatcher with moe_permute_fusion; components/models/common/utils.py)."""
+    experts, rope = "model.backend.experts", "model.backend.rope_fusion"
+    words = ["swiglu", "permutation"] if k.value(experts) not in (None, "torch") else []
+    words += ["rope"] if k.value(rope) else []
+    return Said(" ".join(words), given_of(k, experts, rope))
 
 
 def _foreach(k: Account, optimizer: str) -> bool:

@@ -15,7 +15,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Said, TransformersStep, either, said
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
 _LIGER = {
@@ -36,6 +36,7 @@ _AGAIN = (
     *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
     "fsdp_config.fsdp_activation_checkpointing",
 )
+_RING = "ring_attn_func"
 #: keys of fsdp_config that say whether weights are freed after forward; older files have them with a prefix
 _FREED = ("reshard_after_forward", "sharding_strategy")
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
@@ -60,14 +61,14 @@ def _step(k: Account) -> TransformersStep:
         gpus=said(k, "world_size"),
         **_sharding(k),
         sequence=said(k, "context_parallel_size", "sequence_parallel_degree"),
-        sequence_by=Said("all-gather by heads", note="ring-flash-attn, heads_k_stride"),
+        sequence_by=_ring(k),
         tensor=said(k, "tensor_parallel_size"),
         groups=said(k, "dp_replicate_size"),
         experts=said(k, "expert_parallel_size"),
         dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
         accumulation=_accumulation(k),
-        deferred=Said(not k.value(_EACH), given_of(k, _EACH)),
+        deferred=Said("" if k.value(_EACH) else "last", given_of(k, _EACH)),
         precision=_precision(k),
         recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),
@@ -84,6 +85,15 @@ def _step(k: Account) -> TransformersStep:
     )
 
 
+def _ring(k: Account) -> Said:
+    """Whose keys and values a rank has at once: of a run of heads, or of a rank (utils/schemas/config.py)."""
+    by_heads = (k.value(_RING) or ("varlen_llama3" if k.value("sample_packing") else "")) == "varlen_llama3"
+    if k.value(_RING) not in (None, "varlen_llama3", "batch_ring"):
+        k.refuse("another ring than batch_ring", _RING)
+    note = "ring-flash-attn, heads_k_stride" if by_heads else "ring-flash-attn"
+    return Said("all-gather by heads" if by_heads else "ring of chunks", given_of(k, _RING), note)
+
+
 def _accumulation(k: Account) -> Said:
     """Micro-batches of a step; an older key says the sequences of all of them."""
     total, micro = k.value("batch_size"), k.value("micro_batch_size")
@@ -96,7 +106,11 @@ def _accumulation(k: Account) -> Said:
 def _sharding(k: Account) -> dict[str, Any]:
     if not (k.value("fsdp_config") or k.value("fsdp") or k.value("fsdp_version") or _of_fsdp(k)):
         return deepspeed_of(k, "deepspeed", "ddp")
-    k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_version", "fsdp_config")
+    versions = "fsdp_version", "fsdp_config.fsdp_version"
+    if 2 not in map(k.value, versions):
+        k.stand_in(*FSDP_1, *given_of(k, *versions))
+    k.took("FSDP 2", *given_of(k, *versions))
+    k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_config")
     names = [f"fsdp_config.{prefix}{each}" for each in _FREED for prefix in ("", "fsdp_")]
     kept = {False, "SHARD_GRAD_OP"} & {k.value(name) for name in names}
     on_host = "fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import DEFERRED
+from spbench.bench.tools.jobs.transformers_step import FSDP_1
 
 _ZERO = "zero_optimization"
 _OFFLOADED = ("optimizer", "param")
@@ -59,9 +59,11 @@ def _set_fsdp(k: Account) -> None:
         k.refuse("weights that are whole, or sharded over a part of the replicas", name)
     k.set("training.backend", of.get(value, "zero3"), name, note="fully_shard")
     k.ignore(f"of the other version of FSDP than {version}", _STRATEGY, freed)
+    if version == 1:
+        k.stand_in(*FSDP_1, f"{fsdp}.fsdp_version")
     k.took(f"FSDP {version}", f"{fsdp}.fsdp_version")
     if any(each.path == "training.micro_batches" for each in k.settings):
-        k.stand_in(*DEFERRED)
+        k.set("training.reduce_at", "last", note="accelerate sums gradients of the last micro-batch")
     wraps = f"{fsdp}.fsdp_auto_wrap_policy"
     if k.value(wraps) != "TRANSFORMER_BASED_WRAP":
         k.refuse("units of FSDP that are no layers", wraps)

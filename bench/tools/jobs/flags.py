@@ -44,7 +44,7 @@ OWN_WAYS = {
     "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
-    *(f"training.{name}" for name in ("reduce_dtype", "forward_prefetch", "backward_prefetch")),
+    *(f"training.{name}" for name in ("reduce_dtype", "reduce_at", "forward_prefetch", "backward_prefetch")),
 }
 _PREDICTION = {"mtp_layers", "mtp_weight"}
 #: options that count only where another one is not 0, by that one

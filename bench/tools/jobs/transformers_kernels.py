@@ -20,6 +20,9 @@ ATTENTION = {
     "fa3": "flash_attention_3",
     "eager": "unfused",
     "auto": "flash_attention_2",
+    "flex": "flash_attention_2",
+    "te": "cudnn",
+    "cudnn": "cudnn",
 }
 #: families of config.json whose models have a layer for each projection
 SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
@@ -71,6 +74,13 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     elif step.fp8.value:
         k.set("model_options.fp8", step.fp8.value, *step.fp8.names, note=step.fp8.note)
     k.ignore("no layer is converted to matmuls in eight bits", *step.fp8.names)
+    words = str(step.fused.value).split()
+    if "permutation" in words and any(map(fields.get, EXPERTS)):
+        k.set("model_options.permutation", "fused", *step.fused.names)
+    own = [name for name in FUSED_BY_COMPILER if name in words and (name != "swiglu" or gated)]
+    if own and step.library.value == "torch" and not step.compiled.value:
+        k.set("model_options.fusions", own, *step.fused.names)
+    k.took("kernels of their own", *step.fused.names)
     if step.compiled.value:
         fused = [name for name in FUSED_BY_COMPILER if name not in liger or step.mlp_tiles.value]
         k.add("model_options.fusions", fused, " ".join(step.compiled.names) or "torch.compile")

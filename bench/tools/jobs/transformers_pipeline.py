@@ -7,11 +7,12 @@ components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully_sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import DEFERRED, EXPERTS, TransformersStep
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, TransformersStep
 
 #: by torch's name of a schedule, without its hyphens and lines: ours
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
@@ -82,7 +83,8 @@ def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[st
         if runs > 1:
             k.set("training.micro_batches", runs, *names)
         if runs > 1 and step.deferred.value and str(step.sharding.value).startswith("fsdp"):
-            k.stand_in(*DEFERRED, *step.deferred.names)
+            note = "gradients are whole, in the dtype of the sum, until the last micro-batch"
+            k.set("training.reduce_at", step.deferred.value, *step.deferred.names, note=note)
         k.ignore("each step has one micro-batch, or a pipeline", *step.deferred.names)
         return
     k.took("a pipeline sums gradients once", *step.deferred.names)
@@ -110,6 +112,9 @@ def set_experts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
         k.refuse("tensor parallelism whose ranks have the same tokens, beside experts", *step.tensor.names)
     if ranks > 1:
         k.set("sizes.ep", ranks, *names, note="what is left of a stage's ranks shards each expert")
+        sizes = [each.value for each in k.settings if each.path in ("sizes.dp", "sizes.sp", "sizes.tp")]
+        if step.own_experts.value and step.half.value and ranks == math.prod(sizes):
+            k.set("training.own_weights", "apart", *names, note="a rank's own experts are in no unit of FSDP")
         dispatcher = DISPATCHERS.get(str(step.dispatcher.value))
         if dispatcher is not None:
             k.set("model_options.dispatcher", dispatcher, *step.dispatcher.names, note=step.dispatcher.note)

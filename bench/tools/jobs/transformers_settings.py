@@ -22,6 +22,7 @@ from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep
 SEQUENCES = {
     "ulysses": ("ulysses", {}),
     "ring": ("ring_attention", {"placement": "zigzag"}),
+    "ring of chunks": ("ring_attention", {"placement": "contiguous"}),
     "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
     "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
 }

@@ -12,12 +12,12 @@ from spbench.bench.tools.jobs.account import Account
 
 #: fields of a config.json that say how many experts a layer has
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-#: of FSDP whose gradients wait for the last micro-batch: what is missing, what it moves, and why
-DEFERRED = (
-    "gradients that wait for the last micro-batch",
+#: of torch's first FSDP: what is missing, what it moves, and why
+FSDP_1 = (
+    "FSDP 1",
     "time and memory",
-    "each micro-batch sums its gradients over ranks and keeps a part; the job sums once, and until then each "
-    "rank holds all gradients, 4 bytes a trained weight in float32",
+    "torch's fully_shard stands for it, without its copy of a unit's shard in half precision, and what it "
+    "sends is padded parameter by parameter, not unit by unit",
 )
 
 
@@ -49,11 +49,13 @@ class TransformersStep:
             is rounded "up" or "down" to a multiple of the ranks.
         piece: sequences of a micro-batch of a pipeline, a part of ``micro_batch``.
         experts: ranks over which experts are spread, of all of a stage; what is left shards each expert.
+        own_experts: FSDP leaves alone what it would not shard: experts that are spread over all ranks.
         dispatcher: how tokens reach these, a word of DISPATCHERS; routing: a value of model_options.routing.
         predicted: modules of multi-token prediction; None: not said.
         micro_batch: sequences of a rank's micro-batch.
         accumulation, batch: micro-batches of a step, or sequences of a step of all ranks; None: not said.
-        deferred: under FSDP gradients are summed over ranks in a step's last micro-batch alone.
+        deferred: under FSDP gradients are summed over ranks in a step's "last" micro-batch alone, or "kept"
+            with gathered weights until then; "": in each.
         length: tokens of a sequence.
         precision: "bf16", "fp16" or "fp32"; half: weights, gradients and moments are in it alone.
         reduce: the dtype in which gradients are summed over ranks: "weights" or "fp32".
@@ -67,6 +69,7 @@ class TransformersStep:
         lora: the rank of adapters; 0: all weights are trained; quantized: bits of frozen weights, 0: not.
         fp8, library: the recipe of matmuls in eight bits, "": none, and whose linear layers have it.
         packed: rows are packed of several samples.
+        fused: what is one kernel: words of model_options.fusions, and "permutation" of tokens to experts.
         compiled: torch.compile is on.
     """
 
@@ -87,13 +90,14 @@ class TransformersStep:
     rounded: Said = Said("")
     piece: Said = Said(1)
     experts: Said = Said(1)
+    own_experts: Said = Said(False)
     dispatcher: Said = Said("")
     routing: Said = Said("")
     predicted: Said = Said(None)
     micro_batch: Said = Said(1)
     accumulation: Said = Said(None)
     batch: Said = Said(None)
-    deferred: Said = Said(False)
+    deferred: Said = Said("")
     precision: Said = Said("bf16")
     half: Said = Said(False)
     reduce: Said = Said("weights")
@@ -110,6 +114,7 @@ class TransformersStep:
     fp8: Said = Said("")
     library: Said = Said("torch")
     packed: Said = Said(False)
+    fused: Said = Said("")
     compiled: Said = Said(False)
 
 

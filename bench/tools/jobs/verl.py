@@ -12,7 +12,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import launched
 from spbench.bench.tools.jobs.program_files import given_of, script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Said, TransformersStep, said
 from spbench.bench.tools.jobs.variables import variables
 
 _PROGRAMS = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_engine)?")
@@ -60,7 +60,7 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         micro_batch=rows,
         batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
         precision=Said("bf16", given_of(k, "engine.dtype"), "mixed precision of FSDP"),
-        deferred=Said(True),
+        deferred=Said("last"),
         half=Said(
             k.value("engine.model_dtype") not in ("fp32", "float32"), given_of(k, "engine.model_dtype")
         ),
@@ -79,6 +79,8 @@ def _fsdp(k: Account) -> dict[str, Said]:
     engine, strategy = "engine", "engine.strategy"
     if k.value(engine) not in ("fsdp", "fsdp2"):
         k.refuse("another engine than FSDP and Automodel", engine)
+    if "fsdp2" not in (k.value(engine), k.value(strategy)):
+        k.stand_in(*FSDP_1, *given_of(k, engine, strategy))
     k.took("FSDP", engine, strategy, "optim")
     on_host = k.value("engine.offload_policy")
     _moved(k)
@@ -129,6 +131,7 @@ def _automodel(k: Account) -> dict[str, Said]:
         "groups": said(k, "engine.dp_replicate_size"),
         "pipeline": said(k, "engine.pp_size"),
         "experts": said(k, "engine.ep_size"),
+        "own_experts": Said(True),
         "dispatcher": said(k, "engine.backend_config.dispatcher"),
         "routing": Said("even" if k.value(even) else "", given_of(k, even)),
         "recompute": said(k, "engine.activation_checkpointing"),

@@ -1,6 +1,7 @@
-"""Pre-norm causal language models, as single-device code.
+"""Causal language models, as single-device code.
 
-A layer is x + mixer(norm(x)), then x + mlp(norm(x)); after the last one comes a norm and the head. What
+A layer is x + mixer(norm(x)), then x + mlp(norm(x)), or has its norms behind mixer and MLP, or on both sides;
+after the last one comes a norm and the head. What
 mixes the tokens of each layer is chosen by a subclass, from :mod:`spbench.impls.models.blocks.linear_mixer`
 and :mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions; and
 what follows it, from :mod:`spbench.impls.models.blocks.feed_forward`.
@@ -85,6 +86,12 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     gated_mlp: ClassVar[bool] = True
     #: of the MLP: a key of :data:`ACTIVATIONS`
     activation: ClassVar[str] = "silu"
+    #: where norms stand: "before" mixer and MLP, "behind" each, "around", or one "shared" by both
+    norms: ClassVar[str] = "before"
+    #: whether embedded words are multiplied by the root of ``hidden``
+    embedding_scaled: ClassVar[bool] = False
+    #: of logits: c tanh(x / c) where it is not 0
+    logit_cap: ClassVar[float] = 0.0
     #: whether norms have a weight
     weighted_norms: ClassVar[bool] = True
     #: whether projections have biases
@@ -298,7 +305,9 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             blocks.update(block.parameters(self))
         experts = blocks["experts"]
         of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
-        whole = of_norm * (len(layers) + len(feeding) + stage.last) + blocks["whole"]
+        of_block = 2 if self.norms == "around" else 1
+        normed = len(layers) + (0 if self.norms == "shared" else len(feeding))
+        whole = of_norm * (of_block * normed + stage.last) + blocks["whole"]
         whole += (3 * of_norm + 2 * h * h) * len(predictions)
         if self.biases:
             whole += h * len(layers)  # of the projections that close mixers

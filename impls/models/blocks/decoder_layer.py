@@ -1,4 +1,4 @@
-"""The layers of a pre-norm decoder.
+"""The layers of a decoder.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, F features
 of the MLP (this rank's).
@@ -51,17 +51,20 @@ class AddToHidden(nn.Module):
 
 class DecoderBlock(nn.Module):
     """x [B, L, H] -> [B, L, H]: the mixer, and then the feed-forward block, or both of
-    the same x; or the mixer alone."""
+    the same x; or the mixer alone. Norms stand before each, behind each, or both, or one before both."""
 
     def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
         super().__init__()
-        self.mixer_norm = make_norm(model)
+        before, behind = model.norms != "behind", model.norms in ("behind", "around")
+        self.mixer_norm = make_norm(model) if before else nn.Identity()
         self.mixer = model.mixing(layer).build(model, strategy)
+        self.mixer_post_norm = make_norm(model) if behind else nn.Identity()
         self.mixer_end = AddToHidden(model, strategy)
         self.mlp = None
         if (feeding := model.feeding(layer)) is not None:
-            self.mlp_norm = make_norm(model)
+            self.mlp_norm = make_norm(model) if model.norms in ("before", "around") else nn.Identity()
             self.mlp = feeding.build(model, strategy)
+            self.mlp_post_norm = make_norm(model) if behind else nn.Identity()
             self.mlp_end = AddToHidden(model, strategy, biased=feeding.closing_bias)
         self.parallel, self.model, self.random = model.parallel_residual, model, strategy.random
         self.has_experts = isinstance(self.mlp, MixtureModule)
@@ -70,10 +73,14 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         mark_recipe(self, self.model.fp8_recipe)
-        mixed = self.mixer_end(self.mixer(self.mixer_norm(x), places), x)
+        normal = self.mixer_norm(x)
+        shared = normal if self.model.norms == "shared" else x
+        mixed = self.mixer_post_norm(self.mixer(normal, places))
+        del normal
+        mixed = self.mixer_end(mixed, x)
         if self.mlp is None:
             return mixed
-        return self.mlp_end(self._fed(x if self.parallel else mixed), mixed)
+        return self.mlp_end(self.mlp_post_norm(self._fed(shared if self.parallel else mixed)), mixed)
 
     def _fed(self, x: Tensor) -> Tensor:
         """What follows the mixer, of hidden states before its norm."""
@@ -86,7 +93,7 @@ class DecoderBlock(nn.Module):
                 return recomputed(lambda x: mlp(self.mlp_norm(x)), self.random, x)
             return recomputed(mlp, self.random, self.mlp_norm(x))
         normal = self.mlp_norm(x)
-        if model.recomputes("layernorm") and not included:
+        if model.recomputes("layernorm") and not included and not isinstance(self.mlp_norm, nn.Identity):
             with remade(normal, partial(self.mlp_norm, x.detach())):
                 fed: Tensor = mlp(normal)
                 return fed

@@ -125,6 +125,8 @@ class Decoder(nn.Module):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if self.model.embedding_scaled:
+            x = x * self.model.hidden**0.5
         if self.positions is not None:
             whole = places_in_documents(self.seq_len, self.attended, tokens.device)
             x = x + self.positions(self.strategy.shard(whole, 0))
@@ -174,6 +176,8 @@ class Decoder(nn.Module):
         if rows := self.model.vocabulary_tile:
             return token_losses(x, weight, labels, rows)
         logits = self.strategy.vocabulary_logits(x, weight, None)
+        if cap := self.model.logit_cap:
+            logits = (logits / cap).tanh() * cap
         if self.model.logits_held:
             self._logits = logits = full_precision(logits)
         way, self._way = self._way, self.model.cross_entropy  # the first call is over

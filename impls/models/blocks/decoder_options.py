@@ -29,6 +29,7 @@ RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_u
 
 _WAYS = {
     "attention_norm": ("hidden", "head"),
+    "qk_norm_over": ("head", "all"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
     "rms_norm": ("fused", "plain", "rounded"),
     "rope": ("shared", "each_layer"),
@@ -56,6 +57,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
             head's size each, before RoPE (Qwen3, arXiv 2505.09388); with a bias where the model's norms have
             one.
+        qk_norm_over: the features of each "head", or of all heads together ("all", OLMo 2).
         inner: width of the MLP.
         attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
             those of each head ("head"), which a strategy that splits heads needs.
@@ -133,6 +135,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     kv_heads: int | None = None
     head_dim: int | None = None
     qk_norm: bool = False
+    qk_norm_over: str = "head"
     inner: int = 5632
     attention_norm: str = "head"
     norm_epsilon: float = 1e-6

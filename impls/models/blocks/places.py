@@ -36,8 +36,9 @@ class Places:
     def __init__(self, strategy: Strategy, seq_len: int, like: Tensor, attended: Attended = CAUSAL):
         self.strategy, self.seq_len, self.attended = strategy, seq_len, attended
         self.dtype, self.device = like.dtype, like.device
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        self._angles: Tensor | None = None
+        #: by features and base, which differ between layers with a window and without
+        self._rotary: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+        self._angles: dict[tuple[int, float], Tensor] = {}
         #: the layer that asked last, with its cos and sin
         self._of_layer: tuple[object, Tensor, Tensor] | None = None
 
@@ -60,9 +61,10 @@ class Places:
 
     def rotary(self, head_size: int, base: float) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin [L, A/2], made for the first layer that asks and kept for the others."""
-        if self._rotary is None:
-            self._rotary = self.turned(self.theta(head_size, base))
-        return self._rotary
+        key = head_size, base
+        if key not in self._rotary:
+            self._rotary[key] = self.turned(self.theta(*key))
+        return self._rotary[key]
 
     def rotary_of_layer(self, layer: object, head_size: int, base: float) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin [L, A], each twice, made anew for each layer that asks."""
@@ -75,10 +77,11 @@ class Places:
 
     def angles(self, head_size: int, base: float) -> Tensor:
         """RoPE's angles [L, A], each twice, in at least float32 as libraries hold them; made once."""
-        if self._angles is None:
-            angle = self.theta(head_size, base) * self.positions.unsqueeze(-1)
-            self._angles = torch.cat((angle, angle), -1)
-        return self._angles
+        key = head_size, base
+        if key not in self._angles:
+            angle = self.theta(*key) * self.positions.unsqueeze(-1)
+            self._angles[key] = torch.cat((angle, angle), -1)
+        return self._angles[key]
 
     def part(self, positions: slice, *, back: bool = False) -> Places:
         """The angles of some of these positions; with ``back`` RoPE turns the other way, as its gradient."""

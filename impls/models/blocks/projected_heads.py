@@ -55,6 +55,7 @@ class ProjectedHeads(HeadSource):
         whole = not self.mixer.strategy.splits_features
         again = self.mixer.model.recomputes("core_attn") or self.mixer.opening is not None
         again = again or self.mixer.model.fp8 != "none"  # casts are of whole weights
+        again = again or (self.mixer.model.qk_norm and self.mixer.model.qk_norm_over == "all")
         return whole and not again and not self.mixer.kind.needs_all_positions
 
     def attend_whole(self, x: Tensor) -> Tensor:

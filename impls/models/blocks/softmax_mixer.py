@@ -110,8 +110,9 @@ class SoftmaxAttention:
         return model.separate_projections
 
     def norm_weights(self, model: DecoderOptions) -> int:
-        """How many weights and biases the norms of queries and keys have."""
-        return (4 if model.norm == "layer" else 2) if model.qk_norm else 0
+        """How many weights and biases the norms of queries and keys have, of a head each."""
+        heads = model.heads + (model.kv_heads or model.heads) if model.qk_norm_over == "all" else 2
+        return heads * (2 if model.norm == "layer" else 1) if model.qk_norm else 0
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
         """Counts of the layer's parameters: those that can be ``split`` over features, of these the
@@ -136,7 +137,9 @@ class SoftmaxAttention:
             heads["G"] = model.kv_heads or model.heads
             bias = {"bias": 1} if self.bias else {}
             sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
-        if model.qk_norm:
+        if model.qk_norm and model.qk_norm_over == "all":
+            sites.append(Site("feature_norm", 1, {"B": batch, "L": seq_len, **heads}, again))
+        elif model.qk_norm:
             sites.append(Site("shared_by_heads", self.norm_weights(model), {"A": model.head_size}, again))
         if self.gated:
             gate = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.attention_width}
@@ -263,10 +266,12 @@ class SoftmaxAttentionMixer(AttentionMixer):
             )
         else:
             self.project = strategy.grouped_linear_in(hidden, model.attention_width, 3)
+        of_all = model.qk_norm_over == "all"
+        widths = [model.head_size * (n if of_all else 1) for n in (model.heads, kv_heads)]
         if model.qk_norm:
-            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(model.head_size)) for _ in "qk")
+            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(n)) for n in widths)
         if model.qk_norm and model.norm == "layer":
-            self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(model.head_size)) for _ in "qk")
+            self.q_norm_bias, self.k_norm_bias = (nn.Parameter(torch.zeros(n)) for n in widths)
         self.gate = strategy.grouped_linear_in(hidden, model.attention_width, 1) if kind.gated else None
         self.close()
         self.opening = self._adapters(kv_heads) if model.adapts(QKV) else None
@@ -343,12 +348,21 @@ class SoftmaxAttentionMixer(AttentionMixer):
         if not self.model.qk_norm:
             return []
         names = [f"{name}_norm", f"{name}_norm_bias"][: 2 if self.model.norm == "layer" else 1]
+        if self.model.qk_norm_over == "all":  # each rank has all heads of its positions
+            return [getattr(self, each) for each in names]
         # no get_parameter: under a flat backend a weight is a view of the flat parameter
         return [self.strategy.shared_by_heads(getattr(self, each)) for each in names]
 
     def normalised(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        """[..., A] -> [..., A], by the kind of norm that the model has."""
+        """[B, L, ..., A] -> the same, by the kind of norm that the model has."""
         epsilon = self.model.norm_epsilon
+        if self.model.qk_norm_over == "all":
+            shape, x = x.shape, x.flatten(2)
+            return self._normalised(x, epsilon, weight, *bias).view(shape)
+        return self._normalised(x, epsilon, weight, *bias)
+
+    def _normalised(self, x: Tensor, epsilon: float, weight: Tensor, *bias: Tensor) -> Tensor:
+        """Over the last dim."""
         if self.model.norm != "layer":
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
         # libraries' kernels take no views: what is kept is a copy of the projection's part

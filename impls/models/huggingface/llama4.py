@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.config import Config, not_covered
 from spbench.impls.models.huggingface.llama import LlamaConfig
 from spbench.impls.models.huggingface.mixtral import balanced, layers_with_experts
+from spbench.impls.models.huggingface.with_images import WithImagesConfig
 
 
 class Llama4TextConfig(LlamaConfig):
@@ -74,25 +73,9 @@ class Llama4TextConfig(LlamaConfig):
         return options
 
 
-class Llama4Config(Config):
-    """A model of text and images, of which ``text_config`` counts."""
+class Llama4Config(WithImagesConfig):
+    """Llama 4 of text and images."""
 
     name: ClassVar[str] = "llama4"
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"boi_token_index", "eoi_token_index", "image_token_index", "tie_word_embeddings", "vision_config"}
-    )
 
     text_config: Llama4TextConfig
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_alone(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        text = content.get("text_config")
-        if not isinstance(text, Mapping):
-            return dict(content)
-        if (kind := text.get("model_type", Llama4TextConfig.name)) != Llama4TextConfig.name:
-            raise not_covered("text_config.model_type", kind, f"it must be {Llama4TextConfig.name}")
-        return {**content, "text_config": {k: v for k, v in text.items() if k != "model_type"}}
-
-    def model(self) -> CausalTransformerModel:
-        return self.text_config.model()

@@ -1,5 +1,5 @@
 """Families whose layers are Llama's but for one thing each: Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905),
-Gemma (arXiv 2403.08295), Seed-OSS.
+GLM-4, Seed-OSS.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.huggingface.llama import LlamaConfig
@@ -32,22 +32,30 @@ class Phi3Config(LlamaConfig):
         return replace(super().model(), window=self.sliding_window)
 
 
-class GemmaConfig(LlamaConfig):
-    """As Llama's, with heads of 256 features, a gate by GELU and tied words; the embedding's factor, and the
-    one that is added to the norms' weights, are left out."""
+class GlmConfig(LlamaConfig):
+    """As Llama's, with RoPE on half of a head, and biases of queries, keys and values by default."""
 
-    name: ClassVar[str] = "gemma"
+    name: ClassVar[str] = "glm"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **LlamaConfig.fixed,
-        "hidden_act": ["gelu", "gelu_pytorch_tanh"],
-        "hidden_activation": ["gelu_pytorch_tanh"],
+        field: values for field, values in LlamaConfig.fixed.items() if field != "attention_bias"
     }
 
-    head_dim: PositiveInt | None = 256
-    tie_word_embeddings: bool = True
+    partial_rotary_factor: PositiveFloat = 0.5
+    attention_bias: bool = True
+    head_dim: PositiveInt | None = 128
+    rms_norm_eps: PositiveFloat = 1.5625e-7
 
     def family_options(self) -> dict[str, Any]:
-        return {"mlp": "geglu"}
+        return {"qkv_bias": self.attention_bias}
+
+
+class Glm4Config(GlmConfig):
+    """As GLM's, with norms behind attention and MLP too (GLM-4-0414)."""
+
+    name: ClassVar[str] = "glm4"
+
+    def family_options(self) -> dict[str, Any]:
+        return {**super().family_options(), "norms": "around"}
 
 
 class SeedOssConfig(LlamaConfig):

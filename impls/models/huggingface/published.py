@@ -28,6 +28,7 @@ class Published(NamedTuple):
         counted: where that count was read.
         source: where the sizes were read; not always the model's own config.json.
         config: ``model_type`` and the fields that count.
+        tower: parameters of what stands beside its text, for images; 0: nothing does.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Published(NamedTuple):
     counted: str | None
     source: str
     config: Mapping[str, Any]
+    tower: int = 0
 
 
 @cache
@@ -44,7 +46,7 @@ def _by_name() -> Mapping[str, Published]:
     models: dict[str, Published] = {}
     for name, entry in table.items():
         for each in (name, *entry.get("also", ())):
-            models[each.lower()] = Published(each, *(entry[field] for field in Published._fields[1:]))
+            models[each.lower()] = Published(each, **{k: v for k, v in entry.items() if k != "also"})
     return models
 
 

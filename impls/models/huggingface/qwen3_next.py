@@ -1,9 +1,9 @@
-"""Qwen3-Next (``Qwen3NextForCausalLM``): Gated DeltaNet in most layers, softmax attention with an output gate
-in the others, and experts in each."""
+"""Qwen3-Next (``Qwen3NextForCausalLM``) and Qwen3.5: Gated DeltaNet in most layers, softmax attention with an
+output gate in the others, and experts in each, or MLPs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -12,18 +12,14 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from spbench.impls.models.huggingface.config import not_covered
 from spbench.impls.models.huggingface.llama import LlamaConfig, repeated_pattern
 from spbench.impls.models.huggingface.mixtral import QwenExpertsConfig
+from spbench.impls.models.huggingface.with_images import WithImagesConfig
 from spbench.impls.models.hybrid import HybridModel
 
 _LETTERS = {"linear_attention": "G", "full_attention": "S"}
 
 
-class Qwen3NextConfig(QwenExpertsConfig, LlamaConfig):
+class GatedDeltaConfig(LlamaConfig):
     """Each ``full_attention_interval``-th layer has softmax attention where a file does not list them."""
-
-    name: ClassVar[str] = "qwen3_next"
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {*QwenExpertsConfig.ignored, "use_sliding_window", "max_window_layers"}
-    )
 
     head_dim: PositiveInt | None = 256
     partial_rotary_factor: PositiveFloat = 0.25
@@ -34,17 +30,9 @@ class Qwen3NextConfig(QwenExpertsConfig, LlamaConfig):
     linear_num_key_heads: PositiveInt = 16
     linear_num_value_heads: PositiveInt = 32
     linear_value_head_dim: PositiveInt = 128
-    num_experts: NonNegativeInt = 512
-    num_experts_per_tok: PositiveInt = 10
-    moe_intermediate_size: PositiveInt = 512
-    shared_expert_intermediate_size: PositiveInt = 512
-    norm_topk_prob: bool = True
 
     def family_options(self) -> dict[str, Any]:
-        options = {"qk_norm": True, **self.expert_options(self.num_experts)}
-        if self.num_experts:
-            options |= {"shared_inner": self.shared_expert_intermediate_size, "shared_gate": True}
-        return options
+        return {"qk_norm": True}
 
     def model(self) -> HybridModel:
         layers, every = self.num_hidden_layers, self.full_attention_interval
@@ -66,3 +54,75 @@ class Qwen3NextConfig(QwenExpertsConfig, LlamaConfig):
             value_size=self.linear_value_head_dim,
             convolution=self.linear_conv_kernel_dim,
         )
+
+
+class GatedDeltaExpertsConfig(QwenExpertsConfig, GatedDeltaConfig):
+    """With experts, one of them for every token behind a gate."""
+
+    num_experts: NonNegativeInt = 512
+    num_experts_per_tok: PositiveInt = 10
+    moe_intermediate_size: PositiveInt = 512
+    shared_expert_intermediate_size: PositiveInt = 512
+    norm_topk_prob: bool = True
+
+    def family_options(self) -> dict[str, Any]:
+        options = {**super().family_options(), **self.expert_options(self.num_experts)}
+        if self.num_experts:
+            options |= {"shared_inner": self.shared_expert_intermediate_size, "shared_gate": True}
+        return options
+
+
+class Qwen3NextConfig(GatedDeltaExpertsConfig):
+    """Qwen3-Next's."""
+
+    name: ClassVar[str] = "qwen3_next"
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {*QwenExpertsConfig.ignored, "use_sliding_window", "max_window_layers"}
+    )
+
+
+#: of Qwen3.5's text: modules of multi-token prediction, which transformers leaves out, and types of states
+_BESIDE = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
+
+
+class Qwen35TextConfig(GatedDeltaConfig):
+    """Qwen3.5's, with MLPs."""
+
+    name: ClassVar[str] = "qwen3_5_text"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **LlamaConfig.fixed,
+        "attn_output_gate": [True],
+        "mlp_only_layers": [[]],
+    }
+    ignored: ClassVar[frozenset[str]] = _BESIDE
+
+    vocab_size: PositiveInt = 248_320
+
+
+class Qwen35ExpertsTextConfig(GatedDeltaExpertsConfig):
+    """Qwen3.5's, with experts in each layer."""
+
+    name: ClassVar[str] = "qwen3_5_moe_text"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**LlamaConfig.fixed, "attn_output_gate": [True]}
+    ignored: ClassVar[frozenset[str]] = QwenExpertsConfig.ignored | _BESIDE
+
+    vocab_size: PositiveInt = 248_320
+    intermediate_size: PositiveInt = 512
+    num_experts: NonNegativeInt = 256
+    num_experts_per_tok: PositiveInt = 8
+
+
+class Qwen35Config(WithImagesConfig):
+    """Qwen3.5 of text and images."""
+
+    name: ClassVar[str] = "qwen3_5"
+
+    text_config: Qwen35TextConfig
+
+
+class Qwen35ExpertsConfig(WithImagesConfig):
+    """Qwen3.5 of text and images, with experts."""
+
+    name: ClassVar[str] = "qwen3_5_moe"
+
+    text_config: Qwen35ExpertsTextConfig

@@ -29,11 +29,34 @@ def asked(options: dict[str, Any], **changes: Any) -> Cell:
     return cell("zero3", "ulysses", **settings, training=training)
 
 
-@pytest.mark.parametrize("options", [slow({"wrap": "whole"}), TORCHTITAN], ids=["whole", "torchtitan"])
+#: as accelerate, verl and Automodel have them
+DEFERRED = {"reduce_at": "last", "reduce_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [slow({"wrap": "whole"}), TORCHTITAN, slow(DEFERRED), {**DEFERRED, "reduce_at": "kept"}],
+    ids=["whole", "torchtitan", "deferred", "kept"],
+)
 def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     # in float64 sums in float32 are sums in float64
     assert_right(pool, asked(options), FullySharded)
     assert_sends_its_closed_form(pool, asked(options, precision="bf16"))
+
+
+def test_experts_of_one_rank_are_in_no_unit(pool: RankPool) -> None:
+    def case(precision: str, **options: Any) -> Cell:
+        training = {"backend": "zero3", "micro_batches": 3, **DEFERRED, "own_weights": "apart", **options}
+        changed = {"sizes": {"dp": 4, "ep": 4}, "model_options": {"routing": "even"}, "training": training}
+        return cell("zero3", "single", model="moe-tiny", precision=precision, **changed)
+
+    narrow = case("bf16", state_dtype="weights")
+    assert_right(pool, case("fp64"), FullySharded)
+    assert_sends_its_closed_form(pool, narrow)
+    peaks = [tracing.trace(each).memory.peak().nbytes for each in (narrow, case("bf16", own_weights="units"))]
+    assert peaks[0] < peaks[1]
+    with pytest.raises(Unsupported, match="set state_dtype: weights"):
+        tracing.trace(case("bf16"))
 
 
 def test_what_each_option_changes() -> None:
@@ -44,6 +67,7 @@ def test_what_each_option_changes() -> None:
     plain = peak()
     assert peak(wrap="whole").nbytes > plain.nbytes
     assert peak(reduce_dtype="fp32").nbytes > plain.nbytes
+    assert peak(**DEFERRED).nbytes > peak(reduce_dtype="fp32").nbytes
     narrow = peak(state_dtype="weights")
     for category in ("parameters", "optimizer_state"):
         assert narrow.held[category] == pytest.approx(plain.held[category] / 2, rel=0.01)

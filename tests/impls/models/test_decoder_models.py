@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks.decoder import DecoderModel
+from spbench.impls.models.blocks.decoder_layer import DecoderBlock
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
@@ -215,6 +217,68 @@ def test_grouped_queries_and_norms_as_written_down(kv_heads: int, qk_norm: bool)
     q, k, v = (y.repeat_interleave(12 // y.shape[1], 1) for y in (rotated(q, *turn), rotated(k, *turn), v))
     scores = (q @ k.mT / 2).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -torch.inf)
     expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ weights["out.weight"].mT
+    torch.testing.assert_close(mixer(x, Places(Strategy(), 24, x)), expected)
+
+
+@pytest.mark.parametrize("norms", ["before", "behind", "around"])
+def test_norms_stand_where_they_are_said(norms: str) -> None:
+    model = decoder("causal-transformer-tiny", norms=norms, layers=1)
+    block = DecoderBlock(model, Strategy(), 0).double()
+    initialize(block, 0, deviation=0.3, everything=True)
+    x = torch.randn(2, 24, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    places, weights, expected = Places(Strategy(), 24, x), dict(block.named_parameters()), x
+    for name, part in (("mixer", partial(block.mixer, places=places)), ("mlp", block.mlp)):
+        y = expected
+        if norms != "behind":
+            y = F.rms_norm(y, (48,), weights[f"{name}_norm.weight"], 0.1)
+        y = part(y)
+        if norms != "before":
+            y = F.rms_norm(y, (48,), weights[f"{name}_post_norm.weight"], 0.1)
+        expected = expected + y
+    torch.testing.assert_close(block(x, places), expected)
+    assert counted(model)["elements"] == sum(p.numel() for p in built(model).parameters())
+
+
+def test_one_norm_for_attention_and_mlp_beside_each_other() -> None:
+    model = decoder("causal-transformer-tiny", norms="shared", parallel_residual=True, layers=1)
+    block = DecoderBlock(model, Strategy(), 0).double()
+    initialize(block, 0, deviation=0.3, everything=True)
+    x = torch.randn(2, 24, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    places = Places(Strategy(), 24, x)
+    y = F.rms_norm(x, (48,), dict(block.named_parameters())["mixer_norm.weight"], 0.1)
+    torch.testing.assert_close(block(x, places), x + block.mixer(y, places) + block.mlp(y))
+    assert counted(model)["elements"] == sum(p.numel() for p in built(model).parameters())
+    with pytest.raises(ValueError, match="norms: shared needs parallel_residual"):
+        decoder("causal-transformer-tiny", norms="shared")
+
+
+@pytest.mark.parametrize("options", [{"embedding_scaled": True}, {"logit_cap": 0.5}])
+def test_scaled_words_and_capped_logits_as_written_down(options: dict[str, Any]) -> None:
+    model = decoder("causal-transformer-tiny", layers=1, tied=True, **options)
+    module = built(model).double()
+    inputs = model.inputs(2, 24, torch.Generator().manual_seed(0))
+    words = module.embedding.weight
+    x = F.embedding(inputs["tokens"], words) * (48**0.5 if model.embedding_scaled else 1)
+    x = module.norm(module.blocks["0"](x, Places(Strategy(), 24, x)))
+    logits = x @ words.mT
+    logits = 0.5 * (logits / 0.5).tanh() if model.logit_cap else logits
+    losses = F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="none")
+    torch.testing.assert_close(module(inputs)["token_loss"].flatten(), losses)
+
+
+def test_a_norm_over_all_heads_as_written_down() -> None:
+    model = decoder("causal-transformer-tiny-gqa", qk_norm_over="all", position="none")
+    mixer = model.mixing(0).build(model, Strategy()).double()
+    initialize(mixer, 0, deviation=0.3, everything=True)
+    weights = dict(mixer.named_parameters())
+    x = torch.randn(3, 24, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = [part.flatten(0, 1) for part in weights["project.weight"].split([12, 4, 4], 1)]
+    q, k, v = (x @ part.mT for part in rows)
+    q, k = (F.rms_norm(y, y.shape[-1:], weights[f"{n}_norm"], 0.1) for y, n in ((q, "q"), (k, "k")))
+    q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, v))
+    k, v = (y.repeat_interleave(3, 1) for y in (k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = expected.transpose(1, 2).flatten(2) @ weights["out.weight"].mT
     torch.testing.assert_close(mixer(x, Places(Strategy(), 24, x)), expected)
 
 

@@ -40,7 +40,7 @@ def test_tensor_parallelism_sends_what_its_formula_says(
 
 
 def test_a_norm_over_all_features_is_refused_where_they_are_split() -> None:
-    with pytest.raises(ValueError, match="set the model's option attention_norm to head"):
+    with pytest.raises(ValueError, match="set its option attention_norm or"):
         VirtualEngine().measure(cell("tnl-tiny", sizes={"tp": 2}))
 
 

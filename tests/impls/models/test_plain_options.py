@@ -13,6 +13,7 @@ WHAT = {
     *("time_features", "temporal", "leading", "key_size", "value_size", "state_heads", "state_key_heads"),
     *("convolution", "pattern", "softmax_every", "kind", "window", "sinks", "documents", "documents_seed"),
     *("norm", "norm_epsilon", "pre_norm", "embedding_norm", "qk_norm", "attention_norm", "output_gate"),
+    *("norms", "embedding_scaled", "logit_cap", "qk_norm_over", "window_rotary_base"),
     *("mlp", "biases", "qkv_bias", "parallel_residual", "position", "rotary_base", "rotary_share"),
     *("tied", "binary_head", "linformer", "mtp_layers", "mtp_weight"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),

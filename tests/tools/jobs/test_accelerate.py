@@ -53,6 +53,8 @@ def cells(draw: st.DrawFn) -> Cell:
     }
     if backend["backend"] == "zero3" and draw(st.booleans()):
         backend |= {"optimizer": "host", "parameters": "host"}
+    if parts > 1 and not by_deepspeed:
+        backend["reduce_at"] = "last"
     return Cell.model_validate(
         STEP
         | {

@@ -75,7 +75,7 @@ def settings(made: Job) -> dict[str, Any]:
             "sizes.ep": 4, "sizes.pp": 2, "sizes.dp": 4, "batch": 64, "training.micro_batches": 8,
             "training.backend": "zero2", "training.schedule": "interleaved", "training.virtual_stages": 5,
             "training.stage_layers": [5] * 8 + [4] * 2, "model_options.routing": "even",
-            "model_options.dispatcher": "node_deduplicated"}),
+            "model_options.dispatcher": "node_deduplicated", "training.own_weights": "apart"}),
         ("veomni", {
             "sizes.ep": 8, "sizes.sp": 2, "sizes.dp": 4, "strategy": "ulysses", "training.backend": "zero3",
             "model_options.dispatcher": "all_to_all"}),
@@ -166,7 +166,7 @@ def test_attention_by_the_switch_of_an_older_file(key: str, attention: str) -> N
 
 def test_gradients_that_wait_for_the_last_micro_batch() -> None:
     def says(made: Job) -> bool:
-        return any("holds all gradients" in warning for warning in made.warnings)
+        return settings(made).get("training.reduce_at") == "last"
 
     dense = TEXTS["automodel"].replace("  pp_size: 2\n", "")
     assert says(job("automodel", text=dense.replace("global_batch_size: 64", "global_batch_size: 128")))
@@ -176,6 +176,32 @@ def test_gradients_that_wait_for_the_last_micro_batch() -> None:
     assert says(job("axolotl", text=several))
     each = "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
     assert not says(job("axolotl", text=several + each))
+
+
+@pytest.mark.parametrize(
+    ("further", "strategy", "placement"),
+    [
+        ("", "ring_attention", "contiguous"),
+        ("sample_packing: true\n", "all_gather_kv", "contiguous"),
+        ("sample_packing: true\nring_attn_func: batch_ring\n", "ring_attention", "contiguous"),
+    ],
+)
+def test_the_ring_of_axolotl_follows_its_packing(further: str, strategy: str, placement: str) -> None:
+    text = TEXTS["axolotl"].replace("expert_parallel_size", "context_parallel_size") + further
+    made = settings(job("axolotl", text=text))
+    assert (made["strategy"], made["strategy_options.placement"]) == (strategy, placement)
+
+
+def test_llama_factory_by_megatron_is_refused() -> None:
+    text = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ncutoff_len: 2048\n"
+    text += "per_device_train_batch_size: 1\nfinetuning_type: full\npipeline_model_parallel_size: 4\n"
+    assert "training by another program: not modelled" in job("llama_factory", text=text).refusal()
+
+
+def test_gathered_weights_that_wait_too() -> None:
+    dense = TEXTS["automodel"].replace("  pp_size: 2\n", "").replace("size: 64", "size: 128")
+    kept = dense.replace("rms_norm: te", "rms_norm: te, enable_fsdp_optimizations: true")
+    assert settings(job("automodel", text=kept))["training.reduce_at"] == "kept"
 
 
 def test_a_loss_without_logits_is_no_loss_of_logits() -> None:

@@ -46,9 +46,30 @@ def test_a_name_that_stands_for_another_is_said_and_refused_by_strict() -> None:
 
 
 def test_what_a_model_has_that_none_here_has_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^Qwen/Qwen3.5-9B has linear attention .*: not modelled$"):
-        read_model_file("Qwen/Qwen3.5-9B")
-    with pytest.raises(UserError, match=r"^google/gemma-2-9b-it has norms behind attention"):
-        read_model_file("google/gemma-2-9b-it", tmp_path)
+    with pytest.raises(UserError, match=r"^Qwen/Qwen2.5-VL-7B-Instruct has a tower for .*: not modelled$"):
+        read_model_file("Qwen/Qwen2.5-VL-7B-Instruct")
+    with pytest.raises(UserError, match=r"^swiss-ai/Apertus-8B-2509 has another activation"):
+        read_model_file("swiss-ai/Apertus-8B-2509", tmp_path)
     with pytest.raises(UserError, match="No such file"):
         read_model_file("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "said"),
+    [
+        ("Qwen/Qwen3.5-9B", "samples of images and text", "a tower for images of 0.46 billion parameters is"),
+        ("google/gemma-3-4b-it", "samples of images and text", "of 0.42 billion parameters is left out"),
+        (
+            "google/gemma-2-9b-it",
+            "a cap on attention's scores in this model",
+            "none is counted: within a flash",
+        ),
+        ("ByteDance-Seed/Seed-OSS-36B-Base", "dropout of 0.1 in this model", "masks of 1 byte an element"),
+    ],
+)
+def test_what_is_left_out_of_a_model_is_said(name: str, missing: str, said: str) -> None:
+    job = lenient("axolotl", ("NousResearch/Meta-Llama-3-8B", name))
+    assert job.cell().model == name
+    (argument,) = [each for each in job.arguments if each.name == "base_model"]
+    assert (argument.outcome, argument.missing) == ("approximated", missing)
+    assert any(said in each for each in job.warnings if "base_model" in each)

@@ -1,0 +1,98 @@
+"""Families whose attention and MLP stand beside each other behind one norm: Phi-1.5 and Phi-2 (arXiv
+2309.05463), and Falcon-7B (arXiv 2311.16867)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import PositiveFloat, PositiveInt
+
+from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.huggingface.llama import RotaryConfig
+
+#: what both have
+_LAYERS: Mapping[str, Any] = {"norm": "layer", "norms": "shared", "parallel_residual": True}
+
+
+class PhiConfig(RotaryConfig):
+    """With biases; dropout, and the bias of the head, are left out."""
+
+    name: ClassVar[str] = "phi"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "hidden_act": ["gelu_new"],
+        "qk_layernorm": [False],
+        "embd_pdrop": [0],
+        "attention_dropout": [0],
+        "resid_pdrop": [0, 0.1],
+    }
+
+    vocab_size: PositiveInt = 51200
+    hidden_size: PositiveInt = 2048
+    intermediate_size: PositiveInt = 8192
+    num_hidden_layers: PositiveInt = 24
+    num_attention_heads: PositiveInt = 32
+    num_key_value_heads: PositiveInt | None = None
+    layer_norm_eps: PositiveFloat = 1e-5
+    partial_rotary_factor: PositiveFloat = 0.5
+    tie_word_embeddings: bool = False
+
+    def model(self) -> CausalTransformerModel:
+        heads = self.num_attention_heads
+        return CausalTransformerModel(
+            **_LAYERS,
+            biases=True,
+            mlp="gelu",
+            layers=self.num_hidden_layers,
+            hidden=self.hidden_size,
+            heads=heads,
+            kv_heads=None if self.num_key_value_heads == heads else self.num_key_value_heads,
+            inner=self.intermediate_size,
+            vocabulary=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            norm_epsilon=self.layer_norm_eps,
+            rotary_base=self.rope_theta,
+            rotary_share=self.partial_rotary_factor,
+        )
+
+
+class FalconConfig(RotaryConfig):
+    """Without biases, with one head of keys and values, and tied words."""
+
+    name: ClassVar[str] = "falcon"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "activation": ["gelu"],
+        "alibi": [False],
+        "attention_dropout": [0],
+        "bias": [False],
+        "hidden_dropout": [0],
+        "multi_query": [True],
+        "new_decoder_architecture": [False],
+        "parallel_attn": [True],
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"apply_residual_connection_post_layernorm", "num_kv_heads"}
+    )
+
+    vocab_size: PositiveInt = 65024
+    hidden_size: PositiveInt = 4544
+    num_hidden_layers: PositiveInt = 32
+    num_attention_heads: PositiveInt = 71
+    ffn_hidden_size: PositiveInt | None = None
+    layer_norm_epsilon: PositiveFloat = 1e-5
+    tie_word_embeddings: bool = True
+
+    def model(self) -> CausalTransformerModel:
+        return CausalTransformerModel(
+            **_LAYERS,
+            mlp="erf_gelu",
+            layers=self.num_hidden_layers,
+            hidden=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=1,
+            inner=self.ffn_hidden_size or 4 * self.hidden_size,
+            vocabulary=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            norm_epsilon=self.layer_norm_epsilon,
+            rotary_base=self.rope_theta,
+        )
