@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder_options import DecoderOptions
 
 
-class OpeningAdapters(nn.Module):
+class Adapters(nn.Module):
+    """Weights that are trained where a model has a rank of adapters."""
+
+
+class OpeningAdapters(Adapters):
     """Adapters of the projections that open a block, one a projection where each is a matmul of its own, else
     one for all of them together.
 
@@ -71,7 +75,7 @@ class OpeningAdapters(nn.Module):
         return up.together(self.down[0](x)) * self.scale
 
 
-class ClosingAdapter(nn.Module):
+class ClosingAdapter(Adapters):
     """The adapter of the projection that closes a block: this rank's features of x [B, L, F] -> [B, L, H]."""
 
     def __init__(self, model: DecoderOptions, layers: LayerHooks, features: int, hidden: int):
@@ -90,7 +94,7 @@ def freeze(module: nn.Module, model: DecoderOptions) -> None:
     """Have the adapters of a module alone trained, if its model has some."""
     if not model.lora_rank:
         return
-    adapters = [m for m in module.modules() if isinstance(m, OpeningAdapters | ClosingAdapter)]
+    adapters = [m for m in module.modules() if isinstance(m, Adapters)]
     trained = {p for adapter in adapters for p in adapter.parameters()}
     for parameter in module.parameters():
         parameter.requires_grad_(parameter in trained)
