@@ -182,9 +182,9 @@ def adapter_parameters(model: DecoderModel, layers: Sequence[int]) -> dict[str, 
     """Counts of the parameters of some layers' adapters, as :meth:`DecoderModel.parameters` has them."""
     counts: Counter[str] = Counter()
     for layer in layers:
-        for name, (inputs, outputs, split) in model.mixing(layer).latents(model).items():
+        for name, (inputs, outputs, is_split) in model.mixing(layer).latents(model).items():
             if model.adapts([name]):
-                counts["split" if split else "whole"] += model.lora_rank * outputs
+                counts["split" if is_split else "whole"] += model.lora_rank * outputs
                 counts["whole"] += model.lora_rank * inputs
         if model.has_experts(layer) and model.adapts([EXPERTS]):
             opens = model.hidden + model.mlp_projections * model.expert_width

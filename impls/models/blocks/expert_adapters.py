@@ -12,7 +12,7 @@ r rank of the adapters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -72,12 +72,16 @@ class ExpertAdapters(Adapters):
     def _through(self, factor: nn.Module, x: Tensor, lengths: Sequence[int]) -> Tensor:
         if isinstance(factor, Stack):
             return stacked_project(x, factor.weight, lengths)
-        return grouped_project(x, _matrices(factor), lengths)
+        return grouped_project(x, _parameters(factor), lengths)
 
 
-def _matrices(factor: nn.Module) -> list[nn.Parameter]:
+def _matrices(factor: nn.Module) -> list[Tensor]:
     """A factor of the experts one by one."""
     if isinstance(factor, Stack):
         return [*factor.weight.unbind()]
+    return _parameters(factor)
+
+
+def _parameters(factor: nn.Module) -> list[Any]:
     assert isinstance(factor, nn.ModuleDict)
-    return [cast(nn.Parameter, each.weight) for each in factor.values()]
+    return [each.weight for each in factor.values()]
