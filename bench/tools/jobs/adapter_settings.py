@@ -10,7 +10,7 @@ from spbench.bench.tools.jobs.transformers_step import EXPERTS, Said
 from spbench.impls.models.blocks import adapter_options
 
 #: fields of a config.json that show linear attention, whose adapters are not modelled
-_LINEAR = ("linear_num_key_heads", "mamba_num_heads")
+LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
 
 
 def set_adapters(
@@ -41,7 +41,7 @@ def set_adapters(
         k.set("model_options.lora_targets", targets, note="each routed expert has adapters")
     if separate:
         k.set("model_options.separate_projections", True, note="each linear layer has adapters of its own")
-    shared, linear = routed and experts == "shared", any(map(fields.get, _LINEAR))
+    shared, linear = routed and experts == "shared", any(map(fields.get, LINEAR_ATTENTION))
     if lacking := ["experts that share one"] * shared + ["linear attention"] * linear:
         because = "they are frozen here; 16 r (F + H) bytes of each matrix that is adapted are missing"
         k.stand_in(f"adapters (LoRA) of {' and '.join(lacking)}", "time and memory", because, *lora.names)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from spbench.impls.kernels.packed_weights import HOLDER
 from spbench.impls.strategies.base import Site
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EXPERTS = "experts"
 #: what peft calls every linear layer; in transformers and here routed experts are none, but tensors of many
 ALL = "all-linear"
-_WORDS = (*PROJECTIONS, *LATENT, EXPERTS)
+_WORDS, _OF_ATTENTION = (*PROJECTIONS, *LATENT, EXPERTS), (*QKV, CLOSING, *LATENT)
 
 
 class LatentProjection(NamedTuple):
@@ -56,11 +57,15 @@ class AdapterOptions:
             and of :data:`LATENT`; "all-linear": all of these that the model has; "experts": those of each
             routed expert, see :class:`ExpertAdapters`. With separate_projections each has its own; else those
             of one matmul share one, as in Megatron-Bridge.
+        frozen_bits: of the weights of projections beside adapters: 4 (QLoRA) or 8, which each use unpacks
+            (:mod:`spbench.impls.kernels.packed_weights`); 16: they have the model's dtype. Routed experts,
+            the embedding and the head have that in any case: they are no linear layers, or are skipped.
     """
 
     lora_rank: int = 0
     lora_alpha: float = 16.0
     lora_targets: Sequence[str] = (ALL,)
+    frozen_bits: int = HOLDER
 
     def check_adapters(self: Any) -> None:
         """Raise ValueError for options of adapters that do not fit each other, or the model."""
@@ -68,6 +73,8 @@ class AdapterOptions:
         for name in self.lora_targets:
             if name not in (*_WORDS, ALL):
                 raise ValueError(f"lora_targets has words of {', '.join((*_WORDS, ALL))}, not {name!r}")
+        if self.frozen_bits not in (4, 8, HOLDER) or (self.packs and not self.lora_rank):
+            raise ValueError("frozen_bits is 4, 8 or 16, and below 16 needs lora_rank")
         if self.lora_rank < 0 or self.lora_alpha <= 0:
             raise ValueError("lora_rank is at least 0, and lora_alpha is above 0")
         if not self.lora_rank:
@@ -86,8 +93,16 @@ class AdapterOptions:
                     f"{' and '.join(names)} are one matmul with one adapter; name all or none of them, or "
                     "set separate_projections"
                 )
+        of_attention = [name for name in self.adapted if name in _OF_ATTENTION]
+        if self.packs and (of_attention != [*QKV, CLOSING] or self.mlp_tiling):
+            raise ValueError("frozen_bits packs softmax attention without latents, and MLPs without mlp_tile")
         if self.mtp_layers or self.keeps_operators:
             raise ValueError("lora_rank goes with neither mtp_layers nor recompute: operators")
+
+    @property
+    def packs(self) -> bool:
+        """Whether frozen weights are in few bits."""
+        return self.frozen_bits < HOLDER
 
     @property
     def lora_scale(self) -> float:
@@ -136,12 +151,15 @@ class AdapterOptions:
         ]
 
 
-def frozen(sites: Iterable[Site], trained: Mapping[str, int] | None = None) -> Iterator[Site]:
+def frozen(
+    sites: Iterable[Site], trained: Mapping[str, int] | None = None, spared: Mapping[str, int] = {}
+) -> Iterator[Site]:
     """What sites are where their weights are frozen: no gradient of a weight is summed, or needs the input of
     its projection.
 
     Args:
         trained: of sites of a whole model, the counts of its adapters' parameters; None: of layers alone.
+        spared: of the counts of its parameters, elements that packing saves.
     """
     around = ("embedding", "vocabulary_logits")
     weighted = ("linear_in", "linear_out", "grouped_query_linear_in") if trained is None else around
@@ -149,7 +167,8 @@ def frozen(sites: Iterable[Site], trained: Mapping[str, int] | None = None) -> I
         if site.kind in weighted:
             yield replace(site, dims={**site.dims, "frozen": 1})
         elif site.kind == "parameters" and trained is not None:
-            yield replace(site, kind="frozen_parameters")
+            held = {name: n - spared.get(name, 0) for name, n in site.dims.items()}
+            yield replace(site, kind="frozen_parameters", dims=held)
             yield Site("parameters", 1, trained)
         elif site.kind not in ("shared_by_heads", "tied_embedding"):
             yield site
@@ -204,6 +223,21 @@ def adapter_parameters(model: DecoderModel, layers: Sequence[int]) -> dict[str, 
     if model.kv_heads is not None and counts["key_value"]:
         dims |= {"key_value": counts["key_value"], "kv_heads": model.kv_heads}
     return dims
+
+
+def spared_by_packing(model: DecoderModel, layers: Sequence[int]) -> dict[str, int]:
+    """Elements that frozen weights of some layers are fewer for being packed, by the counts that
+    :meth:`DecoderModel.parameters` has."""
+    if not model.packs:
+        return {}
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        kind, hidden = model.mixing(layer), model.hidden
+        keys = 2 * (model.kv_heads or model.heads) * model.head_size * hidden
+        mlp = (model.mlp_projections + 1) * hidden * _mlp_width(model, layer)
+        matrices = (2 + getattr(kind, "gated", False)) * kind.width(model) * hidden + keys + mlp
+        counts.update(elements=matrices, split=matrices, mlp=mlp, key_value=keys * model.grouped)
+    return {name: n * (HOLDER - model.frozen_bits) // HOLDER for name, n in counts.items()}
 
 
 def _blocks(model: DecoderModel, layer: int) -> Iterator[tuple[Sequence[str], str, int, bool]]:

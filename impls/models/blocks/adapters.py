@@ -14,7 +14,7 @@ r rank of the adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,6 +98,14 @@ def freeze(module: nn.Module, model: DecoderOptions) -> None:
     trained = {p for adapter in adapters for p in adapter.parameters()}
     for parameter in module.parameters():
         parameter.requires_grad_(parameter in trained)
+
+
+def beside_adapters(*blocks: nn.Module | None) -> Iterator[nn.Module]:
+    """The modules of blocks that are in none of their adapters."""
+    modules = [module for block in blocks if block is not None for module in block.modules()]
+    adapters = [module for module in modules if isinstance(module, Adapters)]
+    adapting = {module for adapter in adapters for module in adapter.modules()}
+    return (module for module in modules if module not in adapting)
 
 
 def with_gradient(x: Tensor, model: DecoderOptions) -> Tensor:
