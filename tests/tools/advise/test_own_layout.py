@@ -141,6 +141,21 @@ def test_how_far_it_is_behind_and_the_arguments_that_mend_it(tmp_path: Path) -> 
     ]
 
 
+def test_what_does_not_fit_is_led_to_the_tie_that_differs_least(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    assert about.own is not None
+    own = seen(about, 3.0, "oom")
+    replicas = {"strategy": "single", "sizes": own.cell.sizes.model_copy(update={"tp": 1, "dp": 2})}
+    more = own.cell.training.model_copy(update={"micro_batches": 8})
+    fewer = own.cell.training.model_copy(update={"micro_batches": 2})
+    faster, near = seen(about, 2.0, **replicas, training=fewer), seen(about, 2.01, training=more)
+    of_job = answer(about, own, faster, near)
+    assert [*own_in_words(of_job)][1] == "to tensor_parallel tp2 by Megatron-LM: --micro-batch-size 1"
+    assert "a model of 2 layers of width 64" in of_job.in_words()
+    slower = answer(about, own, faster, seen(about, 9.0, training=more))
+    assert [*own_in_words(slower)][1].startswith("to single dp2 by Megatron-LM: ")
+
+
 def test_where_no_arguments_are_known_the_settings_are_named(tmp_path: Path) -> None:
     about = asked_of(job(tmp_path))
     assert about.own is not None
