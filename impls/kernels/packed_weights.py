@@ -61,8 +61,9 @@ def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
         of_rows = scales.view(torch.float32).double().view(*codes.shape[:-1], 1)
         return ((codes - 256 * (codes > 127)) / 127 * of_rows).to(packed.dtype)
     blocks = math.ceil(codes.numel() / BLOCK)
-    wide = scales[blocks:].view(torch.float32).double().repeat_interleave(BLOCK_OF_SCALES)[:blocks]
-    each = (scales[:blocks] / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
+    of_scales = 4 * math.ceil(blocks / BLOCK_OF_SCALES)  # first, so that they are aligned
+    wide = scales[:of_scales].view(torch.float32).double().repeat_interleave(BLOCK_OF_SCALES)[:blocks]
+    each = (scales[of_scales:] / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
     values = torch.tensor(NF4, dtype=torch.float64, device=packed.device)[codes]
     return (values * each.view(codes.shape)).to(packed.dtype)
 
@@ -78,7 +79,7 @@ def initial_scales(shape: torch.Size, bits: int) -> Tensor:
         return torch.full((shape[:-1].numel(),), _INITIAL, dtype=torch.float32).view(torch.uint8)
     blocks = math.ceil(shape.numel() / BLOCK)
     wide = torch.full((math.ceil(blocks / BLOCK_OF_SCALES),), _INITIAL, dtype=torch.float32)
-    return torch.cat((torch.full((blocks,), 255, dtype=torch.uint8), wide.view(torch.uint8)))
+    return torch.cat((wide.view(torch.uint8), torch.full((blocks,), 255, dtype=torch.uint8)))
 
 
 def pack_weights(modules: Iterator[nn.Module], bits: int) -> None:

@@ -50,7 +50,7 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     words = sum(codes.view(-1, 4)[:, at] << 4 * at for at in range(4))
     assert isinstance(words, Tensor)
     numbers = (words << 16).to(torch.int32).view(torch.float32).view(len(weight), -1)
-    return numbers, torch.cat((narrow, wide.view(torch.uint8)))
+    return numbers, torch.cat((wide.view(torch.uint8), narrow))
 
 
 def test_what_was_packed_is_near_to_what_is_unpacked() -> None:
