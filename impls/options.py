@@ -17,9 +17,9 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
 #: the largest whole number that an option may be, beyond which sums of bytes would overflow; and what is
-#: gone through one by one may be less
+#: gone through one by one may be less; programs' buckets of gradients are larger, and no sum's factor
 LARGEST = 2**24
-LARGEST_OF = {"layers": 2**12}
+LARGEST_OF = {"layers": 2**12, "bucket_size": 2**31, "bucket_elements": 2**31}
 #: the least that a whole number may be, where its default does not say
 _MAY_BE_NONE = "experts", "shared_inner", "dense_layers", "router_groups", "router_group_topk", "mtp_layers"
 LEAST_OF = dict.fromkeys(("expert_pattern", *_MAY_BE_NONE), 0)

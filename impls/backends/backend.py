@@ -24,6 +24,7 @@ from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, Op
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.folding import FOLDED_AXES, folds
+from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import is_expert
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Strategy, shard_of
@@ -228,7 +229,7 @@ class Backend(ABC):
         """The tensors held between steps, by the memory meter's category: ``parameters``, ``gradients`` and
         ``optimizer_state``."""
         return {
-            "parameters": [*self.names, *self.frozen],
+            "parameters": [*self.names, *self.frozen, *scales_in(self.module)],
             "gradients": self.held_gradients(),
             "optimizer_state": self.optimizer.tensors(),
         }

@@ -34,6 +34,7 @@ from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_i
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
+from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported
 from spbench.impls.traffic import Traffic
 
@@ -258,7 +259,8 @@ class FullySharded(Backend):
                 weight.grad = None
 
     def held(self) -> dict[str, list[Tensor]]:
-        return {**super().held(), "parameters": [*self.weights.values(), *self.frozen_weights.values()]}
+        weights = [*self.weights.values(), *self.frozen_weights.values(), *scales_in(self.module)]
+        return {**super().held(), "parameters": weights}
 
     def held_gradients(self) -> list[Tensor]:
         return []

@@ -155,17 +155,19 @@ def _(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
 class _StackedProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Sequence[int], weights: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weights.requires_grad else None)
         ctx.rows, ctx.weights = rows, weights  # as they are, with what is marked on them
         result: Tensor = _stacked_mm(x, _matrices(weights).mT, rows)
         return result
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, None, Tensor]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         (x,) = ctx.saved_tensors
         weights: nn.Parameter = ctx.weights
         d_y = d_y.contiguous()
         d_x = _stacked_mm(d_y, _matrices(weights), ctx.rows) if ctx.needs_input_grad[0] else None
+        if x is None:
+            return d_x, None, None
         if getattr(weights, "main_grad", None) is None:
             return d_x, None, _stacked_mm_weights(d_y, x, ctx.rows).view(weights.shape)
         into: Tensor = getattr(weights, "main_grad")  # noqa: B009
@@ -197,7 +199,7 @@ def stacked_project(x: Tensor, weights: nn.Parameter, rows: Sequence[int]) -> Te
 class _GroupedProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Sequence[int], *weights: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weights[0].requires_grad else None)
         ctx.rows, ctx.weights = rows, weights  # as they are, with what is marked on them
         multiply, _, _ = _operators(weights[0])
         return multiply(x, [matrix(weight).mT for weight in weights], rows)
@@ -209,7 +211,8 @@ class _GroupedProjection(torch.autograd.Function):
         multiply, _, _ = _operators(weights[0])
         d_y = d_y.contiguous()
         d_x = multiply(d_y, [matrix(w) for w in weights], ctx.rows) if ctx.needs_input_grad[0] else None
-        return d_x, None, *_gradients(d_y, x, ctx.rows, weights)
+        frozen = [None] * len(weights)
+        return d_x, None, *(frozen if x is None else _gradients(d_y, x, ctx.rows, weights))
 
 
 def _operators(weight: Tensor) -> tuple[Any, Any, Any]:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spbench.impls.kernels.packed_weights import packed_of
+
 #: the operators that torch runs through cuBLAS handles of its own, whose workspaces its allocator holds
 TORCH_PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "strided_bmm", "accumulate_mm_", "fp8_mm", "fp8_accumulate_mm_"}
@@ -151,7 +153,8 @@ def fuse_accumulation(weight: nn.Parameter, main_grad: Tensor, placeholders: Pla
 
 def is_plain(weight: Tensor) -> bool:
     """Whether torch multiplies with the weight and autograd accumulates its gradient."""
-    return getattr(weight, "main_grad", None) is None and not _by_transformer_engine(weight)
+    plain = getattr(weight, "main_grad", None) is None and packed_of(weight) is None
+    return plain and not _by_transformer_engine(weight)
 
 
 def library_of(weight: Tensor) -> str:
@@ -165,7 +168,9 @@ def _by_transformer_engine(weight: Tensor) -> bool:
 
 
 def matrix(weight: Tensor) -> Tensor:
-    """A weight [..., F, H] as [F of all, H], a view."""
+    """A weight [..., F, H] as [F of all, H], a view; of a packed one a copy that is not."""
+    if (packed := packed_of(weight)) is not None:
+        weight = packed.unpacked(weight)
     return weight if weight.ndim == 2 else weight.flatten(0, -2)
 
 

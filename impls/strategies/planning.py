@@ -162,6 +162,8 @@ class PlanningHooks(GridHooks):
         ep, etp = (self.place.size(axis) for axis in FOLDED_AXES)
         if not sites and ep * etp > 1:
             raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
+        if etp > 1 and any(site.dims.get("adapted") for site in sites):
+            raise Unsupported("adapters of experts are whole, and etp splits an expert", "use etp 1, and ep")
         strategy = cast("Strategy", self)
         alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
         if sites and self.place.size(*alike) > 1:

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.measure.trust.error_model import ErrorModel
+from spbench.bench.measure.trust.intervals import NO_RATE
 from spbench.bench.units import shown_time
 from spbench.plots.series import grouped
 
@@ -38,8 +39,6 @@ GRADES = {
     "transferred": "The rate of another",
     "extrapolated": "Extrapolated",
 }
-#: of these, those that stand for a rate that nobody measured
-NO_RATE = ("substituted", "transferred")
 #: so many of a grade are named, those with the largest shares
 MOST = 3
 
@@ -73,7 +72,8 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     step_time_s, rates, bound = (measured.get(name) for name in ("step_time_s", "rates", "bound"))
     if not (step_time_s and rates and bound):
         return dict(row)
-    low, high, words = (model or packaged_model()).band(rates, bound, row["cell"].get("strategy") or "")
+    strategy = row["cell"].get("strategy") or ""
+    low, high, words = (model or packaged_model()).band(rates, bound, strategy, unknown_share(measured))
     ends: dict[str, Any] = {
         "step_time_low_s": step_time_s * low,
         "step_time_high_s": step_time_s * high,
@@ -84,6 +84,12 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
         cluster = row["cell"].get("cluster") or "this cluster"
         words = f"no rate of {lacking['work']} on {cluster}, priced by {lacking['by']}; {words}"
     return {**row, "measurement": {**measured, **ends, "band": words}}
+
+
+def unknown_share(measured: Mapping[str, Any]) -> float:
+    """The share of a simulated step that has no rate of its own."""
+    priced_by = measured.get("priced_by") or ()
+    return min(1.0, sum(each["share"] for each in priced_by if each["grade"] in NO_RATE))
 
 
 def shown_band(measured: Mapping[str, Any]) -> str:

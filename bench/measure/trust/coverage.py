@@ -50,5 +50,5 @@ def overall(covered: Sequence[Covered]) -> float:
 
 
 def _within(model: ErrorModel, o: StepObservation) -> bool:
-    low, high, _ = model.band(o.rates, o.bound, o.strategy)
+    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
     return low <= math.exp(-o.log_error) <= high

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple, Self
@@ -21,10 +21,13 @@ from pydantic import TypeAdapter
 
 from spbench.bench.measure.trust.intervals import (
     ANY,
+    NO_RATE,
     Interval,
     half_width,
     intervals_by_bound,
+    mixed,
     of_missing_bound,
+    of_unknown,
     widen,
     widest,
 )
@@ -33,6 +36,8 @@ from spbench.plots.series import grouped
 #: pairs of times are counted by the part of the shorter one by which the longer one is more: from each of
 #: these up to the next
 EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
+#: the class of the part of a step that has rates, beside another that has none
+KNOWN = "extrapolated"
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class StepObservation:
         alike: the same of rows that are compared with each other; "" of one that stands alone.
         log_time: log(simulated time of a sample), in any unit that rows that are alike share.
         machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
+        unknown: the share of the simulated time that has no rate of its own; 0: not told.
     """
 
     source: str
@@ -58,6 +64,7 @@ class StepObservation:
     log_time: float = 0.0
     machine: str = ""
     kernel: str = ""
+    unknown: float = 0.0
 
 
 class ComparedTimes(NamedTuple):
@@ -92,6 +99,7 @@ class ErrorModel:
         of_strategies: half width of what strategies of a source err differently.
         of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
             for their layout.
+        of_unknown: by rates of :data:`NO_RATE`, half width of the price of what has no rate.
         of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
             apart.
     """
@@ -101,6 +109,7 @@ class ErrorModel:
     of_strategies: float
     of_ties: Mapping[str, float]
     of_orders: Mapping[str, Sequence[Pairs]]
+    of_unknown: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, observations: Sequence[StepObservation]) -> Self:
@@ -115,12 +124,17 @@ class ErrorModel:
         by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
         widen(by_rates)
         ties = {name: _differences(some) for name, some in classes.items()}
+        unknown = {name: _unknown_parts(classes[name]) for name in NO_RATE if name in classes}
         return cls(
             intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
             strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
             of_strategies=half_width(_of_strategies(observations)),
             of_ties={name: half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
             of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
+            of_unknown={
+                name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
+                for name, parts in unknown.items()
+            },
         )
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
@@ -137,13 +151,22 @@ class ErrorModel:
         sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
         return interval, f"{words}{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
 
-    def band(self, rates: str, bound: str, strategy: str) -> tuple[float, float, str]:
+    def band(self, rates: str, bound: str, strategy: str, unknown: float = 0.0) -> tuple[float, float, str]:
         """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
-        step was measured."""
+        step was measured, and narrower where a small share of the step is ``unknown``."""
         interval, words = self.interval(rates, bound)
-        if {*strategy.split("+")} <= {*self.strategies}:
-            return *interval.factors(), words
-        return *interval.factors(self.of_strategies), f"{words}; none of this strategy"
+        more, none = 0.0, ""
+        if not {*strategy.split("+")} <= {*self.strategies}:
+            more, none = self.of_strategies, "; none of this strategy"
+        factors = interval.factors(more)
+        of_known = self.intervals.get(KNOWN, {})
+        if unknown and rates in self.of_unknown and of_known:
+            known = of_known.get(bound, of_known[ANY]).factors(more)
+            low, high = mixed(known, unknown, self.of_unknown[rates])
+            if high / low < factors[1] / factors[0]:
+                said = f"{unknown:.0%} of the step on {rates} rates, the rest as on {KNOWN} ones"
+                return low, high, f"{said}{none}"
+        return *factors, f"{words}{none}"
 
     def tie(self, rates: str) -> float:
         """The ratio up to which the times of two layouts of the same run are a tie."""
@@ -186,6 +209,12 @@ def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
             for bound, some in errors.items()
         }
     )
+
+
+def _unknown_parts(of_class: Sequence[StepObservation]) -> dict[str, list[tuple[float, float]]]:
+    """By source, the errors of a class with the shares of their steps that have no rate."""
+    by_source = grouped(of_class, lambda o: o.source)
+    return {source: [(o.log_error, o.unknown) for o in some] for source, some in by_source.items()}
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:

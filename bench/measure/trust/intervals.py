@@ -30,12 +30,17 @@ PLAIN = 3.0
 #: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
 #: (:mod:`measure.simulator.substitutes`)
 EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
+#: of these, those of what stands for a rate that nobody measured
+NO_RATE = EVER_WORSE[2:]
 #: the same of rates with a fitted scalar: by steps of the same model and strategy, by those of others
 FITTED = ("fitted", "fitted elsewhere")
 #: classes of which a price is missing, or all of them: what bounds a step follows from its prices
 WITHOUT_PRICES = (EVER_WORSE[-1], "datasheet")
 #: in place of a class or of a bound: all of them
 ANY = "any"
+
+#: the least part of its price that work without a rate is taken to have needed
+SHORTEST = 0.05
 
 #: numbers by the source that they are of
 Errors = Mapping[str, Sequence[float]]
@@ -141,6 +146,30 @@ def widest(intervals: Iterable[Interval]) -> Interval:
     errs is not known."""
     most = max(intervals, key=lambda each: abs(each.centre) + each.half_width)
     return replace(most, centre=0.0, half_width=abs(most.centre) + most.half_width)
+
+
+def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float) -> float:
+    """The half width of the price of what has no rate, by the errors of steps of which it is a share: of
+    log(measured / simulated) of that part alone, if the rest was right.
+
+    Args:
+        parts: by source, errors of steps with that share of each; those without a share say nothing.
+        least: that of whole steps of the class, which it is no narrower than.
+    """
+    of_parts = {
+        source: [
+            math.log(max((math.exp(-error) - 1 + share) / share, SHORTEST)) for error, share in some if share
+        ]
+        for source, some in parts.items()
+    }
+    return max(least, half_width({source: some for source, some in of_parts.items() if some}))
+
+
+def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[float, float]:
+    """The factors of a step of which a share has no rate, and the rest those factors."""
+    ends = math.exp(-half_width), math.exp(half_width)
+    low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
+    return low, high
 
 
 def _centre(means: Sequence[float]) -> float:

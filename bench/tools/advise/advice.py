@@ -242,7 +242,10 @@ class Advice:
         """The question."""
         cell = self.question.cell
         sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
-        return f"{cell.model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
+        sizes = [cell.model_options.get(name) for name in ("layers", "hidden")]
+        # a job that gives all sizes has a preset in name alone
+        model = f"a model of {sizes[0]} layers of width {sizes[1]}" if all(sizes) else cell.model
+        return f"{model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
 
     def why(self) -> str:
         """Why the winner is before the best of the next strategy, in a sentence with numbers; "" where there

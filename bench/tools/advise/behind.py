@@ -73,10 +73,15 @@ def _changes_in_words(answer: Advice) -> Iterator[str]:
 def _settings_changed(answer: Advice, seen: Seen) -> str:
     """The settings that make the job's own layout another one."""
     assert answer.result.own is not None
-    differing = [each for each in differences(answer.result.own.cell, seen.cell) if each[0] not in OWN_WAYS]
+    differing = _differing(answer.result.own, seen)
     words = [f"{path.partition('.')[2] or path} {shown(a)} to {shown(b)}" for path, a, b in differing]
     more = f" and {len(words) - _MOST} more" if len(words) > _MOST else ""
     return ", ".join(words[:_MOST]) + more
+
+
+def _differing(own: Seen, seen: Seen) -> list[tuple[str, Any, Any]]:
+    """The settings of the job's own layout that another one has not, with both values."""
+    return [each for each in differences(own.cell, seen.cell) if each[0] not in OWN_WAYS]
 
 
 def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
@@ -85,7 +90,10 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     own, asked = answer.result.own, answer.question.own
     if own is None or asked is None:
         return
-    for seen in answer.result.best[:NAMED]:
+    towards = answer.result.best[:NAMED]
+    if not own.fits:  # of those that tie, what differs in least of it
+        towards = sorted(towards, key=lambda seen: (not answer.is_tie(seen), len(_differing(own, seen))))
+    for seen in towards:
         if own.fits and seen.step_s >= own.step_s:
             return
         yield seen, flag_changes(asked.cell, seen.cell, asked.job)

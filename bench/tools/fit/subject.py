@@ -76,6 +76,10 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster, environment=asked.given)
         cells, remarks, program = [job.cell()], job.remarks, job.kind
         said |= {setting.path for setting in job.settings}
+        # with a batch that the job has, no accumulation means that it is one micro-batch
+        said |= (
+            {"training.micro_batches"} if any(s.path == "batch" and s.given for s in job.settings) else set()
+        )
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
     cells = [changed(cell, settings) if settings else cell for cell in cells]

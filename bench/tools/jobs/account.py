@@ -155,9 +155,9 @@ class Account:
         for name in names:
             self.missing.setdefault(name, missing)
 
-    def add(self, path: str, value: Any, source: str, note: str = "") -> None:
+    def add(self, path: str, value: Any, source: str, note: str = "", given: bool = True) -> None:
         """Set what comes from ``source``; ``note``: said of it beside."""
-        self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note]))))
+        self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note])), given))
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
         """Set what comes from arguments, or variables, of these names; from their defaults where none is
@@ -166,7 +166,7 @@ class Account:
         source = ", ".join(map(self.spelled, there)) or (
             "" if note and not names else self._default_of(names)
         )
-        self.add(path, value, source, note)
+        self.add(path, value, source, note, bool(there))
         self.took(f"{path}: {shown(value, _LONGEST_SETTING)}", *there)
 
     def map(self, *names: str) -> None:

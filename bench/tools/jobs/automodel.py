@@ -87,6 +87,7 @@ def _step(k: Account) -> TransformersStep:
         optimizer=_optimizer(k, optimizer, half),
         foreach=Said(_foreach(k, optimizer), target, "torch's default"),
         lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, given_of(k, _PEFT, "peft.dim")),
+        adapted_experts=Said("each" if "experts" in str(k.value("peft.target_modules")) else "frozen"),
         quantized=Said(
             4 if k.value("quantization.load_in_4bit") else 0, given_of(k, "quantization.load_in_4bit")
         ),

@@ -7,7 +7,7 @@ that it is, so that whatever the program would do otherwise is found by comparis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -266,9 +266,9 @@ def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
     Raises:
         UserError: a cell searches for its batch or length.
     """
-    if kind == "bridge":
+    if kind in _BY_KEYS:
         changes = flag_changes(before, after, "megatron")
-        return changes and _of_bridge(changes)
+        return changes and _as_keys(changes, *_BY_KEYS[kind])
     if kind not in FLAGS:
         return None
     old, new = program_flags(kind, before), program_flags(kind, after)
@@ -285,8 +285,20 @@ def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
     )
 
 
-def _of_bridge(changes: FlagChanges) -> FlagChanges:
-    """The keys of Megatron-Bridge that say what arguments of Megatron-LM do."""
+def _key_of_primus(argument: str) -> tuple[str | None, bool]:
+    """The key of Primus's overrides, which has Megatron-LM's name; None for a switch that negates."""
+    name = argument.removeprefix("--").replace("-", "_")
+    return None if name.startswith(("no_", "disable_")) else name, True
+
+
+#: programs that set arguments of Megatron-LM by keys, and the key of an argument, as of :func:`key_of`
+_BY_KEYS = {"bridge": ("Megatron-Bridge", key_of), "primus": ("Primus", _key_of_primus)}
+
+
+def _as_keys(
+    changes: FlagChanges, program: str, key_of: Callable[[str], tuple[str | None, bool]]
+) -> FlagChanges:
+    """The keys of a program that say what arguments of Megatron-LM do."""
     if changes.missing:
         return changes
     keys, missing = list[str](), list[str]()
@@ -294,13 +306,13 @@ def _of_bridge(changes: FlagChanges) -> FlagChanges:
         name, _, value = argument.partition(" ")
         (key, plain), given = key_of(name), argument in changes.given
         if key is None:
-            missing.append(f"{name} among the keys of Megatron-Bridge")
+            missing.append(f"{name} among the keys of {program}")
         elif not argument_table("megatron").arguments[name].takes:
             keys.append(f"{key}={str(given == plain).lower()}")
         else:
             keys.append(f"{key}={value if given else 'null'}")
     proposed = () if missing else tuple(keys)
-    return FlagChanges("Megatron-Bridge", proposed, remarks=changes.remarks, missing=tuple(missing))
+    return FlagChanges(program, proposed, remarks=changes.remarks, missing=tuple(missing))
 
 
 def _new(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:

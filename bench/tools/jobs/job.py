@@ -50,11 +50,13 @@ class Setting:
     Attributes:
         path: of its keys: ``model_options.kv_heads``.
         source: the arguments that it came from, or whose default it is.
+        given: the job has such an argument.
     """
 
     path: str
     value: Any
     source: str
+    given: bool = True
 
 
 #: in the order in which a reader wants them

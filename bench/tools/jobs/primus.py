@@ -145,7 +145,6 @@ def _beside(own: Account, known: Mapping[str, Any]) -> None:
         own.took("--moe-token-dispatcher-type flex: DeepEP", "use_turbo_deepep")
     lora = own.value("lora")
     rank = lora.get("dim", _RANK) if isinstance(lora, dict) and lora.get("enabled") else 0
-    latent = known.get("kv_lora_rank") if known.get("multi_latent_attention") else None
-    fields = {"num_experts": known.get("num_experts"), "kv_lora_rank": latent}
-    set_adapters(own, Said(rank, given_of(own, "lora")), fields, separate=False)
+    fields = {"num_experts": known.get("num_experts")}
+    set_adapters(own, Said(rank, given_of(own, "lora")), fields, separate=False, experts="shared")
     own.ignore("it is off", "use_turbo_deepep")

@@ -89,7 +89,9 @@ def read(files: JobFiles) -> Job | None:
     own.took("the model's sizes", "model")
     own.took("seq_len", "max_length")
     rank = own.value("lora_rank") if own.value("tuner_type") == "lora" else 0
-    set_adapters(own, Said(rank, given_of(own, "tuner_type", "lora_rank")), fields, separate=False)
+    set_adapters(
+        own, Said(rank, given_of(own, "tuner_type", "lora_rank")), fields, separate=False, experts="each"
+    )
     a.problems[:0] = [*problems, *own.problems]
     a.settings += own.settings
     a.remarks += own.remarks

@@ -66,7 +66,8 @@ class TransformersStep:
         mlp_tiles: the MLP is computed in tiles, each of as many tokens as the model is wide, or that number.
         optimizer: "adam", "adam 8 bits", "muon", or another.
         foreach: its update is torch's default, a kernel for each operation on all weights.
-        lora: the rank of adapters; 0: all weights are trained; quantized: bits of frozen weights, 0: not.
+        lora: the rank of adapters; 0: all weights are trained; adapted_experts: as :func:`set_adapters` has
+            it; quantized: bits of frozen weights, 0: not.
         fp8, library: the recipe of matmuls in eight bits, "": none, and whose linear layers have it.
         packed: rows are packed of several samples.
         fused: what is one kernel: words of model_options.fusions, and "permutation" of tokens to experts.
@@ -110,6 +111,7 @@ class TransformersStep:
     optimizer: Said = Said("adam")
     foreach: Said = Said(False)
     lora: Said = Said(0)
+    adapted_experts: Said = Said("frozen")
     quantized: Said = Said(0)
     fp8: Said = Said("")
     library: Said = Said("torch")

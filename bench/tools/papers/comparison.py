@@ -9,8 +9,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_text, write_whole
+from spbench.bench.measure.trust.bands import unknown_share
 from spbench.bench.old_names import measured_today
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
@@ -29,10 +30,13 @@ COMPARISON_FILE = "comparison.csv"
 NUMBERS = ("published", "reproduced", "relative_error")
 #: what of ours a time rests on; see :class:`Measurement`
 OF_TIMES = ("rates", "bound")
+#: the share of a time that has no rate of its own, where there is such a share
+UNKNOWN = "unknown"
 #: columns of PAPER.csv, of which the last six say where a number comes from, and our time
 RECORDS = (
     *("table", "cell", "strategy", "quantity", *NUMBERS),
     *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
+    UNKNOWN,
 )
 
 
@@ -53,6 +57,7 @@ class Comparison:
         source: FILE:ROW:COLUMN of the published number, by which it is counted once; "" where there is none.
         scenario, rates, bound: of a line of PAPER.csv: its scenario, and what our time rests on and what
             bounds the step, as :class:`Measurement` has them; else "".
+        unknown: of such a line: :func:`unknown_share` of the step, three digits; else "".
     """
 
     claim: str
@@ -74,6 +79,7 @@ class Comparison:
     scenario: str = ""
     rates: str = ""
     bound: str = ""
+    unknown: str = ""
 
     @property
     def of_table(self) -> bool:
@@ -106,6 +112,16 @@ class Comparison:
         return ":".join(self.source.split(":")[:2])
 
     @property
+    def share(self) -> float:
+        """The share of our time that has no rate of its own; 0: none is told. UserError if it is none."""
+        try:
+            return min(1.0, max(0.0, finite(self.unknown or "0")))
+        except ValueError as error:
+            raise UserError(
+                f"{self.source}: {UNKNOWN}: {shown(self.unknown)} is no share of a time"
+            ) from error
+
+    @property
     def both(self) -> tuple[float, float]:
         """The published number and ours, where there are both."""
         assert self.published is not None
@@ -122,6 +138,8 @@ class Comparison:
             name: None if (number := getattr(self, name)) is None else float(number) for name in NUMBERS
         }
         changed |= {name: measurement.get(name, "") if self.is_time else "" for name in OF_TIMES}
+        if self.is_time and (share := unknown_share(measurement)):
+            changed[UNKNOWN] = f"{share:.3g}"
         return replace(self, table=self.table or self.claim, scenario=scenario, **changed)
 
     @classmethod
@@ -180,7 +198,9 @@ def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:
     """The comparisons as a table; missing numbers are NaN."""
     from pandas import DataFrame
 
-    columns = [field.name for field in fields(Comparison) if field.name not in ("scenario", *OF_TIMES)]
+    columns = [
+        field.name for field in fields(Comparison) if field.name not in ("scenario", *OF_TIMES, UNKNOWN)
+    ]
     frame = DataFrame([asdict(c) for c in comparisons], columns=columns)
     return frame.astype(dict.fromkeys(NUMBERS, float))
 

@@ -202,13 +202,13 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         source = measured_by.get(file) or file.partition("_")[0].upper()
         rests = record.rates, record.bound, record.strategy, log_error(record)
         if (cell := cells.get(record.cell)) is None:
-            return StepObservation(source, *rests)
+            return StepObservation(source, *rests, unknown=record.share)
         machine, kernel = _machine_and_kernel(cell)
         _, simulated = record.both
         # a rate is of a run's cells, all of the same length
         time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
         run = _run_name(record, cell)
-        return StepObservation(source, *rests, run, math.log(time), machine, kernel)
+        return StepObservation(source, *rests, run, math.log(time), machine, kernel, record.share)
 
     return [observation(record) for record in records]
 

@@ -14,7 +14,7 @@ r rank of the adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder_options import DecoderOptions
 
 
-class OpeningAdapters(nn.Module):
+class Adapters(nn.Module):
+    """Weights that are trained where a model has a rank of adapters."""
+
+
+class OpeningAdapters(Adapters):
     """Adapters of the projections that open a block, one a projection where each is a matmul of its own, else
     one for all of them together.
 
@@ -71,7 +75,7 @@ class OpeningAdapters(nn.Module):
         return up.together(self.down[0](x)) * self.scale
 
 
-class ClosingAdapter(nn.Module):
+class ClosingAdapter(Adapters):
     """The adapter of the projection that closes a block: this rank's features of x [B, L, F] -> [B, L, H]."""
 
     def __init__(self, model: DecoderOptions, layers: LayerHooks, features: int, hidden: int):
@@ -90,10 +94,18 @@ def freeze(module: nn.Module, model: DecoderOptions) -> None:
     """Have the adapters of a module alone trained, if its model has some."""
     if not model.lora_rank:
         return
-    adapters = [m for m in module.modules() if isinstance(m, OpeningAdapters | ClosingAdapter)]
+    adapters = [m for m in module.modules() if isinstance(m, Adapters)]
     trained = {p for adapter in adapters for p in adapter.parameters()}
     for parameter in module.parameters():
         parameter.requires_grad_(parameter in trained)
+
+
+def beside_adapters(*blocks: nn.Module | None) -> Iterator[nn.Module]:
+    """The modules of blocks that are in none of their adapters."""
+    modules = [module for block in blocks if block is not None for module in block.modules()]
+    adapters = [module for module in modules if isinstance(module, Adapters)]
+    adapting = {module for adapter in adapters for module in adapter.modules()}
+    return (module for module in modules if module not in adapting)
 
 
 def with_gradient(x: Tensor, model: DecoderOptions) -> Tensor:

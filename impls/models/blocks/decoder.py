@@ -30,6 +30,7 @@ from spbench.impls.models.blocks.adapter_options import (
     adapter_parameters,
     adapter_sites,
     frozen,
+    spared_by_packing,
 )
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
@@ -276,7 +277,9 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
         sites.append(Site("parameters", 1, self.parameters(rows, stage)))
         sites += self.scale_sites(len(layers), len(predictions))
-        return [*frozen(sites, adapter_parameters(self, layers))] if self.lora_rank else sites
+        if not self.lora_rank:
+            return sites
+        return [*frozen(sites, adapter_parameters(self, layers), spared_by_packing(self, layers))]
 
     def _layer_sites(self, layer: int, batch: int, seq_len: int, again: bool, spared: bool) -> Iterator[Site]:
         """What a layer asks of a strategy for one batch; the other arguments are those of

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.dropout import bias_dropout_add
 from spbench.impls.kernels.fp8_projection import mark_recipe
+from spbench.impls.kernels.packed_weights import mark_packed, pack_weights
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
-from spbench.impls.models.blocks.adapters import freeze
+from spbench.impls.models.blocks.adapters import beside_adapters, freeze
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.norms import norm_of
@@ -68,11 +69,16 @@ class DecoderBlock(nn.Module):
             self.mlp_end = AddToHidden(model, strategy, biased=feeding.closing_bias)
         self.parallel, self.model, self.random = model.parallel_residual, model, strategy.random
         self.has_experts = isinstance(self.mlp, MixtureModule)
+        if model.packs:
+            mlp = self.mlp.shared if isinstance(self.mlp, MixtureModule) else self.mlp
+            pack_weights(beside_adapters(self.mixer, mlp), model.frozen_bits)
         mark_library(self, model.library)
         mark_recipe(self, model.fp8_recipe)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         mark_recipe(self, self.model.fp8_recipe)
+        if self.model.packs:
+            mark_packed(self)
         normal = self.mixer_norm(x)
         shared = normal if self.model.norms == "shared" else x
         mixed = self.mixer_post_norm(self.mixer(normal, places))

@@ -93,7 +93,7 @@ class SeparateExperts(nn.ModuleDict):
         return add_grouped_bias(y, shared, lengths, weights) if shared else y
 
 
-class _Stack(nn.Module):
+class Stack(nn.Module):
     """One weight [n, ..., in_features], and a bias [n, ...] or none."""
 
     bias: nn.Parameter | None
@@ -112,8 +112,8 @@ class StackedExperts(nn.Module):
         place, hidden, bias = strategy.place, model.hidden, model.expert_biases
         self.parts, index = place.size("etp"), place.rank("etp")
         features = model.expert_width // self.parts
-        self.opens = _Stack(len(held), (model.mlp_projections, features), hidden, bias)
-        self.closes = _Stack(len(held), (hidden,), features, bias)
+        self.opens = Stack(len(held), (model.mlp_projections, features), hidden, bias)
+        self.closes = Stack(len(held), (hidden,), features, bias)
         for parameter in self.parameters():
             mark_expert(parameter, stacked=True)
             parts = 1 if parameter is self.closes.bias else self.parts

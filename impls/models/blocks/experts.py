@@ -25,6 +25,8 @@ from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher,
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.projection import LIBRARIES, project
+from spbench.impls.models.blocks.adapter_options import EXPERTS
+from spbench.impls.models.blocks.expert_adapters import ExpertAdapters
 from spbench.impls.models.blocks.expert_weights import (
     ExpertTensors,
     SeparateExperts,
@@ -56,6 +58,7 @@ class MixtureOfExperts(FeedForward):
     def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
         dims = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.expert_width}
         dims |= {"E": model.experts, "K": model.experts_per_token}
+        dims |= {"adapted": 1} if model.adapts([EXPERTS]) else {}
         again = again or model.recomputes("moe")
         experts = Site("experts", 1, dims, again, call_of(model))
         again = again or model.recomputes("shared_experts")
@@ -108,6 +111,7 @@ class MixtureModule(nn.Module):
         held = range(model.experts)[self.dispatcher.mine]
         weights = StackedExperts if model.stacked_experts else SeparateExperts
         self.experts: StackedExperts | SeparateExperts = weights(model, strategy, held)
+        self.adapters = ExpertAdapters(model, held) if model.adapts([EXPERTS]) else None
         self.shared = MlpModule(model, strategy, model.shared_inner) if model.shared_inner else None
         if self.shared is not None:
             self.shared.project.gathered_once = model.gathers_shared_once
@@ -215,15 +219,35 @@ class MixtureModule(nn.Module):
     def _matmuls(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
         if self.model.experts_matmul == "grouped":
             y = self.experts.opened(x, lengths)
-            y = self._activated_and(y, weights, lambda activated: self.experts.closed(activated, lengths))
+            if self.adapters is not None:
+                y = self.adapters.opened(y, x, lengths)
+            y = self._activated_and(y, weights, lambda activated: self._closed(activated, lengths))
             return self.experts.with_bias(y, lengths, weights)
         parts = x.split([*lengths])
         each = weights.split([*lengths]) if weights is not None else [None] * len(parts)
-        return torch.cat([self._one(*given) for given in zip(self.experts.each(), parts, each, strict=True)])
+        adapters = [()] * len(parts) if self.adapters is None else self.adapters.each()
+        given = zip(self.experts.each(), parts, each, adapters, strict=True)
+        return torch.cat([self._one(*of_one) for of_one in given])
 
-    def _one(self, expert: ExpertTensors, x: Tensor, weights: Tensor | None) -> Tensor:
-        y = project(x, expert.opens, expert.opens_bias).unflatten(-1, expert.opens.shape[:2])
-        y = self._activated_and(y, weights, lambda activated: project(activated, expert.closes))
+    def _closed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        y = self.experts.closed(x, lengths)
+        return y if self.adapters is None else self.adapters.closed(y, x, lengths)
+
+    def _one(
+        self, expert: ExpertTensors, x: Tensor, weights: Tensor | None, factors: tuple[Tensor, ...]
+    ) -> Tensor:
+        """One expert's rows, with the factors of its adapters if it has some."""
+
+        def projected(x: Tensor, weight: Tensor, bias: Tensor | None, *of_adapter: Tensor) -> Tensor:
+            y = project(x, weight, bias)
+            if not of_adapter:
+                return y
+            down, up = of_adapter
+            return y + project(project(x, down), up) * self.model.lora_scale
+
+        y = projected(x, expert.opens, expert.opens_bias, *factors[:2])
+        y = y.unflatten(-1, expert.opens.shape[:2])
+        y = self._activated_and(y, weights, lambda a: projected(a, expert.closes, None, *factors[2:]))
         if expert.closes_bias is None:
             return y
         bias = SharedBias.apply(expert.closes_bias, self.dispatcher.etp)

@@ -17,24 +17,25 @@ query and key without a position and R that RoPE turns, A of a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.latent_rotary import keys_and_values, turned_queries
-from spbench.impls.models.blocks.adapter_options import CLOSING
+from spbench.impls.models.blocks.adapter_options import CLOSING, LATENT, QKV, LatentProjection
+from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.softmax_mixer import AttentionMixer, SoftmaxAttention
 from spbench.impls.strategies.base import Site, Strategy
-from spbench.impls.strategies.layers import Linear
+from spbench.impls.strategies.layers import GroupedLinear, Linear
 
 #: (q, k, v, places) -> o
 Attend = Callable[[Tensor, Tensor, Tensor, Places], Tensor]
@@ -72,6 +73,21 @@ class LatentAttention(SoftmaxAttention):
 
     def width(self, model: DecoderOptions) -> int:
         return model.heads * self.value_size
+
+    def latents(self, model: DecoderOptions) -> Mapping[str, LatentProjection]:
+        h, heads = model.hidden, model.heads
+        queries = heads * self.key_size
+        if self.q_rank is None:
+            of_queries = {QKV[0]: LatentProjection(h, queries, True)}
+        else:
+            of_queries = {
+                LATENT[0]: LatentProjection(h, self.q_rank, False),
+                LATENT[1]: LatentProjection(self.q_rank, queries, True),
+            }
+        return of_queries | {
+            LATENT[2]: LatentProjection(h, self.kv_rank + self.turned_size, False),
+            LATENT[3]: LatentProjection(self.kv_rank, heads * (self.plain_size + self.value_size), True),
+        }
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
         h, heads, of_norm = model.hidden, model.heads, 2 if model.norm == "layer" else 1
@@ -121,7 +137,24 @@ class LatentAttentionMixer(AttentionMixer):
         self.kv_norm = norm_of(model, kind.kv_rank)
         self.kv_up = strategy.grouped_linear_in(kind.kv_rank, heads * (kind.plain_size + kind.value_size), 1)
         self.close()
+        latents = {name: of for name, of in kind.latents(model).items() if model.adapts([name])}
+        self.adapters = nn.ModuleDict({name: self._adapter(name, of) for name, of in latents.items()})
         self.adapt_closing()
+
+    def _adapter(self, name: str, of_latent: LatentProjection) -> OpeningAdapters:
+        def up(rank: int, place: int = 0) -> nn.Module:
+            if of_latent.split:
+                return self.strategy.grouped_linear_in(rank, of_latent.outputs, 1)
+            return GroupedLinear(rank, of_latent.outputs, 1)
+
+        return OpeningAdapters(self.model, of_latent.inputs, (name,), up, up)
+
+    def _adapted(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """y, the projection of x that has this name, with what its adapter adds, if it has one."""
+        if name not in self.adapters:
+            return y
+        (adapted,) = self.adapters[name](x, (y,))
+        return cast(Tensor, adapted)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         return self.closed(self.beside_heads(self._attended(*self._latents(x), places)))
@@ -146,8 +179,9 @@ class LatentAttentionMixer(AttentionMixer):
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The latent of queries [B, L, Q], or x itself, that of keys and values [B, L, C], and the features
         that the keys of all heads share [B, L, R]."""
-        of_queries = x if self.q_down is None else self.q_down.project(x)
-        latent, shared = self.kv_down.project(x).split([self.kind.kv_rank, self.kind.turned_size], -1)
+        of_queries = x if self.q_down is None else self._adapted(LATENT[0], x, self.q_down.project(x))
+        down = self._adapted(LATENT[2], x, self.kv_down.project(x))
+        latent, shared = down.split([self.kind.kv_rank, self.kind.turned_size], -1)
         # all heads use this key, whichever rank has them
         return of_queries, latent, self.strategy.features_for_heads(shared)
 
@@ -162,6 +196,8 @@ class LatentAttentionMixer(AttentionMixer):
             latent = latent.contiguous()  # libraries' norms take no views
         latent = self.kv_norm(latent)
         q, kv = self.q_up.project(of_queries, None), self.kv_up.project(latent, None)
+        q = self._adapted(QKV[0] if self.q_down is None else LATENT[1], of_queries, q)
+        kv = self._adapted(LATENT[3], latent, kv)
         heads, base = q.shape[-1] // kind.key_size, kind.rotary_base
         if base is not None and self.model.fuses("rope"):
             angles = places.angles(kind.turned_size, base)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.rms_norm import rms_norm
+from spbench.impls.models.blocks.adapter_options import Adaptable
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.strategies.base import Site, Strategy
@@ -29,7 +29,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus
 
 
 @dataclass(frozen=True)
-class LinearAttention:
+class LinearAttention(Adaptable):
     """A layer of causal linear attention, its output normalised instead of divided by a sum of keys.
 
     Attributes:
@@ -38,8 +38,6 @@ class LinearAttention:
         gated: the normalised output is multiplied by a fourth projection of the input.
         lrpe: queries and keys turned by LRPE, which doubles their size; see :class:`LinearAttentionMixer`.
     """
-
-    adapted: ClassVar[Sequence[str]] = ()
 
     feature_map: str
     decay: Sequence[float] | None = None

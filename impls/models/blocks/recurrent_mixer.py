@@ -26,6 +26,7 @@ from spbench.impls.attended import Attended
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.recurrence import Rule, sequential, timed
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
+from spbench.impls.models.blocks.adapter_options import Adaptable
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.options import check_choices
@@ -37,7 +38,7 @@ WAYS = ("chunked", "sequential")
 
 
 @dataclass(frozen=True)
-class RecurrentLayer(ABC):
+class RecurrentLayer(Adaptable, ABC):
     """A layer of a gated recurrence.
 
     Attributes:
@@ -51,8 +52,6 @@ class RecurrentLayer(ABC):
     Raises:
         ValueError: G does not divide Z, or there is no such way.
     """
-
-    adapted: ClassVar[Sequence[str]] = ()
 
     heads: int
     key_heads: int

@@ -20,7 +20,7 @@ from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles, rotated_by_halves
 from spbench.impls.layout import SiteKind
-from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
+from spbench.impls.models.blocks.adapter_options import CLOSING, QKV, Adaptable
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
@@ -46,7 +46,7 @@ KERNELS = (*FUSED_KERNELS, "unfused")
 
 
 @dataclass(frozen=True)
-class SoftmaxAttention:
+class SoftmaxAttention(Adaptable):
     """A layer of causal softmax attention.
 
     Attributes:
@@ -73,7 +73,6 @@ class SoftmaxAttention:
     window: int | None = None
     sinks: bool = False
 
-    #: its projections that may have an adapter
     adapted: ClassVar[Sequence[str]] = (*QKV, CLOSING)
 
     def __post_init__(self) -> None:

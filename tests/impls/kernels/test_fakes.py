@@ -14,6 +14,7 @@ from spbench.impls import kernels
 from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.flash_attention import flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
+from spbench.impls.kernels.packed_weights import initial_scales
 from tests.impls.kernels.made import bits, made
 from tests.impls.kernels.recurrence_arguments import recurrence_arguments
 
@@ -200,6 +201,9 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
         "weighted_swiglu_backward": (x, pairs, row_weights),
     }
     arguments["stacked_mm"] = (x, square, rows)
+    for few in (4, 8):
+        scales = initial_scales(torch.Size([*x.shape[:-1], x.shape[-1] * 16 // few]), few)
+        arguments[f"unpack_weight of {few} bits"] = (x, scales, few)
     arguments["stacked_mm_weights"] = (x, y, rows)
     arguments["stacked_accumulate_mm_"] = (square.double(), x, y, rows)
     for library in ("", "te_"):

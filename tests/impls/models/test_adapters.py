@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.kernels.grouped_matmul import grouped_project, stacked_project
 from spbench.impls.kernels.projection import project
+from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
@@ -22,6 +25,7 @@ from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.expert_faults import in_each_block
 from tests.measure.verify.planting import planted
 from tests.slow import mostly_slow, slow
 
@@ -51,12 +55,61 @@ def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: in
 def test_layers_have_the_adapters_that_their_projections_can_take(
     pool: RankPool, strategy: str, model: str
 ) -> None:
-    """Experts, latents and linear attention are frozen beside the adapters of the rest."""
+    """Experts and latents have their own; linear attention is frozen."""
     alone = {"mtp_layers": 0} if model == "mla-tiny" else {}
     plain = model_preset(model, alone)
     assert isinstance(plain, CausalTransformerModel)
     options = plain.adapter_variants()[0]
     assert_green(pool, Case(strategy_class(strategy), model_preset(model, {**alone, **options}), "model"), 2)
+
+
+TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj", "experts")
+ALL = {"lora_rank": RANK, "lora_targets": TARGETS, "shared_inner": 24}
+#: Mixtral's uneven routing beside shared experts, and all tokens to three experts of twelve
+UNEVEN = {**ALL, "routing": "zipf:1.5", "recompute": "selective"}
+FEW = {**ALL, "routing": "zipf:40", "z_weight": 0.01, "expert_weighting": "input"}
+KEPT = {"recompute_modules": ("moe_act", "shared_experts"), "library": "transformer-engine"}
+
+
+@pytest.mark.parametrize("options", [{**UNEVEN, **KEPT}, slow(FEW), {**FEW, "stacked_experts": True}])
+@pytest.mark.parametrize("strategy", mostly_slow(("ulysses", "megatron_sp"), "ulysses"))
+def test_each_expert_has_adapters_where_its_rank_is(
+    pool: RankPool, strategy: str, options: dict[str, Any]
+) -> None:
+    case = Case(strategy_class(strategy), model_preset("moe-tiny", options), "model", folds={"ep": 2})
+    assert_green(pool, case, 2)
+
+
+@pytest.mark.parametrize("options", [{}, slow({"q_lora_rank": None})])
+@pytest.mark.parametrize(
+    "strategy", mostly_slow(("tensor_parallel", "megatron_sp", "ulysses"), "megatron_sp")
+)
+def test_projections_of_latents_have_adapters_with_their_recomputation(
+    pool: RankPool, strategy: str, options: dict[str, Any]
+) -> None:
+    again = {"recompute": "selective", "recompute_modules": ("mla_up_proj",)}
+    case = Case(strategy_class(strategy), latent(**again, **options), "model")
+    assert_green(pool, case, 2)
+
+
+def latent(**options: Any) -> CausalTransformerModel:
+    queries = ("q_a_proj", "q_b_proj") if options.get("q_lora_rank", 1) else ("q_proj",)
+    targets = {"lora_rank": RANK, "lora_targets": (*queries, "kv_a_proj_with_mqa", "kv_b_proj")}
+    model = model_preset("mla-tiny", {"mtp_layers": 0, **targets, **options})
+    assert isinstance(model, CausalTransformerModel)
+    return model
+
+
+def test_a_frozen_expert_keeps_no_input_and_has_no_gradient() -> None:
+    x = torch.randn(5, 6, requires_grad=True)
+    frozen = nn.Parameter(torch.randn(2, 3, 6), requires_grad=False)
+    for y in (stacked_project(x, frozen, [2, 3]), grouped_project(x, [*frozen], [2, 3])):
+        assert y.grad_fn.saved_tensors == (None,)  # type: ignore[union-attr]
+        y.sum().backward()
+    assert frozen.grad is None
+    torch.testing.assert_close(
+        x.grad, 2 * torch.cat([frozen[0].sum(0).expand(2, -1), frozen[1].sum(0).expand(3, -1)])
+    )
 
 
 @pytest.mark.parametrize("n", mostly_slow((2, 4), 2))
@@ -82,6 +135,20 @@ def _not_entered(self: Any, honest: Any, x: Tensor, weight: Tensor, bias: Tensor
     return project(x, weight, bias) if x.shape[-1] == RANK else honest(x, weight, bias)
 
 
+def _of_the_next(block: MixtureModule) -> None:
+    """An expert's rows meet the adapter of another one."""
+    assert block.adapters is not None
+    block.adapters.opens_up = nn.ModuleDict(reversed(block.adapters.opens_up.items()))  # type: ignore[operator,arg-type]
+
+
+def _summed_over_all(block: MixtureModule) -> None:
+    assert block.adapters is not None
+    for p in block.adapters.parameters():
+        p.spbench_expert = False  # type: ignore[attr-defined]
+
+
+OfTheNext = planted("OfTheNext", CausalTransformerModel, build=in_each_block(_of_the_next))
+SummedOverAll = planted("SummedOverAll", CausalTransformerModel, build=in_each_block(_summed_over_all))
 Unscaled = planted("Unscaled", Ulysses, linear_out=_unscaled)
 AdapterNotSummed = planted("AdapterNotSummed", TensorParallel, enter=_not_entered)
 
@@ -92,6 +159,21 @@ def test_a_missing_scale_is_red(pool: RankPool) -> None:
 
 def test_gradients_of_adapters_that_are_not_summed_are_red(pool: RankPool) -> None:
     assert_red(pool, Case(AdapterNotSummed, adapted(), "model"), 2, "gradient of blocks")
+
+
+def test_gradients_of_adapters_of_latents_that_are_not_summed_are_red(pool: RankPool) -> None:
+    assert_red(pool, Case(AdapterNotSummed, latent(), "model"), 2, "gradient of blocks")
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [(OfTheNext, "gradient of blocks.0.mlp.adapters"), (SummedOverAll, "gradient of blocks")],
+)
+def test_faults_in_adapters_of_experts_are_red(
+    pool: RankPool, fault: type[CausalTransformerModel], what: str
+) -> None:
+    model = fault(**{**vars(model_preset("moe-tiny")), **ALL})
+    assert_red(pool, Case(Ulysses, model, "model", folds={"ep": 2}), 2, what)
 
 
 # -- sizes, bytes and memory -----------------------------------------------------------------------------
@@ -108,6 +190,7 @@ OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overl
         slow({"dp": 2}, {"backend": "zero3"}),
         slow({"tp": 2}, {"backend": "megatron"}),
         ({"dp": 2}, {"backend": "megatron", **OVERLAPPED}),
+        ({"dp": 2, "ep": 2}, {"backend": "zero3"}),
     ],
 )
 def test_real_ranks_send_what_virtual_ones_do(
@@ -116,6 +199,8 @@ def test_real_ranks_send_what_virtual_ones_do(
     strategy = "megatron_sp" if "tp" in sizes else "single"
     cell = {"model": MODEL, "strategy": strategy, "sizes": sizes, "batch": 4, "seq_len": 24}
     both = {"model_options": OPTIONS, "training": training}
+    if "ep" in sizes:
+        both |= {"model": "moe-tiny", "model_options": {**ALL, "stacked_experts": True, "routing": "even"}}
     assert_real_ranks_send_the_same(pool, Cell.model_validate(cell | both))
 
 
@@ -141,6 +226,7 @@ def test_a_rank_holds_states_of_adapters_alone() -> None:
         ({"lora_targets": ["query"]}, "lora_targets has words of q_proj"),
         ({"lora_targets": ["q_proj"]}, "name all or none of them, or set separate_projections"),
         ({"lora_targets": []}, "names no projection"),
+        ({"lora_targets": ["experts"]}, "this model has no experts for adapters; name some of q_proj, "),
         ({"recompute": "operators"}, "neither mtp_layers nor recompute: operators"),
     ],
 )

@@ -167,6 +167,39 @@ def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
     assert model.of_strategies == pytest.approx(0.1, rel=0.2)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_the_price_of_a_part_is_found_from_the_errors_of_steps(share: float) -> None:
+    """What has no rate takes 6 times as long as simulated, or a sixth; the rest is right."""
+    rows = [
+        StepObservation(source, "transferred", "host", "a", -math.log(1 - share + share * six), unknown=share)
+        for source in SOURCES
+        for six in (6.0, 6.0, 1 / 6)
+    ]
+    model = ErrorModel.fit([*drawn(1, rates="extrapolated", within=0.01, between=0.01), *rows])
+    assert model.of_unknown["transferred"] == pytest.approx(math.log(6), rel=1e-6)
+    ends = [model.band("transferred", "host", "a", part)[:2] for part in (0.02, 0.05, share)]
+    assert all(
+        low <= 1 - part * 5 / 6 and 1 + 5 * part <= high
+        for part, (low, high) in zip((0.02, 0.05), ends[:2], strict=True)
+    )
+    assert ends[0][1] < 1.15 < ends[1][1] < 1.35
+    assert all(o.log_error == 0 or _holds(model, o) for o in rows)
+    assert (
+        "2% of the step on transferred rates, the rest as on extrapolated ones"
+        in model.band("transferred", "host", "a", 0.02)[2]
+    )
+    # a share of all, and one that nobody told, have the interval of the class
+    assert model.band("transferred", "host", "a", 1.0)[1] == model.band("transferred", "host", "a")[1]
+    assert ErrorModel.from_dict(model.as_dict()).band("transferred", "host", "a", 0.05)[0] == pytest.approx(
+        ends[1][0], rel=1e-5
+    )
+
+
+def _holds(model: ErrorModel, o: StepObservation) -> bool:
+    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
+    return low <= math.exp(-o.log_error) <= high
+
+
 def test_ties_are_of_differences_within_a_source() -> None:
     """Sources err by a factor of 1.5, and splits of a run by 2%."""
     random = Random(1)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import TrainingOptions
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.choices import names
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.behind import own_content, own_in_words
@@ -21,6 +23,8 @@ from spbench.bench.tools.fit import asking
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking
 from tests.bench.crew import CrewHere
+from tests.bench.hostile import case
+from tests.slow import slow
 from tests.tools.commands.conftest import Run
 
 #: a script of Megatron-LM, all of whose sizes are small
@@ -137,6 +141,21 @@ def test_how_far_it_is_behind_and_the_arguments_that_mend_it(tmp_path: Path) -> 
     ]
 
 
+def test_what_does_not_fit_is_led_to_the_tie_that_differs_least(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    assert about.own is not None
+    own = seen(about, 3.0, "oom")
+    replicas = {"strategy": "single", "sizes": own.cell.sizes.model_copy(update={"tp": 1, "dp": 2})}
+    more = own.cell.training.model_copy(update={"micro_batches": 8})
+    fewer = own.cell.training.model_copy(update={"micro_batches": 2})
+    faster, near = seen(about, 2.0, **replicas, training=fewer), seen(about, 2.01, training=more)
+    of_job = answer(about, own, faster, near)
+    assert [*own_in_words(of_job)][1] == "to tensor_parallel tp2 by Megatron-LM: --micro-batch-size 1"
+    assert "a model of 2 layers of width 64" in of_job.in_words()
+    slower = answer(about, own, faster, seen(about, 9.0, training=more))
+    assert [*own_in_words(slower)][1].startswith("to single dp2 by Megatron-LM: ")
+
+
 def test_where_no_arguments_are_known_the_settings_are_named(tmp_path: Path) -> None:
     about = asked_of(job(tmp_path))
     assert about.own is not None
@@ -192,3 +211,39 @@ def test_its_row_stands_beside_the_best(advise: Run, tmp_path: Path) -> None:
     assert code == 0
     assert " yours |" in out or "| yours " in out
     assert "yours, tensor_parallel tp2 with megatron, takes " in out
+
+
+# -- damaged jobs ----------------------------------------------------------------------------------------
+
+
+def asked_of_damaged(numbers: range, folder: Path) -> int:
+    """Ask for the own layout of damaged jobs, in as many training settings as there are backends; returns
+    how many were read."""
+    there = 0
+    for number in numbers:
+        damage = case("job files", number)
+        for name, content in damage.files.items():
+            (folder / name).write_bytes(content)
+        words, gpus = [*damage.words], int(damage.words[damage.words.index("--gpus") + 1])
+        given = dict(
+            word.removeprefix("--given=").split("=", 1) for word in words if word.startswith("--given")
+        )
+        try:
+            asked = question([*damage.files], Asked("dgx-h100", gpus, None, {}, given=given))
+        except UserError:
+            continue
+        there += 1
+        assert asked.own is not None
+        assert asked.own.looked_at.training.steps == 1
+        for backend in names("backend"):
+            training = asked.own.training(backend, {})
+            assert training is None or training["backend"] == backend
+    return there
+
+
+@pytest.mark.parametrize("numbers", [range(20), slow(range(20, 1000))])
+def test_damaged_jobs_have_a_layout_or_one_line(
+    numbers: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert asked_of_damaged(numbers, tmp_path) > len(numbers) / 8

@@ -8,6 +8,7 @@ from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.subject import subject
 from spbench.bench.tools.fit.taken import experts_line, taken_line, tokens_of_rank
+from tests.tools.jobs.job_inputs import INPUTS
 
 OPTION = "strategy_options.placement"
 
@@ -55,6 +56,16 @@ def test_tokens_of_a_rank_show_what_an_axis_divides(
 ) -> None:
     (cell,) = subject(["causal-transformer-tiny"], asked(strategy, axis, batch=batch)).cells
     assert tokens_of_rank(cell) == tokens
+
+
+@pytest.mark.parametrize(("name", "said"), [("llama_factory_v1.yaml", True), ("verl.sh", False)])
+def test_a_micro_batch_that_the_job_has_is_not_taken(name: str, said: bool) -> None:
+    """verl fills rows up to a number of tokens, so that its micro-batch is unknown."""
+    found = subject([str(INPUTS / name)], Asked(cluster="dgx-h100", gpus=8))
+    assert ("training.micro_batches" in found.said) is said
+    assert (
+        "taken where nothing was said: micro-batch 1" in taken_line(found.cells[0], found.said)
+    ) is not said
 
 
 def test_experts_have_a_line() -> None:

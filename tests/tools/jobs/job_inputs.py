@@ -57,6 +57,7 @@ JOBS = {
     "ZeRO-3": ("deepspeed", ["zero3.json", "accelerate.yaml", "config.json", "long.yaml"]),
     "sizes": ("bridge", ["bridge_8b.yaml"]),
     "config.json": ("bridge", ["bridge_override.yaml", "config.json"]),
+    "experts": ("bridge", ["bridge_experts.yaml"]),
     "axolotl": ("axolotl", ["axolotl.yaml"]),
     "LLaMA-Factory": ("llama_factory", ["llama_factory.yaml"]),
     "LLaMA-Factory v1": ("llama_factory", ["llama_factory_v1.yaml"]),
@@ -71,7 +72,7 @@ JOBS = {
     "accelerate launch": ("accelerate", ["accelerate.sh"]),
     "accelerate": ("deepspeed", ["accelerate_fsdp2.yaml", "train.py"]),
 }
-GPUS = {"70B": 64, "sizes": 16}
+GPUS = {"70B": 64, "sizes": 16, "experts": 16}
 #: what files leave to run time, by the kind
 GIVEN = {"verl": {"1": "8", "2": "out"}}
 

@@ -263,6 +263,8 @@ def test_what_megatron_has_not_is_named(changes: dict[str, Any], missing: str) -
             "model.recompute_method=uniform model.recompute_num_layers=1",
         ),
         ("bridge", {"training.backend": "zero3"}, ""),
+        ("primus", {"batch": 32}, "micro_batch_size=4 global_batch_size=32"),
+        ("primus", {"training.gradient_accumulation_fusion": False}, ""),
         ("torchtitan", {"model_options.recompute": "full"}, 'activation_checkpoint.mode="full"'),
     ],
 )

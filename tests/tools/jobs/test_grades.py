@@ -45,6 +45,13 @@ def test_what_a_file_leaves_to_run_time_is_asked_for_and_given() -> None:
     assert read_job(None, [job_file], gpus=8, cluster="dgx-a100", environment=given).cell().seq_len == 4096
 
 
+def test_weights_in_few_bits_are_packed_beside_adapters() -> None:
+    quantized = ("finetuning_type: lora", "finetuning_type: lora\nquantization_bit: 4")
+    job = read("llama_factory", ["llama_factory.yaml"], {"llama_factory.yaml": quantized}, gpus=8)
+    assert settings(job)["model_options.frozen_bits"] == 4
+    assert job.cell().model_options["frozen_bits"] == 4
+
+
 def test_weights_in_few_bits_say_how_much_too_many_bytes_are_counted() -> None:
     quantized = ("bf16: auto", "bf16: auto\nadapter: qlora\nlora_r: 8\nload_in_4bit: true")
     read_so = read("axolotl", ["axolotl.yaml"], {"axolotl.yaml": quantized}, gpus=8)

@@ -72,11 +72,24 @@ def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> N
 def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
     assert made("LLaMA-Factory")["model_options.lora_rank"] == 16
     dense, experts = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
-    job = lenient("LLaMA-Factory", (dense, experts))
+    assert made("LLaMA-Factory", (dense, experts)).get("model_options.lora_targets") is None
+
+
+def test_adapters_of_linear_attention_are_approximated() -> None:
+    job = lenient("LLaMA-Factory", ("Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct"))
     (argument,) = [each for each in job.arguments if each.name == "lora_rank"]
-    assert (argument.outcome, argument.missing) == ("approximated", "adapters (LoRA) of experts")
-    settings = {setting.path: setting.value for setting in job.settings}
-    assert settings["model_options.lora_targets"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (argument.outcome, argument.missing) == ("approximated", "adapters (LoRA) of linear attention")
+
+
+def test_adapters_of_experts_are_asked_for_by_name() -> None:
+    rest = "\n  torch_dtype: bf16\n  attn_implementation: sdpa\n"
+    peft = "peft: {{_target_: nemo_automodel.PeftConfig, target_modules: [{}]}}\n"
+    changes = [
+        (f"meta-llama/Llama-3.1-8B{rest}", f"Qwen/Qwen3-30B-A3B{rest}{peft.format(names)}")
+        for names in ("'*_proj'", "'*_proj', '*experts'")
+    ]
+    targets = [made("Automodel", change).get("model_options.lora_targets") for change in changes]
+    assert targets == [None, ["all-linear", "experts"]]
 
 
 @pytest.mark.parametrize(

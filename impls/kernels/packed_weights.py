@@ -1,0 +1,124 @@
+"""Frozen weights in four or eight bits, whose use makes a copy in the dtype of their inputs, in forward and
+again in backward (QLoRA, arXiv 2305.14314; the weights of LLM.int8(), arXiv 2208.07339).
+
+As with bitsandbytes' ``quant_storage`` of bfloat16, by which FSDP shards them, a packed parameter is one of
+the model's dtype whose numbers hold four or two codes in their first 16 bits; so any strategy cuts it, and
+any backend gathers it, as it does the weight. Wider dtypes, for verification, leave the other bits unused.
+
+Of four bits (NF4), 64 codes have a scale of eight bits, and 256 scales one of float32: 0.516 bytes a weight
+(functional.py of bitsandbytes 95f9af30, quantize_4bit with compress_statistics). The levels of these scales
+are linear here. Of eight bits a row has a scale. Scales are not sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: the codes of four bits, quantiles of a normal distribution (QLoRA, appendix E)
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+#: bits of the numbers that hold codes; codes with a scale; scales with a scale
+HOLDER, BLOCK, BLOCK_OF_SCALES = 16, 64, 256
+#: the largest magnitude of a weight before any are loaded
+_INITIAL = 0.05
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How a parameter is packed.
+
+    Attributes:
+        bits: 4 or 8.
+        scales: as bytes.
+    """
+
+    bits: int
+    scales: Tensor
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """The weight [..., H], of the dtype that it is packed in."""
+        result: Tensor = unpack_weight(weight, self.scales, self.bits)
+        return result
+
+
+@torch.library.custom_op("spbench::unpack_weight", mutates_args=())
+def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """A weight [..., H] of packed numbers [..., H bits / 16]."""
+    size = packed.element_size()
+    words = packed.contiguous().view(_INTEGERS[size]).long() >> (8 * size - HOLDER)
+    codes = torch.stack([words >> at & (2**bits - 1) for at in range(0, HOLDER, bits)], -1).flatten(-2)
+    if bits == 8:
+        of_rows = scales.view(torch.float32).double().view(*codes.shape[:-1], 1)
+        return ((codes - 256 * (codes > 127)) / 127 * of_rows).to(packed.dtype)
+    blocks = math.ceil(codes.numel() / BLOCK)
+    of_scales = 4 * math.ceil(blocks / BLOCK_OF_SCALES)  # first, so that they are aligned
+    wide = scales[:of_scales].view(torch.float32).double().repeat_interleave(BLOCK_OF_SCALES)[:blocks]
+    each = (scales[of_scales:] / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
+    values = torch.tensor(NF4, dtype=torch.float64, device=packed.device)[codes]
+    return (values * each.view(codes.shape)).to(packed.dtype)
+
+
+@unpack_weight.register_fake
+def _(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+    return packed.new_empty(*packed.shape[:-1], packed.shape[-1] * HOLDER // bits)
+
+
+def initial_scales(shape: torch.Size, bits: int) -> Tensor:
+    """The scales of a weight of that shape, as bytes."""
+    if bits == 8:
+        return torch.full((shape[:-1].numel(),), _INITIAL, dtype=torch.float32).view(torch.uint8)
+    blocks = math.ceil(shape.numel() / BLOCK)
+    wide = torch.full((math.ceil(blocks / BLOCK_OF_SCALES),), _INITIAL, dtype=torch.float32)
+    return torch.cat((wide.view(torch.uint8), torch.full((blocks,), 255, dtype=torch.uint8)))
+
+
+def pack_weights(modules: Iterator[nn.Module], bits: int) -> None:
+    """Have the matrices of modules packed, without values.
+
+    Raises:
+        ValueError: a row has no whole number of packed numbers.
+    """
+    for module in modules:
+        for name, weight in [*module._parameters.items()]:
+            if weight is None or weight.ndim < 2 or name == "bias":  # of grouped projections it has two dims
+                continue
+            *rows, features = weight.shape
+            if features * bits % HOLDER:
+                few = f"{features} features of a rank are no multiple of {HOLDER // bits}"
+                raise ValueError(f"{few}, to be packed; use fewer ranks, or frozen_bits: {HOLDER}")
+            packed = nn.Parameter(weight.new_empty(*rows, features * bits // HOLDER), requires_grad=False)
+            vars(packed).update(vars(weight))
+            module._parameters[name] = packed
+            module.register_buffer(f"scales_{name}", initial_scales(weight.shape, bits), persistent=False)
+            module.packed_bits = bits  # type: ignore[assignment]
+
+
+def mark_packed(module: nn.Module) -> None:
+    """Record on the packed weights of a module how they are. Called before each forward, as backends that
+    gather weights put other tensors in their place."""
+    for each in module.modules():
+        if not (bits := vars(each).get("packed_bits")):
+            continue
+        for name, weight in (*each._parameters.items(), *vars(each).items()):
+            if (scales := each._buffers.get(f"scales_{name}")) is not None:
+                weight.spbench_packed = Packed(bits, scales)
+
+
+def scales_in(module: nn.Module) -> list[Tensor]:
+    """The scales of all packed weights of a module."""
+    return [b for name, b in module.named_buffers() if name.rpartition(".")[2].startswith("scales_")]
+
+
+def packed_of(weight: Tensor) -> Packed | None:
+    """How a weight is packed; None: it is not."""
+    return getattr(weight, "spbench_packed", None)
