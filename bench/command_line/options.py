@@ -36,9 +36,12 @@ class Several(click.ParamType[tuple[Any, ...]]):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
+            values = tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
         except ValueError as error:
             return self.fail(str(error), param, ctx)
+        if not values:  # as of a shell's variable that is not set: all cells would run
+            self.fail(f"{shown(str(value))} names nothing; leave the option out for all", param, ctx)
+        return values
 
 
 def numbers(least: int = 1) -> Several:
@@ -144,9 +147,28 @@ def many(flag: str, kind: Several, text: str) -> Callable[[Command], Command]:
     return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
 
 
-def path_option(flag: str, text: str, **further: Any) -> Callable[[Command], Command]:
-    """An option that is a path; ``text`` says what it is for and what its default is."""
-    return click.option(flag, type=click.Path(path_type=Path), help=text, **further)
+def path_option(
+    flag: str, text: str, *, folder: bool = False, **further: Any
+) -> Callable[[Command], Command]:
+    """An option that is a path; ``text`` says what it is for and what its default is. A ``folder`` that is a
+    file is refused before the work whose results it is for."""
+    return click.option(flag, type=click.Path(path_type=Path, file_okay=not folder), help=text, **further)
+
+
+def figure_option(text: str) -> Callable[[Command], Command]:
+    """An option that is the path of a figure; its type is checked before the work that it shows."""
+
+    def check(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+        if path is not None:
+            from spbench.plots.paper import form_of  # matplotlib, which takes half a second
+
+            try:
+                form_of(path)
+            except ValueError as error:
+                raise click.BadParameter(str(error), ctx, param) from error
+        return path
+
+    return path_option("--figure", text, callback=check)
 
 
 device = click.option(
@@ -191,7 +213,9 @@ def scenario(command: Command) -> Function:
         if (placed is None) == (scenario is None):
             context = click.get_current_context()
             wrong = "name a scenario" if placed is None else "name one scenario, once"
-            raise click.UsageError(f"{wrong}: {context.command_path} SCENARIO (see spbench list scenarios)")
+            usage = [context.command_path, *context.command.collect_usage_pieces(context)[1:]]
+            words = " ".join(usage).replace("[SCENARIO]", "SCENARIO")
+            raise click.UsageError(f"{wrong}: {words} (see spbench list scenarios)")
         return command(scenario=scenario if placed is None else placed, **arguments)
 
     text = "Name (see spbench list), or path of a YAML file of your own; SCENARIO is the same."
