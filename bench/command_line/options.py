@@ -142,14 +142,12 @@ def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[A
     return tuple(dict.fromkeys(value for several in values for value in several))
 
 
-def many(flag: str, kind: Several, text: str) -> Callable[[Command], Command]:
-    """An option that may be repeated, or given several values at once."""
-    return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
+def many(flag: str, kind: Several, text: str, *name: str) -> Callable[[Command], Command]:
+    """An option that may be repeated, or given several values at once; ``name``: of its parameter."""
+    return click.option(flag, *name, type=kind, multiple=True, callback=_joined, help=text)
 
 
-def path_option(
-    flag: str, text: str, *, folder: bool = False, **further: Any
-) -> Callable[[Command], Command]:
+def path_option(flag: str, text: str, folder: bool = False, **further: Any) -> Callable[[Command], Command]:
     """An option that is a path; ``text`` says what it is for and what its default is. A ``folder`` that is a
     file is refused before the work whose results it is for."""
     return click.option(flag, type=click.Path(path_type=Path, file_okay=not folder), help=text, **further)
@@ -189,14 +187,8 @@ executor = click.option(
 variant = click.option(
     "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
 )
-changes = click.option(
-    "--set",
-    "changes",
-    type=SETTINGS,
-    multiple=True,
-    callback=_joined,
-    help="Another value of a setting of all that is asked, such as strategy_options.placement=zigzag.",
-)
+_ANOTHER = "Another value of a setting of all that is asked, such as strategy_options.placement=zigzag."
+changes = many("--set", SETTINGS, _ANOTHER, "changes")
 given = click.option(
     "--given", multiple=True, metavar="NAME=VALUE", help="What a job leaves to run time: TP=8, or a key."
 )
@@ -269,11 +261,7 @@ def choosing_cells(command: Function) -> Function:
             "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
             "sample over the same axes. Repeatable, or a comma list.",
         ),
-        many(
-            "--model",
-            WORDS,
-            "Only these models; one of your own (FILE.py, config.json) in the place of all.",
-        ),
+        many("--model", WORDS, "Only these models; one of yours (FILE.py, config.json) in the place of all."),
         many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
         many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is added."),
         many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),
