@@ -218,15 +218,11 @@ def _whole(text: str) -> int:
     return int(digits, 0) if digits.startswith(("0o", "0x")) else int(digits)
 
 
-def _real(text: str) -> float:
-    return float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", "").lower()))
-
-
 _OF_KIND: dict[str, Callable[[str], Any]] = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
     "int": _whole,
-    "float": _real,
+    "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", "").lower())),
     "str": _text,
     "merge": _text,
 }

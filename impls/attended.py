@@ -190,8 +190,8 @@ class Attended:
 
     @cached_property
     def _borders(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Of each document and one behind the last: its first position, the one after its last, and how many
-        pairs meet before it; where there are none, one document begins and does not end."""
+        """The first position of each document and of one behind the last, the one after its last, and how
+        many pairs meet before it; where there are none, one document begins and does not end."""
         lengths = np.array(self.documents, np.int64)
         ends = np.cumsum(lengths)
         pairs = np.cumsum(self._pairs_of_first(lengths))

@@ -39,7 +39,7 @@ class Tiling:
     backward_at_once: bool = False
 
     def lengths(self, tokens: int) -> list[int]:
-        """Of the tiles, one after another, of ``tokens`` that a rank has."""
+        """The lengths of the tiles, one after another, of ``tokens`` that a rank has."""
         length = tokens
         if self.longest:
             length = -(-tokens // -(-tokens // self.longest))

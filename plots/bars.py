@@ -67,7 +67,7 @@ class Bar:
 
     @property
     def length(self) -> float:
-        """Of all segments."""
+        """The length of all segments."""
         return sum(segment.length for segment in self.segments)
 
 

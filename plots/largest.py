@@ -241,8 +241,8 @@ def _switches(row: Row) -> Iterator[str]:
 
 
 def _names(rows: Sequence[Row]) -> Iterator[str]:
-    """Of a ladder's rungs: what one adds to the rung above where it adds something, else all; and the GPUs
-    where they are more than the rung above has."""
+    """Names of a ladder's rungs: what one adds to the rung above where it adds something, else all; and the
+    GPUs where they are more than the rung above has."""
     above: list[str] = []
     count = gpus(rows[0])
     for row in rows:

@@ -124,7 +124,7 @@ def check(device: str) -> Iterator[Row]:
 
 
 def milliseconds(call: Callable[[], Any]) -> list[float] | None:
-    """Of each of some runs after warm-up; None where memory does not suffice."""
+    """The time of each of some runs after warm-up; None where memory does not suffice."""
     samples = []
     try:
         for i in range(WARM_UPS + REPEATS):

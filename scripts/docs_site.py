@@ -53,7 +53,7 @@ def repository_path(uri: str) -> str:
 
 
 def linked(path: str, markdown: str) -> Iterator[tuple[str, str]]:
-    """Of a page at ``path``: each relative link that leads to a file or folder, and that file's path."""
+    """Each relative link of a page at ``path`` that leads to a file or folder, and that file's path."""
     for link in LINK.findall(markdown):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
         if (ROOT / target).exists():

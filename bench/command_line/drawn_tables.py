@@ -74,7 +74,8 @@ def layout(table: Table, width: int, view: View) -> TableLayout:
     kept, folded = _kept(table, view)
     lines = kept if view.details or table.most is None else kept[: table.most]
     names = filled(lines)
-    same = {name: text_of(lines[0][name]) for name in names if name and _is_same(lines, name)}
+    texts = {name: {text_of(line[name]) for line in lines} for name in names if name}
+    same = {name: text for name, (text, *others) in texts.items() if not others}
     if len(lines) < 2 or len(same) == len(names):
         same = {}
     names = [name for name in names if name not in same]
@@ -96,10 +97,6 @@ def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, 
     for text in table.folded.values():
         folded[text] = folded.get(text, 0) + 1
     return [line for index, line in enumerate(table.lines) if index not in table.folded], folded
-
-
-def _is_same(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
-    return len({text_of(line[name]) for line in lines}) == 1
 
 
 def _by_importance(table: Table, names: Sequence[str]) -> list[str]:

@@ -36,9 +36,12 @@ class Several(click.ParamType[tuple[Any, ...]]):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
+            values = tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
         except ValueError as error:
             return self.fail(str(error), param, ctx)
+        if not values:  # as of a shell's variable that is not set: all cells would run
+            self.fail(f"{shown(str(value))} names nothing; leave the option out for all", param, ctx)
+        return values
 
 
 def numbers(least: int = 1) -> Several:
@@ -139,14 +142,31 @@ def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[A
     return tuple(dict.fromkeys(value for several in values for value in several))
 
 
-def many(flag: str, kind: Several, text: str) -> Callable[[Command], Command]:
-    """An option that may be repeated, or given several values at once."""
-    return click.option(flag, type=kind, multiple=True, callback=_joined, help=text)
+def many(flag: str, kind: Several, text: str, *name: str) -> Callable[[Command], Command]:
+    """An option that may be repeated, or given several values at once; ``name``: of its parameter."""
+    return click.option(flag, *name, type=kind, multiple=True, callback=_joined, help=text)
 
 
-def path_option(flag: str, text: str, **further: Any) -> Callable[[Command], Command]:
-    """An option that is a path; ``text`` says what it is for and what its default is."""
-    return click.option(flag, type=click.Path(path_type=Path), help=text, **further)
+def path_option(flag: str, text: str, folder: bool = False, **further: Any) -> Callable[[Command], Command]:
+    """An option that is a path; ``text`` says what it is for and what its default is. A ``folder`` that is a
+    file is refused before the work whose results it is for."""
+    return click.option(flag, type=click.Path(path_type=Path, file_okay=not folder), help=text, **further)
+
+
+def figure_option(text: str) -> Callable[[Command], Command]:
+    """An option that is the path of a figure; its type is checked before the work that it shows."""
+
+    def check(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+        if path is not None:
+            from spbench.plots.paper import form_of  # matplotlib, which takes half a second
+
+            try:
+                form_of(path)
+            except ValueError as error:
+                raise click.BadParameter(str(error), ctx, param) from error
+        return path
+
+    return path_option("--figure", text, callback=check)
 
 
 device = click.option(
@@ -167,14 +187,8 @@ executor = click.option(
 variant = click.option(
     "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
 )
-changes = click.option(
-    "--set",
-    "changes",
-    type=SETTINGS,
-    multiple=True,
-    callback=_joined,
-    help="Another value of a setting of all that is asked, such as strategy_options.placement=zigzag.",
-)
+_ANOTHER = "Another value of a setting of all that is asked, such as strategy_options.placement=zigzag."
+changes = many("--set", SETTINGS, _ANOTHER, "changes")
 given = click.option(
     "--given", multiple=True, metavar="NAME=VALUE", help="What a job leaves to run time: TP=8, or a key."
 )
@@ -191,7 +205,9 @@ def scenario(command: Command) -> Function:
         if (placed is None) == (scenario is None):
             context = click.get_current_context()
             wrong = "name a scenario" if placed is None else "name one scenario, once"
-            raise click.UsageError(f"{wrong}: {context.command_path} SCENARIO (see spbench list scenarios)")
+            usage = [context.command_path, *context.command.collect_usage_pieces(context)[1:]]
+            words = " ".join(usage).replace("[SCENARIO]", "SCENARIO")
+            raise click.UsageError(f"{wrong}: {words} (see spbench list scenarios)")
         return command(scenario=scenario if placed is None else placed, **arguments)
 
     text = "Name (see spbench list), or path of a YAML file of your own; SCENARIO is the same."
@@ -245,11 +261,7 @@ def choosing_cells(command: Function) -> Function:
             "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
             "sample over the same axes. Repeatable, or a comma list.",
         ),
-        many(
-            "--model",
-            WORDS,
-            "Only these models; one of your own (FILE.py, config.json) in the place of all.",
-        ),
+        many("--model", WORDS, "Only these models; one of yours (FILE.py, config.json) in the place of all."),
         many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
         many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is added."),
         many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),

@@ -112,38 +112,27 @@ class HostOptimizer(HostAdam):
         if self.layout.sums:
             gradient = self._sum(number, run.buffers[at], gradient)
         if last:
-            self._leave(run.gradients[at], gradient.to(run.gradient.dtype))
+            self._copy(run.gradients[at], gradient.to(run.gradient.dtype), to_host=True)
 
     def _sum(self, number: int, buffer: Tensor, gradient: Tensor) -> Tensor:
         """Add a gradient to those before; returns the sum, on the device."""
         on_device = torch.empty_like(gradient)
         if number not in self._summed:
             self._summed.add(number)
-            self._leave(buffer, gradient)
-            self._fetch(on_device, buffer)
+            self._copy(buffer, gradient, to_host=True)
+            self._copy(buffer, on_device, to_host=False)
         else:
-            self._fetch(on_device, buffer)
-            self._leave(buffer, on_device.add_(gradient))
+            self._copy(buffer, on_device, to_host=False)
+            self._copy(buffer, on_device.add_(gradient), to_host=True)
         return on_device
 
-    def _leave(self, host: Tensor, x: Tensor) -> None:
-        """Copy a gradient to the host."""
+    def _copy(self, host: Tensor, x: Tensor, *, to_host: bool) -> None:
+        """Copy a gradient to the host or to x of the device. For memory that is not pinned the host waits,
+        and gives the device nothing meanwhile."""
         if self.layout.pinned_gradients:
-            to_host_(host, x)
+            to_host_(host, x) if to_host else to_device_(x, host)
             return
-        to_pageable_(host, x)
-        self._copied(x)
-
-    def _fetch(self, x: Tensor, host: Tensor) -> None:
-        """Copy a gradient to the device."""
-        if self.layout.pinned_gradients:
-            to_device_(x, host)
-            return
-        from_pageable_(x, host)
-        self._copied(x)
-
-    def _copied(self, x: Tensor) -> None:
-        """The host has waited for a copy, and the device is given nothing meanwhile."""
+        to_pageable_(host, x) if to_host else from_pageable_(x, host)
         self._computing.wait_stream(torch.get_device_module(x.device).current_stream())
         wait_for_device(x)
 

@@ -44,7 +44,7 @@ class PlannedBuffer:
 
     @property
     def elements(self) -> list[int]:
-        """Of each parameter."""
+        """The elements of each parameter."""
         return [p.numel() for p in self.parameters.values()]
 
 

@@ -44,11 +44,6 @@ def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
     gate.copy_(d_gate)
 
 
-@_silu_times_backward_.register_fake
-def _(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
-    return None
-
-
 class _SwiGLUInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

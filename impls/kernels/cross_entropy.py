@@ -190,11 +190,6 @@ def _scale_(d_logits: Tensor, gradient: Tensor) -> None:
     d_logits.mul_(gradient.unsqueeze(-1))
 
 
-@_scale_.register_fake
-def _(d_logits: Tensor, gradient: Tensor) -> None:
-    return None
-
-
 class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:

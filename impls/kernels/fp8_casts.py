@@ -215,10 +215,6 @@ def _products(prefix: str) -> tuple[object, object]:
     ) -> None:
         into.add_(_multiply(a, b, of_a, of_b, tiles, into.dtype))
 
-    @fp8_accumulate_mm_.register_fake
-    def _(into: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int]) -> None:
-        return None
-
     return fp8_mm, fp8_accumulate_mm_
 
 

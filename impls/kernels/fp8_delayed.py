@@ -83,11 +83,6 @@ def fp8_update_scales_(history: Tensor, scales: Tensor, largest_number: float) -
     history[0].zero_()
 
 
-@fp8_update_scales_.register_fake
-def _(history: Tensor, scales: Tensor, largest_number: float) -> None:
-    return None
-
-
 class DelayedScaling(nn.Module):
     """The scales of all matmuls of some layers, and the magnitudes that the next ones are made of.
 

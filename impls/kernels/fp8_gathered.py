@@ -66,9 +66,7 @@ class _GatheredProjection(torch.autograd.Function):
         data, scale, b_data, b_scale = ctx.saved_tensors
         weight, recipe, dim, group = ctx.weight, ctx.recipe, ctx.dim, ctx.group
         by_engine = library_of(weight) == TRANSFORMER_ENGINE
-        d_rows = d_y.reshape(-1, d_y.shape[-1])
-        largest = recipe.largest(d_rows, recipe.tile, "gradient")
-        a, a_t = recipe.cast_both(d_rows, recipe.tile, recipe.gradients, largest)
+        a, a_t = recipe.cast_both(d_y.reshape(-1, d_y.shape[-1]), "gradient")
         x = gathered(Quantized(data, scale, recipe.tile), ctx.shape, dim, group)
         b_t = Quantized(b_data, b_scale, recipe.weights)
         whole_d_x = multiply_fp8(a, b_t.mT, ctx.dtype, by_engine=by_engine)

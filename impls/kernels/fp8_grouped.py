@@ -173,19 +173,6 @@ def te_fp8_grouped_accumulate_mm_(
         total.add_((d @ part.mT).to(total.dtype))
 
 
-@te_fp8_grouped_accumulate_mm_.register_fake
-def _(
-    into: Sequence[Tensor],
-    d_y: Tensor,
-    x: Tensor,
-    of_d_y: Tensor,
-    of_x: Tensor,
-    rows: Sequence[int],
-    tile: Sequence[int],
-) -> None:
-    return None
-
-
 def _cast_rows(
     x: Tensor, rows: Sequence[int], recipe: Fp8Recipe, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

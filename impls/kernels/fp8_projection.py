@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from spbench.impls.kernels.projection import (
     matrix,
     weight_gradient,
 )
+
+#: what a matmul of a projection takes
+Operand = Literal["input", "weight", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Fp8Recipe:
         """Whether activations and gradients have one scale each."""
         return self.tile == WHOLE
 
-    def largest(self, x: Tensor, tile: Tile, what: str = "input") -> Tensor | Slot | None:
+    def largest(self, x: Tensor, tile: Tile, what: Operand = "input") -> Tensor | Slot | None:
         """What a cast of x needs before: its largest magnitude where one scale is of all, or the place of its
         scale where that is delayed."""
         if self.slots is not None:
@@ -105,10 +108,11 @@ class Fp8Recipe:
         data, scale = fp8_cast(x, largest, dtype, tile, self.scales, transposed)
         return Quantized(data, scale, tile)
 
-    def cast_both(
-        self, x: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor | Slot | None
-    ) -> tuple[Quantized, Quantized]:
+    def cast_both(self, x: Tensor, what: Operand) -> tuple[Quantized, Quantized]:
         """x [r, c] and x^T in eight bits."""
+        tile = self.weights if what == "weight" else self.tile
+        dtype = self.gradients if what == "gradient" else E4M3
+        largest = self.largest(x, tile, what)
         if self.whole and not self.transposes:
             once = self.cast(x, tile, dtype, largest)
             return once, once.mT
@@ -247,9 +251,8 @@ class _Projection(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, of_x, of_weight = ctx.saved_tensors
         weight, recipe, whole = ctx.weight, ctx.recipe, matrix(ctx.weight)
-        of_gradient = recipe.largest(d_y, recipe.tile)
         if recipe.whole:
-            a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, of_gradient)
+            a, a_t = recipe.cast_both(d_y, "gradient")
         else:
             a = recipe.cast(d_y, recipe.tile, recipe.gradients, None)
         d_x = None
@@ -273,7 +276,7 @@ class _EngineProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, recipe: Fp8Recipe) -> Tensor:
-        a, a_t = recipe.cast_both(x, recipe.tile, E4M3, recipe.largest(x, recipe.tile))
+        a, a_t = recipe.cast_both(x, "input")
         b, b_t = cast_weight(weight, recipe)
         ctx.save_for_backward(a_t.data, a_t.scale, b_t.data, b_t.scale)
         ctx.weight, ctx.bias, ctx.recipe, ctx.dtype = weight, bias, recipe, x.dtype
@@ -283,8 +286,7 @@ class _EngineProjection(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, b_data, b_scale = ctx.saved_tensors
         weight, recipe = ctx.weight, ctx.recipe
-        largest = recipe.largest(d_y, recipe.tile, "gradient")
-        a, a_t = recipe.cast_both(d_y, recipe.tile, recipe.gradients, largest)
+        a, a_t = recipe.cast_both(d_y, "gradient")
         d_x = None
         if ctx.needs_input_grad[0]:
             b_t = Quantized(b_data, b_scale, recipe.weights)
@@ -312,8 +314,7 @@ def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Qua
         if (scale := getattr(weight, "spbench_fp8_scale", None)) is not None:  # kept in eight bits
             casts = Quantized(whole, scale, WHOLE), recipe.transposed(Quantized(whole, scale, WHOLE))
         else:
-            largest = recipe.largest(whole, recipe.weights, "weight")
-            casts = recipe.cast_both(whole, recipe.weights, E4M3, largest)
+            casts = recipe.cast_both(whole, "weight")
         if step is not None:
             weight.spbench_fp8_casts = step, casts  # type: ignore[attr-defined]
     return casts

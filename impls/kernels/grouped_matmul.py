@@ -78,10 +78,6 @@ def _products(prefix: str) -> tuple[Any, Any, Any]:
     def grouped_accumulate_mm_(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
         _accumulate(into, d_y, x, rows)
 
-    @grouped_accumulate_mm_.register_fake
-    def _(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
-        return None
-
     return grouped_mm, grouped_mm_weights, grouped_accumulate_mm_
 
 
@@ -145,11 +141,6 @@ def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
 @torch.library.custom_op("spbench::stacked_accumulate_mm_", mutates_args={"into"})
 def _stacked_accumulate_mm_(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
     _accumulate(into, d_y, x, rows)
-
-
-@_stacked_accumulate_mm_.register_fake
-def _(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
-    return None
 
 
 class _StackedProjection(torch.autograd.Function):

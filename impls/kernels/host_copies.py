@@ -72,20 +72,10 @@ def to_host_(host: Tensor, x: Tensor) -> None:
     host.copy_(x, non_blocking=True)
 
 
-@to_host_.register_fake
-def _(host: Tensor, x: Tensor) -> None:
-    pass
-
-
 @torch.library.custom_op("spbench::to_device_", mutates_args=("x",))
 def to_device_(x: Tensor, host: Tensor) -> None:
     """Copy what the host's memory holds into x of the device, as :func:`to_host_` does the other way."""
     x.copy_(host, non_blocking=True)
-
-
-@to_device_.register_fake
-def _(x: Tensor, host: Tensor) -> None:
-    pass
 
 
 @torch.library.custom_op(f"spbench::{TO_PAGEABLE}", mutates_args=("host",))
@@ -95,17 +85,7 @@ def to_pageable_(host: Tensor, x: Tensor) -> None:
     host.copy_(x)
 
 
-@to_pageable_.register_fake
-def _(host: Tensor, x: Tensor) -> None:
-    pass
-
-
 @torch.library.custom_op(f"spbench::{FROM_PAGEABLE}", mutates_args=("x",))
 def from_pageable_(x: Tensor, host: Tensor) -> None:
     """Copy what memory of the host that is not pinned holds into x of the device; the host waits."""
     x.copy_(host)
-
-
-@from_pageable_.register_fake
-def _(x: Tensor, host: Tensor) -> None:
-    pass

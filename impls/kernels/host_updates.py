@@ -58,20 +58,10 @@ def host_adamw_(
         torch._foreach_sub_(list(steps), [found_inf] * len(steps))
 
 
-@host_adamw_.register_fake
-def _(*_: object) -> None:
-    pass
-
-
 @torch.library.custom_op("spbench::host_copy_", mutates_args=("to",))
 def host_copy_(to: Tensor, x: Tensor) -> None:
     """Copy x, rounded to the dtype of ``to``."""
     to.copy_(x)
-
-
-@host_copy_.register_fake
-def _(to: Tensor, x: Tensor) -> None:
-    pass
 
 
 @torch.library.custom_op("spbench::host_add_", mutates_args=("to",))
@@ -80,18 +70,8 @@ def host_add_(to: Tensor, x: Tensor) -> None:
     to.add_(x)
 
 
-@host_add_.register_fake
-def _(to: Tensor, x: Tensor) -> None:
-    pass
-
-
 @torch.library.custom_op("spbench::host_unscale_", mutates_args=("gradients", "found_inf"))
 def host_unscale_(gradients: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
     """Divide gradients by the scale of the loss; ``found_inf``, a scalar, becomes 1 where one is not
     finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, scale.reciprocal())
-
-
-@host_unscale_.register_fake
-def _(*_: object) -> None:
-    pass

@@ -28,11 +28,6 @@ def _rotary_(x: Tensor, angles: Tensor, inverse: bool) -> None:
     x.copy_(_turned(x.transpose(1, 2), angles, inverse).transpose(1, 2))
 
 
-@_rotary_.register_fake
-def _(x: Tensor, angles: Tensor, inverse: bool) -> None:
-    return None
-
-
 class _TurnedQueries(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, angles: Tensor, heads: int) -> Tensor:

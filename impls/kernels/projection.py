@@ -72,16 +72,6 @@ def te_accumulate_mm_(into: Tensor, a: Tensor, b: Tensor) -> None:
     _accumulate(into, a, b)
 
 
-@accumulate_mm_.register_fake
-def _(into: Tensor, a: Tensor, b: Tensor) -> None:
-    return None
-
-
-@te_accumulate_mm_.register_fake
-def _(into: Tensor, a: Tensor, b: Tensor) -> None:
-    return None
-
-
 @torch.library.custom_op("spbench::strided_bmm", mutates_args=())
 def _strided_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.matmul(a, b).mul_(scale).contiguous()

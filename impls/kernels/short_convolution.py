@@ -38,8 +38,8 @@ def _with_before(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _seen(x: Tensor, weight: Tensor, starts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Of the x that :func:`_with_before` returns: (place in the weight, what the positions see there [B, L,
-    C]), for each place."""
+    """(place in the weight, what the positions of the x of :func:`_with_before` see there [B, L, C]), for
+    each place."""
     width = weight.shape[1]
     for place in range(width):
         seen = x[:, place : x.shape[1] - width + 1 + place]

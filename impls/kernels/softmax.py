@@ -73,11 +73,6 @@ def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
     return kernels.masked_softmax_backward_(gradient, probabilities, scale)
 
 
-@_masked_softmax_backward_.register_fake
-def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
-    return None
-
-
 class _MaskedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

@@ -128,7 +128,7 @@ def input_gradients(
     d_states: Tensor,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, v, of the sums of g, and of b."""
+    """Gradients of q, k, v, of the sums of g, and of b."""
     heads = v.shape[2]
     queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
     decay, products = _decay(sums, starts), _for_heads(scores, heads)

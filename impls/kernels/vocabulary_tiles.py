@@ -34,7 +34,7 @@ def _places(labels: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _updated(m: Tensor, s: Tensor, t: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token [N] the largest logit, the sum of exponentials, and that of exponentials times logits,
+    """The largest logit of each token [N], its sum of exponentials, and that of exponentials times logits,
     with those of a tile [N, C]."""
     top = torch.maximum(m, torch.amax(logits, dim=-1))
     before = torch.exp(m - top)

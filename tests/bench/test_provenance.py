@@ -89,7 +89,7 @@ def test_rows_must_be_of_one_commit(which: str) -> None:
 
 @pytest.mark.parametrize("row", [{}, {"provenance": None}, {"provenance": {"commit": None}}])
 def test_rows_without_any_commit_are_of_one_code(row: dict[str, Any]) -> None:
-    """Of spbench without its repository; not beside rows that have a commit."""
+    """They come from spbench without its repository; not beside rows that have a commit."""
     check_same_code({"a": [row, row], "b": [row]})
     known = {"provenance": {"commit": "1"}}
     with pytest.raises(UserError, match="b: rows come from commit 1, rows of a from unknown, so that"):

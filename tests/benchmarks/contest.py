@@ -28,7 +28,7 @@ WORST_ERROR = 3.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of q, k and v, whole."""
+    """The sizes of q, k and v, whole."""
 
     batch: int = 1
     seq_len: int = 1024
@@ -88,7 +88,7 @@ class Attention:
         return _results(self.strategy, self.inputs)
 
     def errors(self, exact: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, float]:
-        """Of whole tensors, or of this rank's part, beside this rank's part of the exact ones."""
+        """Errors of whole tensors, or of this rank's part, beside this rank's part of the exact ones."""
         mine = {name: self.strategy.shard(x, POSITIONS) for name, x in exact.items()}
         parts = {
             name: x if x.shape == mine[name].shape else self.strategy.shard(x, POSITIONS)

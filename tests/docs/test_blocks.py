@@ -32,7 +32,7 @@ def test_what_is_quoted_right_passes(page: Path) -> None:
     cell = "{model: bert-tiny, strategy: single, batch: 1, seq_len: 8}"
     scenario = f'```yaml title="mine.yaml"\ntitle: Mine\ngroups: [{cell}]\n```\n'
     listed = console("$ spbench list backends", "backends:", "...", "  zero1 ...", "...")
-    unknown = console("$ spbench list clustrs", "spbench: Invalid value for ...")
+    unknown = console("$ spbench list clustrs", "spbench: no name has ...")
     dry_run = console("$ spbench run --scenario mine.yaml --dry-run", "mine: Mine (1 cells)", "...")
     assert follow(page, "\n\n".join([scenario, listed, unknown, dry_run])) == 3
 

@@ -58,7 +58,7 @@ def test_rates_of_a_cluster_that_are_the_same_are_one_line(width: float) -> None
 
 
 def rate(operation: str, extent: int, **fields: Any) -> dict[str, Any]:
-    """Of three samples, from half to twice the seconds."""
+    """Three samples, from half to twice the seconds."""
     empty = {"flops_per_s": None, "bytes_per_s": None, "bus_bytes_per_s": None, "size": f"{extent} B"}
     bounds = {"seconds": 2.0, "least_s": 1.0, "most_s": 4.0}
     about = {"operation": operation, "extent": extent, "precision": "fp32", "ranks": 8}

@@ -186,17 +186,15 @@ class ErrorModel:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, of six digits."""
-        content: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=_six_digits)
+        content: dict[str, Any] = json.loads(
+            json.dumps(asdict(self)), parse_float=lambda number: float(f"{float(number):.6g}")
+        )
         return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The model that :meth:`as_dict` gave."""
         return TypeAdapter(cls).validate_python(content)
-
-
-def _six_digits(number: str) -> float:
-    return float(f"{float(number):.6g}")
 
 
 def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:

@@ -85,8 +85,8 @@ def verify(
     Args:
         strategies: names, of one strategy or of several around each other ("megatron_sp+ulysses"); None: all
             that are registered, each alone.
-        models: names, or paths of config.json files, whose models are verified :meth:`Model.shrunk`; None:
-            the registered presets with "-tiny" in their name.
+        models: names, or paths of config.json files; these and large models are verified
+            :meth:`Model.shrunk`; None: the registered presets with "-tiny" in their name.
         world_sizes: ranks. Those of strategies around each other are split over their axes in every way that
             leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
@@ -179,15 +179,18 @@ def _check_known(dtypes: Sequence[str], backend: str) -> None:
     backend_class(backend)
 
 
+#: features of a position; wider layers are shrunk, as float64 on a few ranks cannot hold many
+_LARGEST_HIDDEN = 512
+
+
 def _tiny() -> list[str]:
     return [name for name in all_models() if "-tiny" in name]
 
 
 def _model(name: str) -> Model:
-    """The model of that name, or of the config.json at that path in sizes for verification."""
-    if names_a_file(name):
-        return model_preset(name, config=read_model_file(name)).shrunk()
-    return model_preset(name)
+    """The model of that name, in sizes for verification where it is large, or of the config.json there."""
+    model = model_preset(name, config=read_model_file(name) if names_a_file(name) else None)
+    return model.shrunk() if names_a_file(name) or getattr(model, "hidden", 0) > _LARGEST_HIDDEN else model
 
 
 def _parts_and_variants(

@@ -12,6 +12,7 @@ from spbench.bench.command_line.options import (
     body,
     changes,
     executor,
+    figure_option,
     files_of,
     given,
     jobs,
@@ -55,7 +56,7 @@ from spbench.bench.command_line.options import (
     metavar="PROGRAM",
     help="Only layouts that a program has arguments for, and these arguments: megatron or torchtitan.",
 )
-@path_option("--figure", "Draw the best layouts, or of several questions which strategy wins where, here.")
+@figure_option("Draw the best layouts, or of several questions which strategy wins where, here.")
 @path_option("--output", "Write the best layouts as a scenario, to run, verify, trace and ask fit about.")
 @jobs
 @executor

@@ -80,17 +80,6 @@ def report(
     return Output(sections, content, records, notes=notes, files=files, details=details)
 
 
-def check_figure(path: Path | None) -> None:
-    """Raises a UserError where no figure can be written so, before the search that it is of."""
-    if path is not None:
-        from spbench.plots.paper import form_of  # matplotlib, which takes half a second
-
-        try:
-            form_of(path)
-        except ValueError as error:
-            raise UserError(f"--figure {error}") from error
-
-
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
     """The layouts of one answer, or a map of several, in a file."""
     from spbench.plots.fit_and_advise import draw_advice, draw_layouts

@@ -16,7 +16,7 @@ from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
 from spbench.bench.measure.scenarios.scenario import given as settings_given
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.tools.advise.advice import Advice
-from spbench.bench.tools.advise.advise_report import check_figure, report
+from spbench.bench.tools.advise.advise_report import report
 from spbench.bench.tools.advise.layout_search import BEHIND, Search
 from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question, question, whole_numbers
@@ -109,7 +109,6 @@ def advise(
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
         questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])
-    check_figure(figure)
     answers = []
     with Progress() as progress:
         for answer in answered(questions, jobs, progress.at, executor, asked_about):

@@ -191,15 +191,11 @@ def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) 
         clock = _Clock()
         with clock:
             seconds(lambda: training.step(inputs), mesh.device_type, 1)
-        clocks.append(_without_collectives(clock))
+        clocks.append({kind: taken for kind, taken in clock.taken.items() if kind[0] != "allreduce_"})
     calls = {kind: len(taken) for kind, taken in clocks[0].items()}
     means = _mean_over_ranks([[fmean(clock[kind]) for clock in clocks] for kind in calls])
     samples = dict(zip(calls, means, strict=True))
     yield from points_of(cell, steps_s, calls, samples, freeing)
-
-
-def _without_collectives(clock: _Clock) -> dict[_Kind, list[float]]:
-    return {kind: taken for kind, taken in clock.taken.items() if kind[0] != "allreduce_"}
 
 
 def points_of(

@@ -33,7 +33,7 @@ FOLDER = Path("results", "baseline")
 @variant
 @jobs
 @executor
-@path_option("--output", "Folder of the baselines; default results/baseline.")
+@path_option("--output", "Folder of the baselines; default results/baseline.", folder=True)
 @click.option("--resume", is_flag=True, help="Keep the rows in results/runs that are up to date.")
 @printed
 def command(

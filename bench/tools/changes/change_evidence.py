@@ -340,8 +340,5 @@ def _moved(before: Mapping[str, float], after: Mapping[str, float], shown: Any) 
     total = math.fsum(map(abs, changes.values()))
     most = sorted(changes, key=lambda name: -abs(changes[name]))
     named = [name for name in most if abs(changes[name]) > _LEAST_SHARE * total][:_NAMED]
-    return Why(tuple(named), ", ".join(f"{name} {_signed(changes[name], shown)}" for name in named))
-
-
-def _signed(amount: float, shown: Any) -> str:
-    return f"{'+' if amount >= 0 else '-'}{shown(abs(amount))}"
+    signed = ((name, "+" if changes[name] >= 0 else "-", shown(abs(changes[name]))) for name in named)
+    return Why(tuple(named), ", ".join(f"{name} {sign}{amount}" for name, sign, amount in signed))

@@ -123,12 +123,10 @@ def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
     n = len(left) + len(right)
     variance = (_squares(left) + _squares(right)) / (n - 2)
     error = math.sqrt(variance * (1 / len(left) + 1 / len(right)))
-    return min(1.0, n * _tails(effect / max(error, 1e-12), n - 2))
-
-
-def _tails(statistic: float, degrees: int) -> float:
-    """Both tails of Student's distribution."""
-    return float(2 * scipy.special.stdtr(degrees, -statistic))
+    both_tails = float(
+        2 * scipy.special.stdtr(n - 2, -effect / max(error, 1e-12))
+    )  # of Student's distribution
+    return min(1.0, n * both_tails)
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:

@@ -237,7 +237,9 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
     help="With --run: how often each side measures what differs from run to run.",
 )
 @path_option(
-    "--output", "With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME."
+    "--output",
+    "With --run: folder for the results, in base/ and new/; default results/runs/compare_NAME.",
+    folder=True,
 )
 @_passed_on
 @printed

@@ -181,7 +181,7 @@ def _commit(name: str, branch: str | None, repository: Path | None, results: Pat
             break
     else:
         raise UserError(
-            f"{repository or 'no repository here'} has no commit {name}, from which the results come; "
+            f"{repository or 'what is here'} has no commit {name}, from which the results come; "
             "fetch it, or name the repository that was measured by --repository"
         )
     branch = branch or asked(place, "branch", "--show-current")

@@ -13,6 +13,7 @@ from spbench.bench.command_line.options import (
     Length,
     body,
     changes,
+    figure_option,
     given,
     jobs,
     many,
@@ -48,7 +49,7 @@ def _asking(command: Function) -> Function:
 @click.option("--suggest", is_flag=True, help="Show changes that take less memory, where it fits too.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
 @click.option("--budget", type=Bytes(), help="Choose the switches that need no more at the least cost.")
-@path_option("--figure", "Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
+@figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
 @path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
 @click.option("--must-fit", is_flag=True, help="Exit code 1 where it does not fit, for launchers.")
 @jobs

@@ -62,6 +62,8 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         UserError: they stand for nothing, something is missing or cannot be, or a card has no limit.
     """
     first, kind = words[0], kind_of(words)
+    if asked.given and kind != "job":
+        raise UserError(f"--given is for the files of a job, which the {kind} {first} is not; leave it out")
     settings = dict(asked.settings)
     remarks: Sequence[str] = ()
     program, said = "", {*asked.settings}
@@ -163,7 +165,8 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     gpus = around if asked.gpus is None else asked.gpus
     if gpus % around or ("dp" in sizes and gpus != around):
         given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
-        raise UserError(f"--gpus {gpus}: not the ranks of {given}; leave one of them out")
+        multiple = "" if "dp" in sizes else f", and {gpus} no multiple of that"
+        raise UserError(f"--gpus {gpus}: {given} is {around} ranks{multiple}; leave one of them out")
     sizes.setdefault("dp", gpus // around)
     group: dict[str, Any] = {
         "model": model,

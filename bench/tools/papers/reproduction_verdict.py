@@ -59,7 +59,8 @@ class PaperVerdict:
 
 def verdict_on(records: Sequence[Comparison]) -> PaperVerdict:
     """The verdict on records of findings, each published number and run counted once, by its first record."""
-    numbers = [r for r in distinct(records) if r.role in JUDGED and _was_run(r)]
+    judged = (r for r in distinct(records) if r.role in JUDGED)
+    numbers = [r for r in judged if r.reproduced is not None or r.status_reproduced]
     records = [record for record in records if record.role in JUDGED]
     met = [*(_is_met(record, records) for record in numbers), *_statuses(records)]
     return PaperVerdict(
@@ -72,10 +73,6 @@ def verdict_on(records: Sequence[Comparison]) -> PaperVerdict:
 
 def _errors(records: Iterable[Comparison]) -> list[float]:
     return [abs(record.relative_error) for record in records if record.relative_error is not None]
-
-
-def _was_run(record: Comparison) -> bool:
-    return record.reproduced is not None or bool(record.status_reproduced)
 
 
 def _is_met(record: Comparison, records: Sequence[Comparison]) -> bool:

@@ -76,7 +76,8 @@ def best_drawing(
     if not lines:
         return None
     place = "sequence length" if along == "seq_len" else "batch"
-    maps = grouped(lines, _map_title)
+    title = "{metric} ({unit}): {name} on {cluster}"
+    maps = grouped(lines, lambda line: title.format(**line, name=model_name(line["model"])))
     compared = {title: sum(bool(line["compared with"]) for line in some) for title, some in maps.items()}
     # a map of one place says no more than its line in the table
     chosen = sorted((t for t in maps if compared[t] and len(maps[t]) > 1), key=lambda title: -compared[title])
@@ -88,10 +89,6 @@ def best_drawing(
         DataTable(name, caption, lines, heads, sortable=True),
         {strategy_name(method): look.color for method, look in looks(methods).items()},
     )
-
-
-def _map_title(line: Mapping[str, Any]) -> str:
-    return f"{line['metric']} ({line['unit']}): {model_name(line['model'])} on {line['cluster']}"
 
 
 def _best(cells: Sequence[CellResult], question: MethodQuestion, along: str) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,9 @@ _LISTED = 5
 
 
 @click.command("report")
-@path_option("--output", "Folder for the site; an earlier site in it is replaced.", required=True)
+@path_option(
+    "--output", "Folder for the site; an earlier site in it is replaced.", folder=True, required=True
+)
 @path_option("--results", "Folder with reproduction/, baseline/ and runs/; results/ if left out.")
 @path_option("--history", "Folder of `spbench record`; RESULTS/history if left out and there.")
 @path_option(

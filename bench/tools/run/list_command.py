@@ -8,6 +8,7 @@ What `spbench list cluster NAME` shows: what is known of a cluster by kind of wo
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from typing import Any
 import click
 
 from spbench.bench.command_line.forms import FORMS
-from spbench.bench.command_line.options import files_of, path_option, printed
+from spbench.bench.command_line.options import figure_option, files_of, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
@@ -109,21 +110,28 @@ _NAMED = 3
 _ONE = "cluster"
 
 
+class _KindOrText(click.Choice[str]):
+    """A kind; any other word is a text, which is looked for in names of all kinds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+
 @click.command("list")
-@click.argument("kind", type=click.Choice([*_KINDS, _ONE]), required=False, metavar="[KIND]")
+@click.argument("kind", type=_KindOrText([*_KINDS, _ONE]), required=False, metavar="[KIND]")
 @click.argument("text", required=False, metavar="[TEXT]")
 @files_of("strategy", "Strategies of this file of yours too.")
 @files_of("model", "Models of this file of yours too.")
-@path_option("--figure", "With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
+@figure_option("With `cluster NAME`: draw its rates into this file, as FILE.png, .svg and .pdf.")
 @printed
 def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
     """List scenarios, strategies, models, clusters and the rest.
 
-    It lists what there is of a KIND, or of every kind if none is named; with TEXT, what has it in its name.
-    Kinds: scenarios, strategies, peers, as-published (code that papers compare with, whose function is not
-    the model's), models, clusters, backends, engines, meters, quantities, answers, forms, exports, logs,
-    jobs, figures. `list cluster NAME` shows the rates of one by kind of work, each with its source, and what
-    is not known; NAME may be a file of yours.
+    It lists what there is of a KIND, or of every kind if none is named; with TEXT, what has it in its name:
+    `list ring`, `list clusters h100`. Kinds: scenarios, strategies, peers, as-published (code that papers
+    compare with, whose function is not the model's), models, clusters, backends, engines, meters, quantities,
+    answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by kind of work,
+    each with its source, and what is not known; NAME may be a file of yours.
     """
     if kind == _ONE:
         if text is None:
@@ -131,7 +139,11 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
         return cluster_output(text, figure)
     if figure is not None:
         raise UserError("--figure draws one cluster: spbench list cluster NAME --figure FILE.png")
-    content = {name: _with_text(name, entries(name), text) for name in ([kind] if kind else _KINDS)}
+    if kind not in (None, *_KINDS):
+        if text is not None:
+            raise UserError(f"{shown(kind)} is no kind{suggestion(kind, _KINDS)}")
+        kind, text = None, kind
+    content = _named([kind] if kind else _KINDS, text)
     paragraphs = [_paragraph(name, of_kind) for name, of_kind in content.items()]
     lines = [
         {"kind": name, "name": entry, "about": about}
@@ -139,7 +151,7 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
         for entry, about in of_kind.items()
     ]
     columns = ("kind", "name", "about")
-    if kind is None:
+    if kind is None and text is None:
         note = "spbench list KIND has all of a kind, with a line about each"
         return Output([_overview(content)], content, lines, columns, notes=[note], details=paragraphs)
     if kind == "models":
@@ -147,14 +159,21 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
     return Output(paragraphs, content, lines, columns)
 
 
-def _with_text(kind: str, of_kind: dict[str, str], text: str | None) -> dict[str, str]:
-    """The entries that have a text in their names, in upper or lower case; UserError if none has."""
+def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
+    """What there is of each kind; of a text, what has it in its name, in upper or lower case. UserError if
+    nothing has."""
+    every = {kind: entries(kind) for kind in kinds}
     if text is None:
-        return of_kind
-    if some := {name: about for name, about in of_kind.items() if text.lower() in name.lower()}:
-        return some
-    hint = suggestion(text, of_kind, f"spbench list {kind}")
-    raise UserError(f"no name of {kind} has {shown(text)} in it{hint}")
+        return every
+    of_kinds = {
+        kind: {name: about for name, about in each.items() if text.lower() in name.lower()}
+        for kind, each in every.items()
+    }
+    if named := {kind: each for kind, each in of_kinds.items() if each}:
+        return named
+    (of, known) = (f" of {kinds[0]}", []) if len(kinds) == 1 else ("", kinds)
+    hint = suggestion(text, [*known, *itertools.chain(*every.values())], f"spbench list{of[3:]}")
+    raise UserError(f"no name{of} has {shown(text)} in it{hint}")
 
 
 def _of_models(

@@ -18,7 +18,7 @@ from spbench.bench.command_line.options import (
 
 @click.command("verify")
 @many("--strategy", WORDS, "Verify these strategies; all if left out.")
-@many("--model", WORDS, "On these models (a config.json: shrunk); the tiny ones if left out.")
+@many("--model", WORDS, "On these models (large ones: shrunk); the tiny ones if left out.")
 @click.option("--pairs", is_flag=True, help="Every two strategies of which one can be around the other.")
 @click.option("--peers", is_flag=True, help="Every peer that is installed, and no other if none is named.")
 @many("--world-size", numbers(), "On these numbers of ranks; 1, 2, 3 and 4 if left out, 4 for pairs.")

@@ -105,7 +105,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _clamped_silu(x: Tensor) -> Tensor:
-    """Of gpt-oss (modeling_gpt_oss.py of transformers): x sigmoid(1.702 x) of x up to 7."""
+    """x sigmoid(1.702 x) of x up to 7, as gpt-oss has it (modeling_gpt_oss.py of transformers)."""
     x = x.clamp(max=7.0)
     return x * (1.702 * x).sigmoid()
 

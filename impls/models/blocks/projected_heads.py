@@ -78,7 +78,7 @@ class ProjectedHeads(HeadSource):
         return [] if project.bias is None else [project.bias]
 
     def _by_heads(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
-        """Of weights [.., H] or biases, or of gradients of these, a part's rows of queries, keys or values: a
+        """A part's rows of queries, keys or values, of weights [.., H] or biases, or of gradients of these: a
         view [.., A, H] or [.., A]."""
         project: nn.Module = self.mixer.project
         if isinstance(project, SeparateLinear):

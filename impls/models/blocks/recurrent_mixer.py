@@ -92,7 +92,7 @@ class RecurrentLayer(Adaptable, ABC):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Of queries, keys and values, which are convolved."""
+        """The features of queries, keys and values, which are convolved."""
         keys = self.key_heads * self.key_size
         return keys, keys, self.heads * self.value_size
 

@@ -48,7 +48,7 @@ def savings(model: DecoderModel, stages: int) -> Iterator[Saving]:
 
 
 def _loss_in_tiles(model: DecoderModel) -> dict[str, Any]:
-    """Of so many tokens that their logits take up to 1 GiB in float32 (ALST)."""
+    """A tile of so many tokens that their logits take up to 1 GiB in float32 (ALST)."""
     tokens = 2**28 // model.vocabulary
     tile = 1 << max(0, tokens.bit_length() - 1)
     return {"loss_tile": tile, "cross_entropy": "in_place"}

@@ -144,7 +144,7 @@ class _Step:
         return of_strategy.flatten()
 
     def errors(self, step: int) -> dict[str, float]:
-        """Of gradients, updated weights and the norm, after one more step of both."""
+        """Errors of gradients, updated weights and the norm, after one more step of both."""
         batch, reference = whole_batch(self.model, step), self.reference[step]
         self.training.optimizer.set_learning_rate(0.01)
         self.training.step(rank_inputs(self.model, self.strategy, self.around, batch), self._phase)

@@ -35,7 +35,7 @@ def asked(strategy: str, sizes: dict[str, int], **training: Any) -> Cell:
 
 
 def of_size(log: MemoryLog, nbytes: int) -> list[tuple[int, str, str]]:
-    """Of each storage of about that size (padding apart) that the step makes its stream, and the phases of
+    """The stream of each storage of about that size (padding apart) that the step makes, and the phases of
     its birth and its death ("": it lives on)."""
     found = []
     for number, size in enumerate(log.sizes):

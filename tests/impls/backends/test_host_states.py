@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_made_is_missed(pool: RankPool, options: dict[str
 
 
 def weights(device: Device | None, backend: str, precision: str, **options: Any) -> dict[str, Tensor]:
-    """Of gpt3-tiny after two steps on one rank."""
+    """Weights of gpt3-tiny after two steps on one rank."""
     model = model_preset("gpt3-tiny", {"dropout": 0.0})
     with default_dtype(PRECISIONS[precision].parameters):
         module = model.build(Strategy(), 16)

@@ -75,7 +75,7 @@ def test_a_scale_is_of_the_largest_magnitude_of_its_history(length: int) -> None
 
 
 def errors(updated: bool) -> dict[str, float]:
-    """Of a projection of small numbers in a second pass, from float64."""
+    """Errors of a projection of small numbers in a second pass, from float64."""
     x, d_y = made(64, 64) * 1e-4, made(64, 64, seed=1).detach() * 1e-7
     x = x.detach().requires_grad_()
     layer = nn.Module()

@@ -101,7 +101,7 @@ OPERATORS = ("states", "output", "state_gradients", "input_gradients")
 
 
 def errors(name: str, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
-    """Of the interpreted kernels and of the plain operators, against plain ones in float64."""
+    """Errors of the interpreted kernels and of the plain operators, against plain ones in float64."""
     from spbench.impls.kernels import linear_attention_triton
 
     kernels = {operator: getattr(linear_attention_triton, operator) for operator in OPERATORS}

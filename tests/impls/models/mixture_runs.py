@@ -76,7 +76,7 @@ def on_one_device(setting: Setting) -> dict[str, torch.Tensor]:
 
 @lru_cache(maxsize=64)
 def _gradients_of_one_device(pickled: bytes) -> dict[str, torch.Tensor]:
-    """Of a pickled setting without a mesh; a rank compares one mesh after another with the same ones."""
+    """A pickled setting without a mesh; a rank compares one mesh after another with the same ones."""
     alone = pickle.loads(pickled)
     model = model_preset(alone.model, alone.options)
     plain = set_options(model, model.plain_options, "")

@@ -112,7 +112,7 @@ def test_what_cannot_be_left_out_is_refused(options: dict[str, Any], message: st
 
 
 def peaks_of_steps(**options: Any) -> list[int]:
-    """Of two steps, with two micro-batches whose logits have 16 MiB."""
+    """The peaks of two steps, with two micro-batches whose logits have 16 MiB."""
     cell = Cell(
         model="gpt3-tiny",
         strategy="single",

@@ -26,8 +26,8 @@ ON_HOST = {"recompute": "full", "checkpoints": "host"}
 
 
 def gradients(device: Device | None = None, *, passes: int = 1, **options: Any) -> dict[str, Tensor]:
-    """Of gpt3-tiny with dropout, by parameter, after the forwards of some batches and then their backwards in
-    the same order, as a pipeline stage has them."""
+    """Those of gpt3-tiny with dropout, by parameter, after the forwards of some batches and then their
+    backwards in the same order, as a pipeline stage has them."""
     model = model_preset("gpt3-tiny", {"layers": LAYERS, "dropout": 0.2, **options})
     with default_dtype(torch.float64):
         module = model.build(Strategy(seed=5), 16)

@@ -25,7 +25,7 @@ SEPARATE = {"separate_projections": True}
 
 
 def test_each_second_product_and_what_is_cheap_run_again() -> None:
-    """Of the 7 products of each of two layers, 3."""
+    """3 of the 7 products of each of two layers."""
     plain = kernels(trace(model=GROUPED, model_options=SEPARATE))
     again = kernels(trace(model=GROUPED, model_options=SEPARATE | {"recompute": "operators"})) - plain
     assert again["mm"] == 2 * 3
@@ -87,7 +87,7 @@ def test_gradients_are_those_without_recomputation(options: dict[str, Any]) -> N
 
 
 def gradient_of_summed_product(mesh: DeviceMesh, keep: bool) -> list[float]:
-    """Of a weight, in a block whose backward needs the sum of its first product over the ranks."""
+    """The gradient of a weight, in a block whose backward needs its first product summed over the ranks."""
     group = mesh.get_group("tp")
     weight = torch.ones(2, 2, dtype=torch.float64).requires_grad_()
 

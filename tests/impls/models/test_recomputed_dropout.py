@@ -13,7 +13,7 @@ from spbench.impls.training.step import default_dtype, initialize
 
 
 def gradients(**options: Any) -> dict[str, torch.Tensor]:
-    """Of gpt3-tiny with dropout, by parameter."""
+    """Gradients of gpt3-tiny with dropout, by parameter."""
     model = model_preset("gpt3-tiny", {"dropout": 0.2, "attention_dropout": 0.3, **options})
     with default_dtype(torch.float64):
         module = model.build(Strategy(seed=5), 16)

@@ -18,7 +18,7 @@ FULL = {"recompute": "full", "recompute_layers": 1}
 
 
 def peak_bytes(**options: Any) -> int:
-    """Of a step on one device, in backward."""
+    """The peak of a step on one device, which is in backward."""
     asked = {
         "model": "causal-transformer-tiny",
         "strategy": "single",

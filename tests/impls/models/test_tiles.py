@@ -49,7 +49,7 @@ def test_tiles_are_few_alike_and_cover_all(tokens: int, longest: int) -> None:
 
 
 def test_liger_s_tiles_are_a_power_of_two() -> None:
-    """Of Llama-3-8B 32 parts of 475,000 tokens, rounded up: 14,844 to 16,384."""
+    """32 parts of 475,000 tokens in Llama-3-8B, rounded up: 14,844 to 16,384."""
     lengths = model_preset("llama3-8b", {"loss_tile": "liger"}).loss_tiling.lengths(475_000)
     assert lengths == [16384] * 28 + [475_000 - 28 * 16384]
 

@@ -62,7 +62,7 @@ def assert_like(
 
 
 def one_by_one(run: Callable[..., Tensor], *whole: Tensor) -> Tensor:
-    """Of each document alone, along dim 1."""
+    """Attention of each document alone, along dim 1."""
     return torch.cat([run(*(x[:, a:b] for x in whole)) for a, b in pairwise(CUT)], 1)
 
 
@@ -243,7 +243,7 @@ def errors_beside_theirs(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> lis
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """Of their own, as they find a module ``flash_attn`` that other tests must not find."""
+    """Ranks of their own, as they find a module ``flash_attn`` that other tests must not find."""
     if find_spec("ring_flash_attn") is None:  # importing it asks for flash_attn
         pytest.skip(f"ring-flash-attn is not installed; {INSTALL}")
     with RankPool(2) as pool:

@@ -38,7 +38,7 @@ IDS = [f"{name} {option}".strip() for name, option, _ in RIGHT]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """Of their own, since some peers find a module ``flash_attn`` there that other tests must not find."""
+    """Ranks of their own, as some peers find a module ``flash_attn`` there that other tests must not."""
     with RankPool(4) as pool:
         yield pool
 

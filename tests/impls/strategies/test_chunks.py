@@ -133,7 +133,7 @@ def test_rounds_and_chunks_hold_less_than_ulysses() -> None:
 
 
 def gradients(device: Device | None, strategy: Strategy) -> dict[str, Tensor]:
-    """Of gpt3-tiny by parameter, on one rank, whose sequence is cut in chunks."""
+    """Gradients of gpt3-tiny by parameter, on one rank, whose sequence is cut in chunks."""
     model = model_preset("gpt3-tiny", {"layers": 2, "dropout": 0.0, "attention_dropout": 0.0})
     with default_dtype(torch.float64):
         module = model.build(strategy, 16)

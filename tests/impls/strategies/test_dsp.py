@@ -62,7 +62,7 @@ def test_of_two_dims_each_stage_switches() -> None:
 
 
 def test_padding_is_paid_for() -> None:
-    """Of two dims that would do, the one that ranks divide is cheaper."""
+    """The dim that ranks divide is the cheaper of two that would do."""
     assert plan_switches([0], (4, 5, 4), 4, first=0) == [2]
     assert switched_elements((4, 5, 4), 4, 0, 1) == 4 * 1 * 2 * 4
 

@@ -170,7 +170,7 @@ def test_formula_of_backends(strategy: str, backend: str) -> None:
 
 @pytest.mark.parametrize("strategy", SPLITTING)
 def test_a_stage_without_softmax_attention_makes_no_groups(strategy: str) -> None:
-    """Of the hybrid's two layers the second alone has it."""
+    """Softmax attention is in the second of the hybrid's two layers alone."""
     options = {"qk_norm": True, "checkpointing": True}
     sizes = {"tp": 4, "pp": 2, "dp": 2}
     asked = cell(strategy, sizes, 2, model="linear-llama3-tiny-hybrid", model_options=options)
@@ -207,7 +207,7 @@ def test_memory_of_keys_falls_with_their_heads() -> None:
 
 
 def test_ranks_of_a_group_time_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of groups of two ranks out of four, simulated one for all or each alone, the step takes as long."""
+    """Groups of two ranks out of four, simulated one for all or each alone, take as long a step."""
     asked = cell("tensor_parallel", {"tp": 4, "dp": 2}, 2, precision="bf16")
     folded = VirtualEngine().measure(asked)
     monkeypatch.setenv(tracing.PLAIN_TRACE, "1")

@@ -41,7 +41,7 @@ def test_options_are_green(
 
 
 class _OwnGradientAlone(Odysseus):
-    """Of a gathered weight's gradient a rank keeps its rows from its own positions, and adds no other's."""
+    """A rank keeps its rows of a gathered weight's gradient from its own positions, and adds no other's."""
 
     def times_gathered(self, x: Tensor, weight: Tensor, dim: int) -> Tensor:
         assert self.group is not None

@@ -87,7 +87,7 @@ class Rank:
 
 
 def ranks(cls: type[Strategy], count: int, options: dict[str, Any]) -> Iterator[Rank]:
-    """Of random packings, a rank each."""
+    """A rank of each of some random packings."""
     draw = random.Random(f"{cls.name} {options}")
     for attended, size, length in packings(count, draw.randrange(10**6)):
         seen, whole = Attended(attended.documents), size * length

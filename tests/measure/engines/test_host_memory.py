@@ -198,7 +198,7 @@ def states_on_host(cluster: str, **training: object) -> Cell:
 
 
 def elements_of_a_rank(asked: Cell) -> int:
-    """Of its part of the weights, which is the larger one where they do not halve."""
+    """Elements of its part of the weights, which is the larger one where they do not halve."""
     return max(tracing.trace(asked).host_memory.sizes) // 4
 
 
@@ -254,7 +254,7 @@ def test_a_host_whose_cores_are_not_known_gives_no_time_and_says_so(tmp_path: Pa
 
 
 def test_copies_beside_updates_take_less_time(tmp_path: Path) -> None:
-    """Of Megatron-Core's optimizer on the host, where its option asks for it."""
+    """Megatron-Core's optimizer on the host makes them, where its option asks for it."""
     figures = {"update_bytes_per_s": 28_000, "link_bandwidth_bytes_per_s": 8_000}
     slow = with_host(tmp_path, **figures)
     options = {"backend": "megatron", "distributed_optimizer": True}

@@ -54,8 +54,8 @@ def test_every_turn_is_taken_once(turns: Turns) -> None:
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 @pytest.mark.parametrize("rank", range(8))
 def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) -> None:
-    """Of the same name, through the same chunk, with as many phases; the first and the last micro-batch of a
-    backward are copies of such ones."""
+    """One of the same name, through the same chunk, with as many phases; the first and the last micro-batch
+    of a backward are copies of such ones."""
     whole = InterleavedTurns(Turns(rank, 8, chunks, 64))
     short = next(whole.shorter())
     assert 5 * len(short) < 2 * len(whole)

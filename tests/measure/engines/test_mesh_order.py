@@ -61,7 +61,7 @@ def test_on_one_node_the_order_makes_no_difference() -> None:
 def test_collectives_are_simulated_among_the_ranks_of_their_groups(
     mesh: list[str], replicas: list[int], chunks: list[int]
 ) -> None:
-    """Of sequence rank 3 its two replicas, and all sequence ranks of the replica of the last rank."""
+    """The two replicas of sequence rank 3, and all sequence ranks of the replica of the last rank."""
     traces = virtual.trace_classes(cell(mesh, "ulysses", seq_len=128), events=True)
     timeline = traces.simulator()()
 

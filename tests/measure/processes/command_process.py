@@ -67,7 +67,7 @@ class Command:
         until(lambda: len(self.begun()) == 4 and len(read_rows(self.results)[0]) == 2)
 
     def until_processes_are_gone(self) -> None:
-        """Of the command and of all that it has started, on whatever machine, none is left."""
+        """The command and all that it has started, on whatever machine, have ended."""
         until(lambda: not self.processes())
 
     def processes(self) -> list[int]:

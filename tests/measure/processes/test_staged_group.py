@@ -17,7 +17,7 @@ from spbench.impls.registries import strategies
 
 
 def results(mesh: DeviceMesh) -> tuple[str, list[torch.Tensor]]:
-    """Of each collective that strategies and backends use, on tensors that are views with strides."""
+    """The result of each collective that strategies and backends use, on views with strides."""
     group, rank = mesh.get_group("sp"), dist.get_rank()
     x = torch.arange(24.0).view(4, 6).t() * (rank + 1)
     gathered, work = collectives.start_all_gather(x, group)

@@ -44,7 +44,7 @@ def test_ranks_of_several_programs_count_alike() -> None:
 
 
 def test_transfers_of_a_ring_leave_the_node_where_it_ends() -> None:
-    """Of four ranks on two nodes the second sends to the third, and the fourth to the first. A rank waits for
+    """The second of four ranks on two nodes sends to the third, and the fourth to the first. A rank waits for
     its own send and for what it receives, of which one leaves the node."""
     found = timed([ring(4, 1, 8, overlap=False)], [range(4)], cluster(devices=2, node_bandwidth=2, nics=2))
     assert found.parts["inter_node_s"] > found.parts["intra_node_s"] > 0

@@ -155,7 +155,7 @@ def test_without_a_measured_step_there_is_no_model() -> None:
 
 
 def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
-    """Of two strategies of each source one errs 20% more than the other."""
+    """One of two strategies of each source errs 20% more than the other."""
     errors = drawn(1, within=0.01)
     errors += [StepObservation(o.source, o.rates, o.bound, "b", o.log_error + 0.2) for o in errors]
     model = ErrorModel.fit(errors)
@@ -218,7 +218,7 @@ def test_ties_are_of_differences_within_a_source() -> None:
 
 
 def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
-    """Of each of eight sources a run of two splits, 8% apart as simulated; measured, half of them are the
+    """A run of two splits of each of eight sources, 8% apart as simulated; measured, half of them are the
     other way round. A row of another run is compared with none."""
     rows = []
     for number, source in enumerate(SOURCES):

@@ -32,7 +32,7 @@ def _own_axes_alone(self: Any, honest: Any) -> Iterator[tuple[dist.ProcessGroup 
 
 
 def _own_weights_alone(self: Any, honest: Callable[[], None]) -> None:
-    """Of the updated weights a rank sees its own only."""
+    """A rank sees its own updated weights only."""
     before = [flat.clone() for flat in self.flats]
     honest()
     for unit, flat, old in zip(self.units, self.flats, before, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import tests.impls.models.huggingface as published
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify
+from spbench.impls.models.model import models as all_models
 
 FOLDER = Path(published.__file__).parent
 
@@ -16,10 +17,15 @@ FOLDER = Path(published.__file__).parent
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("qwen2-7b", "ulysses"), ("gpt-neox-20b", "tensor_parallel"), ("qwen3-0.6b", "megatron_sp")],
+    [
+        ("llama3-405b", "ring_attention"),
+        ("qwen2-7b", "ulysses"),
+        ("gpt-neox-20b", "tensor_parallel"),
+        ("qwen3-0.6b", "megatron_sp"),
+    ],
 )
 def test_green(pool: RankPool, name: str, strategy: str) -> None:
-    path = str(FOLDER / f"{name}.json")
+    path = name if name in all_models() else str(FOLDER / f"{name}.json")
     rows = [*verify([strategy], [path], (4,), parts=["attention"], pool=pool)]
     assert {row.model for row in rows} == {path}
     assert {row.status for row in rows} <= {"green", "unsupported"}

@@ -85,7 +85,7 @@ def test_windows_are_those_of_flex_attention() -> None:
 
 @pytest.mark.slow
 def test_windows_and_sinks_are_those_of_gpt_oss() -> None:
-    """Of transformers' own code: its mask, its attention, and the gradients that autograd makes."""
+    """As in transformers' own code: its mask, its attention, and the gradients that autograd makes."""
     oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     masks = pytest.importorskip("transformers.masking_utils")
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True)

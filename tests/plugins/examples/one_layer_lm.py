@@ -37,7 +37,7 @@ class OneLayerModel(spbench.Model):
         }
 
     def rows(self, parts):
-        """Of the embedding, padded so that it divides into ``parts``."""
+        """Rows of the embedding, padded so that it divides into ``parts``."""
         return -(-self.vocabulary // parts) * parts
 
     def sites(self, batch, seq_len, vocabulary_parts=1, stage=spbench.ONE_STAGE):

@@ -32,7 +32,7 @@ def advise(
 
 
 def keep_savings(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """Of the settings of a model that take less memory, search the first few alone."""
+    """The search tries the first few alone of the settings of a model that take less memory."""
 
     def some(question: Question) -> dict[str, dict[str, Any]]:
         return dict(islice(savings_of(question).items(), 1 + n))
@@ -42,11 +42,11 @@ def keep_savings(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
 
 @pytest.fixture
 def no_savings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the settings of a model that take less memory, none."""
+    """The search tries none of the settings of a model that take less memory."""
     keep_savings(monkeypatch, 0)
 
 
 @pytest.fixture
 def one_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the settings of a model that take less memory, one."""
+    """The search tries one of the settings of a model that take less memory."""
     keep_savings(monkeypatch, 1)

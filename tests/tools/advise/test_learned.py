@@ -41,7 +41,7 @@ def kinds(some: Sequence[Candidate]) -> set[tuple[object, ...]]:
 
 
 def test_the_host_is_looked_at_only_where_the_cards_may_be_too_small() -> None:
-    """Of two layouts that differ in the host alone, the one without it is never slower."""
+    """Where two layouts differ in the host alone, the one without it is never slower."""
     question = asked(8, only=["ulysses", "zero3"])
     small, large = of(question, usable=1.0), of(question, usable=1e15)
     on_host = [c for c in small if c.twin is not None]

@@ -190,7 +190,7 @@ class SimpleSlower(MadeUp):
 
 
 def test_no_tie_is_simpler_than_the_layout_that_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all layouts, also those that were not traced."""
+    """No layout is, also none of those that were not traced."""
     for seed in range(3):
         answers = SimpleSlower(seed, 80 * GIB)
         best = searched(answers, monkeypatch, TOSS).best

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def row() -> Row:
-    """Of a traced and simulated step with messages across nodes."""
+    """A traced and simulated step with messages across nodes."""
     cell = Cell(
         model="causal-transformer-tiny",
         strategy="ulysses",

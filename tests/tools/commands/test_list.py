@@ -33,6 +33,9 @@ def test_a_text_chooses_by_name(command_line: Run) -> None:
     chosen = json.loads(command_line("list", "models", "QWEN3-30b", "--format", "json")[1])["models"]
     assert len(chosen) == 5
     assert command_line("list", "clusters", "gb300")[1].count("\n") == 2
+    kinds = json.loads(command_line("list", "Ring_Self", "--format", "json")[1])
+    assert [*kinds["strategies"]] == ["ring_self_attention"]
+    assert set(kinds) == {"strategies"}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,8 @@ def test_a_text_chooses_by_name(command_line: Run) -> None:
     [
         ("list models lamma3", "no name of models has 'lamma3' in it; did you mean"),
         ("list clusters h900", "no name of clusters has 'h900' in it"),
+        ("list stategies", "no name has 'stategies' in it; did you mean 'strategies'?"),
+        ("list strategie ring", "'strategie' is no kind; did you mean 'strategies'?"),
         ("list cluster", "which one? spbench list cluster NAME"),
     ],
 )

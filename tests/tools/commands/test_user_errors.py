@@ -47,7 +47,9 @@ run small.yaml --set training.backend=fsdp2 -> unknown backend 'fsdp2'; here tha
 run small.yaml --set training.moments=2024-13-45 -> training.moments: must be 'kept' or 'later'
 run small.yaml --set 'batch=!!int x' -> --set batch: '!!int x' is no value: the tag '!!int' is not read
 rnu -> unknown command 'rnu'; did you mean 'run'?
-list scenario -> Invalid value for
+list clustrs -> no name has 'clustrs' in it; did you mean 'clusters'?
+run small.yaml --strategy "" -> names nothing; leave the option out
+run small.yaml --world-size , -> names nothing
 list clusters --figure x.png -> --figure draws one cluster: spbench list cluster NAME
 
 verify --strategy x -> unknown strategy 'x'
@@ -110,6 +112,8 @@ calibrate --from all_reduce_perf.log --output step.json.yaml step.json.yaml -> -
 
 compare a b --strategy lasp -> --strategy needs --run
 compare a b --scenario gate -> --scenario needs --run
+baseline --scenario gate --output small.yaml -> small.yaml' is a file
+flags small.yaml -> name a scenario: spbench flags KIND SCENARIO
 compare a -> name the results NEW too, or give --run and a --scenario
 history absent -> absent: no such folder; spbench record RESULTS --history absent makes it
 history history --suite nightli -> did you mean 'nightly'?

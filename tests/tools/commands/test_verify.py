@@ -16,23 +16,16 @@ from tests.tools.commands.conftest import Run
 
 
 def row(status: Any, error: float | None, **further: Any) -> VerifyRow:
-    return VerifyRow(
-        strategy="tensor_parallel",
-        model="bert-tiny",
-        variant="",
-        part="bert",
-        size=2,
-        mesh="tp2",
-        dtype="fp64",
-        batch=3,
-        seq_len=24,
-        status=status,
-        error=error,
-        limit=None if error is None else 1e-10,
-        tensor="weight",
-        rank=None if error is None else 1,
-        **further,
-    )
+    rank, limit = (None, None) if error is None else (1, 1e-10)
+    numbers: dict[str, Any] = {"error": error, "limit": limit, "rank": rank, "tensor": "weight"}
+    cell: dict[str, Any] = {
+        "strategy": "tensor_parallel",
+        "model": "bert-tiny",
+        "part": "bert",
+        "size": 2,
+        "mesh": "tp2",
+    }
+    return VerifyRow(**cell, dtype="fp64", batch=3, seq_len=24, status=status, **numbers, **further)
 
 
 def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:

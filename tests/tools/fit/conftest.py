@@ -38,7 +38,7 @@ def card(tmp_path: Path) -> Callable[[int], str]:
 
 @pytest.fixture
 def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the changes, two that help much and one that does not."""
+    """Two changes that help much and one that does not."""
     kept = {"model_options.recompute", "training.micro_batches", "model_options.cross_entropy"}
 
     def some(cell: Cell) -> list[Change]:

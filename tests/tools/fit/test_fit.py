@@ -284,6 +284,9 @@ REFUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("max_seqlen",), "searches for its seq_len: give one, --seq-len N", ()),
     ((*H100, "--variant", "x"), "--variant chooses among cells of a scenario", ()),
     ((*H100, "--set", "batch=8,batch=4"), "given twice", ()),
+    ((*H100, "--figure", "m.gif"), "m.gif: a figure is written as .png, .svg, .pdf", ()),
+    ((*H100, "--given", "TP=8"), "--given is for the files of a job, which the model llama", ()),
+    ((*H100, "--gpus", "8", "--tp", "3"), "tp 3 is 3 ranks, and 8 no multiple of that", ()),
     ((*H100, "--cluster", "local"), "cluster local has no memory limit: name one", ("--cluster", "l40s")),
     (
         (*H100, "--tp", "2"),
@@ -303,7 +306,7 @@ REFUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ),
     (
         (*H100, "--gpus", "6", "--dp", "4"),
-        "--gpus 6: not the ranks of dp 4",
+        "--gpus 6: dp 4 is 4 ranks; leave",
         ("--gpus", "4", "--dp", "4"),
     ),
     (

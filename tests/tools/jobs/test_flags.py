@@ -153,7 +153,7 @@ def test_stages_of_any_numbers_of_layers(layers: list[int], virtual: int, writte
 
 
 def test_a_flag_that_is_left_out_is_found() -> None:
-    """Of a cell of which no flag is as Megatron-LM has it anyway."""
+    """The cell has no flag that is as Megatron-LM has it anyway."""
     one = cell(
         MEGATRON,
         strategy="megatron_sp+ulysses+ring_attention",

@@ -139,7 +139,7 @@ def test_the_page_has_the_errors_of_the_committed_cases() -> None:
 
 
 def test_each_saving_by_a_recomputed_module_is_within_a_quarter_of_a_gb() -> None:
-    """Of Moonlight-16B; none saves less than core attention, experts' activation less than latent attention's
+    """Moonlight-16B: none saves less than core attention, experts' activation less than latent attention's
     projections, and a second module nothing."""
     lines = [r for r in findings("experts").records if r.scenario == "experts_memory_switches"]
     theirs, ours = ({r.table or r.claim: getattr(r, of) for r in lines} for of in ("published", "reproduced"))

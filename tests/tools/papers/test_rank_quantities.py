@@ -173,7 +173,7 @@ def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: st
 
 
 def test_a_number_where_a_phase_ends(tmp_path: Path) -> None:
-    """Of the last step unless another is named, the largest over classes; as the source prints it there."""
+    """The largest over classes, in the last step unless another is named; as the source prints it there."""
     ends = [{"forward": {"allocated": n * GIB, "reserved": 2 * n * GIB}} for n in (1, 2, 3)]
     rows = [entry(0, 2, 0, 1, 9.0), entry(0, 2, 0, 2, 9.0), entry(2, 2, 1, 2, 9.0)]
     rows = [row | {"phase_ends": of_one} for row, of_one in zip(rows, ends, strict=True)]
