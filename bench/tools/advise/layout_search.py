@@ -53,7 +53,7 @@ _AT_ONCE = 3
 BEST, _WHOLE = NAMED, 2
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
-_PATIENCE, _GAIN = 24, 1.005
+_PATIENCE, _GAIN = 12, 1.005
 #: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
 #: changes of the best, and traces of all layers
 BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
