@@ -28,9 +28,9 @@ from spbench.bench.tools.advise.layouts import (
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import as_text
 from spbench.impls.axes import MESH_AXES, spelled
-from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
+from spbench.impls.strategies.nesting import PLUS
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0
@@ -56,8 +56,9 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
 
 
 def mesh_alone(cell: Cell) -> str:
-    """The mesh of a cell as text, without the ranks of its experts."""
-    return spelled({axis: n for axis, n in cell.mesh_sizes.items() if axis not in FOLDED_AXES})
+    """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
+    sizes = cell.mesh_sizes
+    return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 def kind_of_layout(layout: Layout) -> tuple[str, str]:
@@ -104,6 +105,12 @@ class Candidate:
     def kind(self) -> tuple[str, str]:
         """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
         return kind_of_layout(self.layout)
+
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """How many strategies it has, and axes of several ranks."""
+        strategies = 0 if self.strategy == "single" else len(self.strategy.split(PLUS))
+        return strategies, sum(n > 1 for n in self.layout.sizes.values())
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:

@@ -64,6 +64,22 @@ class Waiting:
     def __len__(self) -> int:
         return int(self.left.sum())
 
+    def simpler(
+        self,
+        than: tuple[int, ...],
+        expected_s: np.ndarray,
+        most_s: float,
+        may_fit: Callable[[Candidate], bool],
+    ) -> Iterator[int]:
+        """The places of those with less complexity that probably take no longer and may fit, the simplest
+        first; of each strategy and mesh one."""
+        every, near = self.candidates, np.flatnonzero(self.left & (expected_s <= most_s)).tolist()
+        places, kinds = [at for at in near if every[at].complexity < than], set()
+        for at in sorted(places, key=lambda at: (every[at].complexity, expected_s[at])):
+            if every[at].kind not in kinds and may_fit(every[at]):
+                kinds.add(every[at].kind)
+                yield at
+
     def take(self, places: Iterable[int]) -> None:
         """Leave out the candidates at these places."""
         self.left[[*places]] = False
