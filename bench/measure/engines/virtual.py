@@ -177,8 +177,9 @@ class ClassTraces:
         """The trace of the class with the largest peak, or of one that runs out of memory."""
         return self.traces[self.by_class.index(largest(self.by_class))]
 
-    def simulator(self, cluster: Cluster | None = None) -> Simulator:
-        """The simulation of the whole world; on the cell's own cluster if none is given.
+    def simulator(self, cluster: Cluster | None = None, kernel: str | None = None) -> Simulator:
+        """The simulation of the whole world; on the cell's own cluster, and by its model's own attention
+        kernel, if none is given.
 
         Raises:
             RatesUnknown: the cluster lacks a figure.
@@ -195,7 +196,7 @@ class ClassTraces:
             self.cell.precision,
             model_parameters(self.cell),
             self.fold,
-            model_preset(*self.cell.model_arguments).attention_kernel,
+            kernel or model_preset(*self.cell.model_arguments).attention_kernel,
             None if axis is None else [*self.cell.mesh_sizes].index(axis),
         )
 

@@ -28,9 +28,9 @@ from spbench.bench.tools.advise.layouts import (
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import as_text
 from spbench.impls.axes import MESH_AXES, spelled
-from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import backend_class
+from spbench.impls.strategies.nesting import PLUS
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0
@@ -56,8 +56,9 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
 
 
 def mesh_alone(cell: Cell) -> str:
-    """The mesh of a cell as text, without the ranks of its experts."""
-    return spelled({axis: n for axis, n in cell.mesh_sizes.items() if axis not in FOLDED_AXES})
+    """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
+    sizes = cell.mesh_sizes
+    return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 def kind_of_layout(layout: Layout) -> tuple[str, str]:
@@ -78,6 +79,7 @@ class Candidate:
         options: of the strategy.
         training: backend and its options.
         saving: settings of the model that take less memory.
+        training_text, saving_text: the same as text.
         estimated_s, estimated_bytes: of a step, and of the fullest rank.
         activation_bytes: of the estimated ones, those that are no states of training.
         twin: ``training`` without the host, where that only makes room; None: it has nothing there.
@@ -87,6 +89,8 @@ class Candidate:
     options: Mapping[str, Any]
     training: Mapping[str, Any]
     saving: Mapping[str, Any]
+    training_text: str
+    saving_text: str
     estimated_s: float
     estimated_bytes: float
     activation_bytes: float
@@ -102,17 +106,18 @@ class Candidate:
         """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
         return kind_of_layout(self.layout)
 
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """How many strategies it has, and axes of several ranks."""
+        strategies = 0 if self.strategy == "single" else len(self.strategy.split(PLUS))
+        return strategies, sum(n > 1 for n in self.layout.sizes.values())
+
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
         """What another layout of the same way may have other than this one."""
-        of_all = ("backend", as_text(self.training)), ("micro-batch", str(self.layout.micro_batch))
+        of_all = ("backend", self.training_text), ("micro-batch", str(self.layout.micro_batch))
         fold = self.layout.fold
         return of_all if fold is None else (*of_all, ("fold", str(fold)))
-
-    @cached_property
-    def saving_text(self) -> str:
-        """Its saving as text."""
-        return as_text(self.saving)
 
     def cell(self, asked: Cell) -> Cell:
         """The cell that it makes of the one that was asked about."""
@@ -195,7 +200,8 @@ def candidates(
     pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
     settings = [savings[text] for text in estimates.references]
     twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
-    choices = _Choices(backends, pipelined, twins, settings, usable, bar or Bar())
+    texts = [*estimates.backends], [*estimates.references]
+    choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
     for way in ways(question):
         figures_and_options = figures_of(estimates, way, question, refused)
         if figures_and_options is None:
@@ -211,12 +217,13 @@ def candidates(
 @dataclass(frozen=True)
 class _Choices:
     """What each layout can have: settings of backends, whether these have stages, the places of their twins,
-    and settings of the model; the bytes that it can have, and the seconds."""
+    settings of the model, and both settings as text; the bytes that it can have, and the seconds."""
 
     backends: Sequence[Mapping[str, Any]]
     pipelined: Sequence[bool]
     twins: Sequence[int | None]
     settings: Sequence[Mapping[str, Any]]
+    texts: tuple[Sequence[str], Sequence[str]]
     usable: float
     bar: Bar
 
@@ -256,8 +263,8 @@ def _of_layouts(
             kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
             for at in kept.tolist():
                 seconds, nbytes = float(times[row, at]), float(memories[row, at])
-                own = float(activations[at])
-                yield Candidate(layout, options, backends[row], settings[at], seconds, nbytes, own, twin)
+                chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
+                yield Candidate(layout, options, *chosen, seconds, nbytes, float(activations[at]), twin)
             yielded += len(kept)
     if left_out is not None:
         left_out[TOO_SLOW] += far + int((may & ~within).sum())

@@ -10,15 +10,14 @@ many traces in a row have gained the best nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 
 import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.advise.candidates import (
     SLOWER,
     TOO_SLOW,
@@ -38,8 +37,10 @@ from spbench.bench.tools.advise.ranking import (
     SearchResult,
     Seen,
     best_of,
+    complexity,
     has_experts,
     ranked,
+    tie_limit,
 )
 from spbench.bench.tools.advise.references import references, savings_of
 from spbench.bench.tools.advise.same_steps import SAME_STEP, SameSteps
@@ -53,7 +54,7 @@ _AT_ONCE = 3
 BEST, _WHOLE = NAMED, 2
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
-_PATIENCE, _GAIN = 24, 1.005
+_PATIENCE, _GAIN = 12, 1.005
 #: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
 #: changes of the best, and traces of all layers
 BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
@@ -61,8 +62,8 @@ BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
 _TOO_LARGE = 1.25
 #: a layout whose estimated memory is so much less probably fits
 _ROOM = 1.1
-#: rounds of traces, each of as many as there are workers, of layouts without folding
-_UNFOLDED = 3
+#: rounds of traces, each of as many as there are workers, of layouts without folding, and of simpler ones
+_UNFOLDED, _SIMPLER = 3, 4
 #: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
 #: of a card by few layers counts as one that does not fit, as long as another one does
 _FULL = 0.95
@@ -126,6 +127,7 @@ class Search:
         if self.most_bytes < self.usable and not self.fitting():  # also those that hardly do
             self.most_bytes = self.usable
             self._few_layers(left)
+        self._simpler(left)
         counts[TOO_SLOW] += len(left)
         self._polish()
         self._without_folding()
@@ -192,7 +194,7 @@ class Search:
                 continue
             if least_s[at] > of_kind.get(candidate.kind, bar):
                 continue
-            if self.learned.least_bytes(candidate) > self.most_bytes or self._outdone(candidate):
+            if not self._may_fit(candidate) or self._outdone(candidate):
                 continue
             if not self.learned.knows(name):
                 # the first of a strategy tells how long its steps are only where one like it may fit
@@ -203,6 +205,21 @@ class Search:
             chosen[at] = candidate
         waiting.take(chosen)
         return [*chosen.values()]
+
+    def _simpler(self, waiting: Waiting) -> None:
+        """Look at layouts that are simpler than the one that would be named first, and by their estimates tie
+        with the fastest."""
+        for _ in range(_SIMPLER if self.fitting() else 0):
+            best = self._best_layouts()
+            named, most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
+            expected_s = self.learned.bounds(waiting).expected_s
+            places = waiting.simpler(named, expected_s, most_s, self._may_fit)
+            chosen = {at: waiting.candidates[at] for at in islice(places, self.asking.jobs)}
+            waiting.take(chosen)
+            self._look([*chosen.values()])
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return self.learned.least_bytes(candidate) <= self.most_bytes
 
     def _outdone(self, candidate: Candidate) -> bool:
         """Whether the same layout, with other settings of the model or with its states on the cards, takes
@@ -271,26 +288,20 @@ class Search:
         def wanted() -> list[Seen]:
             best = self._best_layouts()
             named = ranked(best)[:NAMED]
-            return [*best[:_WHOLE], *named[:1], *(seen for seen in named if self._doubtful(seen))]
+            return [*best[:_WHOLE], *named[:1], *(seen for seen in named if seen.doubtful)]
 
         while chosen := [seen.cell for seen in wanted() if seen.depth != "all_layers"]:
             self.say(f"tracing {len(chosen)} of the best with all layers", BEHIND["changes"])
             self._traced(chosen, "all_layers")
 
-    def _doubtful(self, seen: Seen) -> bool:
-        """Whether what is said to be needed, and not only allocated, is more than a card has."""
-        usable = seen.outcome.measurement.get("usable_memory_bytes") or self.usable
-        return seen.tensors_bytes > usable
-
     def _polish(self) -> None:
-        """Look at single changes of the best: other settings of its strategy, another order of the mesh, and
-        a part of the layers computed again, where all are."""
+        """Look at single changes of the best, also a part of the layers computed again where all are."""
         if not (fitting := self.fitting()):
             return
-        changes = self._changed(best := fitting[0].cell, changes_beside(self.question, best))
+        changes = changes_beside(self.question, best := fitting[0].cell)
         self.say(f"{len(changes)} single changes of the best", BEHIND["few"])
         self._changes_looked_at(changes)
-        waiting = self._changed(best, cheaper_savings(self.question, best))
+        waiting = cheaper_savings(self.question, best)
         while waiting:
             begun = waiting[: self.asking.jobs]
             self._changes_looked_at(begun)
@@ -315,19 +326,8 @@ class Search:
             chosen = [small[n] for n in order[at : at + self.asking.jobs]]
             self._traced([each.cell(self.question.cell) for each in chosen], "few_layers")
 
-    def _changed(self, cell: Cell, changes: Iterator[dict[str, Any]]) -> list[Cell]:
-        """The cell with each of these changes that can be, and was not seen."""
-        cells: dict[str, Cell] = {}
-        for settings in filter(self.question.keeps, changes):
-            try:
-                other = changed(cell, settings)
-            except UserError:
-                continue
-            if other.key not in self.seen:
-                cells[other.key] = other
-        return [*cells.values()]
-
-    def _changes_looked_at(self, cells: Sequence[Cell]) -> None:
+    def _changes_looked_at(self, changes: Sequence[Cell]) -> None:
+        cells = [cell for cell in changes if cell.key not in self.seen]
         self.result.counts["looked at"] += len(cells)
         self._traced(cells, "few_layers")
 

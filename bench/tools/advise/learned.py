@@ -11,7 +11,6 @@ import numpy as np
 
 from spbench.bench.tools.advise.candidates import SURELY, Candidate, Variant
 from spbench.bench.tools.advise.layouts import Way
-from spbench.bench.tools.advise.references import as_text
 from spbench.impls.strategies.nesting import PLUS
 
 #: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
@@ -19,8 +18,9 @@ from spbench.impls.strategies.nesting import PLUS
 _NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
 #: seconds may be off by this much more for each doubling of ranks along an axis from what was traced
 _MARGIN_OF_STEP = 1.08
-#: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much
-UNKNOWN = 1.6
+#: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much; and
+#: by so much beside those of the part that takes longest beside its own, where all of its parts were traced
+UNKNOWN, _OF_PARTS = 1.6, 1.1
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
@@ -63,6 +63,22 @@ class Waiting:
 
     def __len__(self) -> int:
         return int(self.left.sum())
+
+    def simpler(
+        self,
+        than: tuple[int, ...],
+        expected_s: np.ndarray,
+        most_s: float,
+        may_fit: Callable[[Candidate], bool],
+    ) -> Iterator[int]:
+        """The places of those with less complexity that probably take no longer and may fit, the simplest
+        first; of each strategy and mesh one."""
+        every, near = self.candidates, np.flatnonzero(self.left & (expected_s <= most_s)).tolist()
+        places, kinds = [at for at in near if every[at].complexity < than], set()
+        for at in sorted(places, key=lambda at: (every[at].complexity, expected_s[at])):
+            if every[at].kind not in kinds and may_fit(every[at]):
+                kinds.add(every[at].kind)
+                yield at
 
     def take(self, places: Iterable[int]) -> None:
         """Leave out the candidates at these places."""
@@ -196,7 +212,8 @@ class Learned:
         at_least = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
         doublings = np.array([each.doublings for each in nearest], dtype=float)[way_at]
         margins = self._deviations(waiting, nearest) + doublings * math.log(_MARGIN_OF_STEP)
-        least = np.where(np.isnan(doublings), -math.log(UNKNOWN), at_least - margins)
+        of_parts = np.array([self._least_of_parts(way.strategy) for way in waiting.ways], dtype=float)[way_at]
+        least = np.where(np.isnan(doublings), of_parts, at_least - margins)
         return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
 
     def _deviations(self, waiting: Waiting, nearest: Sequence[Nearest]) -> np.ndarray:
@@ -248,6 +265,14 @@ class Learned:
             )
         return self._nearest[way]
 
+    def _least_of_parts(self, strategy: str) -> float:
+        """The factor of a strategy that was not traced, at the least: none of its parts takes less than in
+        any of the strategies in which it was traced."""
+        parts = [self._parts.get(part, ()) for part in strategy.split(PLUS)]
+        if len(parts) < 2 or not all(parts):
+            return -math.log(UNKNOWN)
+        return max(min(self._of_ways[way] for way in ways) for ways in parts) - math.log(_OF_PARTS)
+
     def _relatives(self, strategy: str) -> float:
         """The factor of a strategy that was not traced: the mean of those that share a part with it, or of
         all, and no more than 1; with the benefit of the doubt, so that none is left to the end."""
@@ -263,7 +288,7 @@ def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
     """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
     yield 1.03, (way, pp, saving, candidate.layout.fold)
-    yield 1.08, (candidate.strategy, pp, saving, as_text(candidate.training))
+    yield 1.08, (candidate.strategy, pp, saving, candidate.training_text)
     yield 1.08, way
     yield 1.1, candidate.strategy
 

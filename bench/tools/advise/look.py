@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -49,42 +50,48 @@ Depth = Literal["small", "few_layers", "all_layers"]
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
 #: reserve for the fullest ranks, and whether that is ``exact``, or follows from traces of few layers
 NEEDED = "needed"
+#: and under this one the seconds of a step by each attention kernel that was asked for and has rates
+BY_KERNEL = "by_kernel"
 #: what of a row of a closed form may grow with the number of layers
 _GROWING = ("count", "payload_bytes", "sent_bytes")
 
 
-def step_of(traces: ClassTraces) -> StepNumbers:
-    """The step of traces of the classes of ranks, simulated.
+def step_of(traces: ClassTraces, kernel: str | None = None) -> StepNumbers:
+    """The step of traces of the classes of ranks, simulated; by another attention kernel if one is given.
 
     Raises:
         Unsupported: the cluster lacks a rate that they need.
     """
     try:
-        return StepNumbers.of(traces.simulator()())
+        return StepNumbers.of(traces.simulator(kernel=kernel)())
     except RatesUnknown as error:
         raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
 
 
-def looks(asking: Asking, cells: Iterable[Cell], depth: Depth) -> Iterator[tuple[Cell, Outcome]]:
-    """Look at cells; yields each with what was found as soon as it is there: "ok", "oom" or "unsupported".
+def looks(
+    asking: Asking, cells: Iterable[Cell], depth: Depth, **settings: Any
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Look at cells, with further arguments of :func:`look`; yields each with what was found as soon as it
+    is there: "ok", "oom" or "unsupported".
 
     Raises:
         RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
             lack it.
     """
-    tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
+    tasks = {cell.key: Task(cell, partial(look, depth=depth, **settings)) for cell in cells}
     for (cell, _), outcome in asking([*tasks.values()]):
         if outcome.status not in ("ok", "oom", "unsupported"):
             raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
         yield cell, outcome
 
 
-def look(cell: Cell, depth: Depth) -> Measurement:
+def look(cell: Cell, depth: Depth, kernels: Sequence[str] = ()) -> Measurement:
     """Measure a cell, timed even where it does not fit: its peaks, step time and bytes; ``meters`` have
     :data:`COST` and, but for small looks, :data:`NEEDED`.
 
     Args:
         depth: "few_layers": by traces of few layers and micro-batches; "all_layers": of few micro-batches.
+        kernels: of attention, by which the same traces are timed too (:data:`BY_KERNEL`).
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
@@ -95,13 +102,13 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     layers, leading, depths = _fewest_layers(cell), leading_runs(cell), _depths(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
-        planned = plan(cell)
-        by_count = _traced(cell, None)
+        planned, more = plan(cell), 0.0
+        by_depth = [_traced(cell, None)]
+        (by_count,) = by_depth
         most = by_count[max(by_count)]
         measurement = most.memory_measurement()
         if depth != "small" and measurement.usable_memory_bytes is not None:
             measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
-        step = _grown(_steps(by_count), cell.training.micro_batches)
         measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
     else:
         check_sizes(cell)
@@ -110,16 +117,30 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         deepest = [traces[max(traces)] for traces in by_depth]
         more = (layers - leading - depths[0]) / (depths[1] - depths[0])
         measurement = _memory(deepest, more, cell)
-        shallow, deeper = (_grown(_steps(traces), cell.training.micro_batches) for traces in by_depth)
-        step = shallow.on(deeper, more)
         measurement.formula = _sent(cell, at, deepest[1], more)
+    step = _step(by_depth, more, cell)
     measurement.communication = []
     add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
     measurement.parts = dict(step.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
     measurement.mfu = utilization(cell, step.step_time_s)
+    for kernel in kernels:
+        with suppress(Unsupported):  # the cluster lacks a rate
+            seconds = _step(by_depth, more, cell, kernel).step_time_s
+            measurement.meters.setdefault(BY_KERNEL, {})[kernel] = seconds
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
+
+
+def _step(
+    by_depth: Sequence[Mapping[int, ClassTraces]], more: float, cell: Cell, kernel: str | None = None
+) -> StepNumbers:
+    """The cell's step by traces of all its layers or of two depths; ``more`` as for :func:`deep_peak`."""
+    shallow, *deeper = (
+        _grown({n: step_of(each, kernel) for n, each in traces.items()}, cell.training.micro_batches)
+        for traces in by_depth
+    )
+    return shallow.on(deeper[0], more) if deeper else shallow
 
 
 def _fewest_layers(cell: Cell) -> int:
@@ -166,10 +187,6 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
     except NotAlike:
         fewer = virtual.trace_classes(_with(cell, layers, counts[0]), events=True)
     return {counts[0]: fewer, counts[-1]: most}
-
-
-def _steps(by_count: Mapping[int, ClassTraces]) -> dict[int, StepNumbers]:
-    return {n: step_of(traces) for n, traces in by_count.items()}
 
 
 def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:

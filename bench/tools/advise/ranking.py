@@ -77,6 +77,12 @@ class Seen:
         return nbytes
 
     @property
+    def doubtful(self) -> bool:
+        """Whether what is said to be needed, and not only allocated, is more than a card has."""
+        usable = self.measured.get("usable_memory_bytes")
+        return usable is not None and self.tensors_bytes > usable
+
+    @property
     def exact(self) -> bool:
         """Whether all of its layers were traced, and not only few."""
         return bool(self._needed.get("exact"))

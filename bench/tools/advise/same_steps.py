@@ -10,7 +10,6 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.ranking import Seen
-from spbench.bench.tools.advise.references import as_text
 from spbench.impls.strategies.nesting import PLUS
 
 #: steps are the same whose seconds and bytes differ by no larger part
@@ -36,7 +35,7 @@ class SameSteps:
         layout, own = candidate.layout, candidate.strategy
         axes = tuple(layout.way.axes.items())
         of_ranks = (axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold)
-        settings = as_text(candidate.training), candidate.saving_text
+        settings = candidate.training_text, candidate.saving_text
         seen = self._seen.setdefault((*of_ranks, *settings), {})
         for strategy, (other_s, other_bytes) in seen.items():
             if (pair := _differing(own, strategy)) is None:

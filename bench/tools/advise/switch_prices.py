@@ -13,10 +13,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import cannot_run
 from spbench.bench.measure.scenarios.scenario import changed, written
-from spbench.bench.tools.advise.look import looks
+from spbench.bench.tools.advise.look import BY_KERNEL, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.fit.asking import Asking
-from spbench.bench.tools.fit.subject import ATTENTION
 from spbench.bench.tools.fit.suggestions import dotted, savings_of
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
@@ -79,13 +78,10 @@ def by_kernel(cell: Cell, asking: Asking) -> dict[str, float]:
     if rates_of is None or own not in rates_of.kernels or not hasattr(model, "attention"):
         return {}
     kernels = [name for name, rates in rates_of.kernels.items() if rates and not cannot_run(device, name)]
-    cells = {name: cell if name == own else changed(cell, {ATTENTION: name}) for name in kernels}
-    seen = _measured(cells.values(), asking) if len(cells) > 1 else {}
-    seconds = {
-        name: seen[with_kernel.key]["step_time_s"]
-        for name, with_kernel in cells.items()
-        if with_kernel.key in seen
-    }
+    if len(kernels) < 2:
+        return {}
+    ((_, outcome),) = looks(asking, [cell], "few_layers", kernels=kernels)
+    seconds = outcome.measurement.get("meters", {}).get(BY_KERNEL, {})
     if own not in seconds:
         return {}
     ratios = {name: s / seconds[own] for name, s in seconds.items() if name != own}

@@ -112,6 +112,17 @@ def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
     assert learned.bounds(unknown).least_s > 0.93 * unknown.estimated_s
 
 
+def test_a_strategy_of_traced_parts_takes_hardly_less_than_the_slower_one() -> None:
+    every = of(asked(16, only=["ulysses", "ring_attention", "ulysses+ring_attention", "zero3"]))
+    first = {c.strategy: c for c in reversed(every)}
+    nested, learned = first["ulysses+ring_attention"], Learned()
+    for strategy, times, least in (("ulysses", 1.0, 1 / 1.6), ("ring_attention", 1.5, 1.5 / 1.15)):
+        learned.add(first[strategy], times * first[strategy].estimated_s, 0.0)
+        learned.fit()
+        (bound,) = learned.bounds(Waiting([nested])).least_s
+        assert least <= bound / nested.estimated_s <= times
+
+
 def test_what_each_micro_batch_takes_may_shrink_with_their_number() -> None:
     """Where the host bounds the step of micro-batches of 1, four times as large ones may take a fourth."""
     every = of(asked(8, batch=8, only=["tensor_parallel", "zero3"]))

@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 
 from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.look import look
+from spbench.bench.tools.advise.look import BY_KERNEL, look
 from spbench.bench.tools.advise.switch_prices import SwitchPrice, prices
 from spbench.bench.tools.fit.asking import Task
+from spbench.bench.tools.fit.subject import ATTENTION
 from tests.tools.advise.questions import asked
 
 GIB = 2**30
@@ -119,3 +121,14 @@ def test_prices_are_those_of_traces() -> None:
     assert after is not None
     assert (price.settings, price.ratio) == ("model_options.recompute=full", after / before)
     assert price.ratio > 1.0
+
+
+def test_a_step_by_another_kernel_is_that_of_the_model_that_names_it() -> None:
+    kernels = ("flash_attention_2", "triton")
+    cell = layout({}, micro_batches=2).model_copy(update={"seq_len": 2**17})
+    found = look(cell, "few_layers", kernels).meters[BY_KERNEL]
+    named = [changed(cell, {ATTENTION: name}) for name in kernels]
+    assert found == {
+        name: look(other, "few_layers").step_time_s for name, other in zip(kernels, named, strict=True)
+    }
+    assert len({*found.values()}) == 2

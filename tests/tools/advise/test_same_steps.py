@@ -15,7 +15,7 @@ from tests.tools.advise.questions import asked
 
 def candidate(strategy: str, **axes: int) -> Candidate:
     layout = Layout(Way(strategy, axes), dp=4, pp=1, micro_batch=1)
-    return Candidate(layout, {}, {"backend": "zero3"}, {}, 1.0, 2.0, 1.0)
+    return Candidate(layout, {}, {"backend": "zero3"}, {}, "zero3", "", 1.0, 2.0, 1.0)
 
 
 def same(second: float = 1.0, nbytes: float = 2.0) -> SameSteps:

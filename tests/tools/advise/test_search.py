@@ -205,6 +205,21 @@ def test_no_tie_is_simpler_than_the_layout_that_is_named_first(monkeypatch: pyte
         assert complexity(named.cell)[:2] <= min(complexity(cell)[:2] for cell in ties), seed
 
 
+def test_simpler_layouts_that_may_tie_are_looked_at_though_none_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where only nested strategies were traced, a strategy alone that takes 9% longer is named first."""
+    answers = SimpleSlower(0, 80 * GIB)
+
+    def nested_alone(self: Search, waiting: Waiting) -> None:
+        nested = [c for c in every() if PLUS in c.strategy and answers.nbytes(c) <= answers.usable]
+        self._look(sorted(nested, key=answers.seconds)[:8])
+
+    monkeypatch.setattr(Search, "_few_layers", nested_alone)
+    named = ranked(searched(answers, monkeypatch, TOSS).best)[0]
+    assert complexity(named.cell)[0] == 1
+
+
 def test_where_nothing_fits_the_nearest_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = MadeUp(0, GIB / 64)
     found = searched(answers, monkeypatch)
