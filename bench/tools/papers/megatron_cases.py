@@ -55,6 +55,7 @@ _ROLES = {
     "gpt3_mcore_te_tp2_pp2_cross_entropy": "inferred",
     "gpt3_mcore_te_tp2_pp2_resume_torch_dist_cross_entropy": "inferred",
     "mixtral_8x7b": "inferred",
+    "hybrid": "inferred",  # what a Mamba layer keeps, and that Triton times its kernels
     "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8": "inferred",  # workspaces of userbuffers
     "gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": "inferred",  # casts that are kept
 }
