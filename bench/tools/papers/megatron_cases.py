@@ -32,8 +32,7 @@ from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 
-#: arguments of `spbench reproduce`, and the files of what is predicted: of GPT and BERT, and of models with
-#: experts and hybrids
+#: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids
 CASES, EXPERT_CASES = "megatron_cases", "megatron_moe_cases"
 #: when each golden value was recorded, and in which container; those of cases with experts are taken to be as
 #: old as the latest of dev or lts
