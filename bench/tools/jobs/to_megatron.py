@@ -186,6 +186,9 @@ def _experts(model: CausalTransformerModel) -> Iterator[_Row]:
     kind = "sinkhorn" if model.router == "sinkhorn" else kinds[model.aux_loss]
     yield "--moe-router-load-balancing-type", kind, "model_options.aux_loss"
     yield "--moe-aux-loss-coeff", model.aux_weight, "model_options.aux_weight"
+    if model.dispatcher == "hybrid_ep":
+        yield "--moe-token-dispatcher-type", "flex", "model_options.dispatcher"
+        yield "--moe-flex-dispatcher-backend", "hybridep", "model_options.dispatcher"
 
 
 def _layers_with_experts(model: CausalTransformerModel) -> str:

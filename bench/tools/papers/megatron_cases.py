@@ -32,8 +32,7 @@ from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 
-#: arguments of `spbench reproduce`, and the files of what is predicted: of GPT and BERT, and of models with
-#: experts and hybrids
+#: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids
 CASES, EXPERT_CASES = "megatron_cases", "megatron_moe_cases"
 #: when each golden value was recorded, and in which container; those of cases with experts are taken to be as
 #: old as the latest of dev or lts
@@ -55,6 +54,7 @@ _ROLES = {
     "gpt3_mcore_te_tp2_pp2_cross_entropy": "inferred",
     "gpt3_mcore_te_tp2_pp2_resume_torch_dist_cross_entropy": "inferred",
     "mixtral_8x7b": "inferred",
+    "hybrid": "inferred",  # what a Mamba layer keeps, and that Triton times its kernels
     "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8": "inferred",  # workspaces of userbuffers
     "gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": "inferred",  # casts that are kept
 }

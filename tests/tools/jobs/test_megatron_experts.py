@@ -206,7 +206,7 @@ def expert_cells(draw: st.DrawFn) -> Cell:
         model |= {"mtp_layers": 1, "mtp_weight": draw(st.sampled_from([0.1, 0.5]))}
     model |= {"experts": 16, "experts_per_token": draw(st.integers(1, 4)), **_lists(draw)}
     for name, values in {
-        "dispatcher": ["all_gather", "all_to_all", "node_deduplicated"],
+        "dispatcher": ["all_gather", "all_to_all", "node_deduplicated", "hybrid_ep"],
         "experts_matmul": ["grouped", "sequential"],
         "permutation": ["plain", "fused"],
         "router_dtype": ["float32", "model"],
@@ -229,7 +229,7 @@ def expert_cells(draw: st.DrawFn) -> Cell:
     model["router"] = kind
     if kind != "sinkhorn" and draw(st.booleans()):
         model |= {"aux_loss": draw(st.sampled_from(["batch", "sequence", "global"])), "aux_weight": 0.01}
-    if model["dispatcher"] != "node_deduplicated" and draw(st.booleans()):
+    if model["dispatcher"] in ("all_gather", "all_to_all") and draw(st.booleans()):
         model |= {"capacity": 1.25, "capacity_padded": draw(st.booleans())}
     if model["recompute"] == "selective":
         modules = ("core_attn",), ("moe_act", "layernorm"), ("moe", "core_attn")
