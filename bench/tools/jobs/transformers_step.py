@@ -16,8 +16,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FSDP_1 = (
     "FSDP 1",
     "time and memory",
-    "torch's fully_shard stands for it, without its copy of a unit's shard in half precision, and what it "
-    "sends is padded parameter by parameter, not unit by unit",
+    "torch's fully_shard stands for it, without its copy of a unit's shard in half precision, and pads "
+    "messages parameter by parameter, not unit by unit",
 )
 
 

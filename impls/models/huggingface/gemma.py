@@ -57,10 +57,7 @@ class Gemma2Config(GemmaConfig):
         return {**super().family_options(), "norms": "around", "logit_cap": cap}
 
     def model(self) -> CausalTransformerModel:
-        layers = self.num_hidden_layers
-        letters = (self.usual_letters() * layers)[:layers]
-        if self.layer_types is not None:
-            letters = letters_of(self.layer_types, layers)
+        letters = letters_of(self.layer_types, self.num_hidden_layers, self.usual_letters())
         return windowed(super().model(), letters, self.sliding_window)
 
     def usual_letters(self) -> str:

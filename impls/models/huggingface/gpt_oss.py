@@ -75,6 +75,4 @@ class GptOssConfig(RotaryConfig):
             router_linear_bias=True,
             **balanced(self.router_aux_loss_coef),
         )
-        kinds = self.layer_types
-        letters = ("WS" * layers)[:layers] if kinds is None else letters_of(kinds, layers)
-        return windowed(every, letters, self.sliding_window)
+        return windowed(every, letters_of(self.layer_types, layers, "WS"), self.sliding_window)

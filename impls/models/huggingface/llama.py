@@ -100,8 +100,10 @@ LayerType = Literal["full_attention", "sliding_attention"]
 _LETTERS: Mapping[LayerType, str] = {"full_attention": "S", "sliding_attention": "W"}
 
 
-def letters_of(kinds: Sequence[LayerType], layers: int) -> str:
-    """The letters of ``layer_types``, one for each layer."""
+def letters_of(kinds: Sequence[LayerType] | None, layers: int, usual: str) -> str:
+    """The letters of ``layer_types``, one for each layer; where a file has none, the usual ones repeated."""
+    if kinds is None:
+        return (usual * layers)[:layers]
     if len(kinds) != layers:
         raise not_covered("layer_types", kinds, f"there are {layers} layers")
     return "".join(_LETTERS[kind] for kind in kinds)
@@ -137,10 +139,8 @@ class WindowedConfig(LlamaConfig):
         if not self.use_sliding_window or self.sliding_window is None:
             return model
         first = self.max_window_layers
-        letters = "S" * min(first, layers) + "W" * (layers - first)
-        if self.layer_types is not None:
-            letters = letters_of(self.layer_types, layers)
-        return windowed(model, letters, self.sliding_window)
+        usual = "S" * min(first, layers) + "W" * (layers - first)
+        return windowed(model, letters_of(self.layer_types, layers, usual), self.sliding_window)
 
 
 def windowed(model: CausalTransformerModel, letters: str, window: int) -> CausalTransformerModel:

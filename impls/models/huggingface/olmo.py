@@ -32,8 +32,5 @@ class Olmo3Config(Olmo2Config):
     layer_types: Sequence[LayerType] | None = None
 
     def model(self) -> CausalTransformerModel:
-        layers = self.num_hidden_layers
-        letters = ("WWWS" * layers)[:layers]
-        if self.layer_types is not None:
-            letters = letters_of(self.layer_types, layers)
+        letters = letters_of(self.layer_types, self.num_hidden_layers, "WWWS")
         return windowed(super().model(), letters, self.sliding_window)
