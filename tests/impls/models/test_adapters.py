@@ -42,7 +42,7 @@ STRATEGIES = ("tensor_parallel", "megatron_sp", "ulysses", "ring_attention", "up
 BACKENDS = ("legacy_ddp", "ddp", "zero1", "zero2", "zero3", "megatron")
 
 
-@pytest.mark.parametrize("n", mostly_slow((1, 2, 3, 4), 4))
+@pytest.mark.parametrize("n", mostly_slow((1, 2, 4), 4))
 @pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "tensor_parallel", "megatron_sp", "ulysses"))
 @pytest.mark.parametrize("variant", [0, 1])
 def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: int, variant: int) -> None:
@@ -71,8 +71,8 @@ FEW = {**ALL, "routing": "zipf:40", "z_weight": 0.01, "expert_weighting": "input
 KEPT = {"recompute_modules": ("moe_act", "shared_experts"), "library": "transformer-engine"}
 
 
-@pytest.mark.parametrize("options", [{**UNEVEN, **KEPT}, slow(FEW), {**FEW, "stacked_experts": True}])
-@pytest.mark.parametrize("strategy", mostly_slow(("ulysses", "megatron_sp"), "ulysses"))
+@pytest.mark.parametrize("options", [{**UNEVEN, **KEPT}, slow(FEW), slow({**FEW, "stacked_experts": True})])
+@pytest.mark.parametrize("strategy", mostly_slow(("ulysses", "megatron_sp"), "ulysses", "megatron_sp"))
 def test_each_expert_has_adapters_where_its_rank_is(
     pool: RankPool, strategy: str, options: dict[str, Any]
 ) -> None:
