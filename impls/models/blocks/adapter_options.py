@@ -116,7 +116,7 @@ class AdapterOptions:
         taken = {name for kind in map(self.mixing, layers) for name in (*kind.adapted, *kind.latents(self))}
         if any(_mlp_width(self, layer) for layer in layers):
             taken |= {*OPENING, MLP_CLOSING}
-        if any(map(self.has_experts, layers)):
+        if self.experts:  # a trace of few layers may have dense ones alone
             taken.add(EXPERTS)
         return [name for name in _WORDS if name in taken]
 

@@ -100,6 +100,13 @@ def latent(**options: Any) -> CausalTransformerModel:
     return model
 
 
+def test_a_trace_of_dense_layers_alone_keeps_the_words_of_experts() -> None:
+    few = model_preset("moe-tiny", {**ALL, "layers": 1, "dense_layers": 1})
+    assert "experts" in few.lora_targets  # type: ignore[attr-defined]
+    counts = few.parameters(few.padded_vocabulary(1))  # type: ignore[attr-defined]
+    assert not counts.get("experts")
+
+
 def test_a_frozen_expert_keeps_no_input_and_has_no_gradient() -> None:
     x = torch.randn(5, 6, requires_grad=True)
     frozen = nn.Parameter(torch.randn(2, 3, 6), requires_grad=False)
