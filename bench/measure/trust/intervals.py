@@ -133,11 +133,13 @@ def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
 
 def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str, bound: str) -> Interval:
     """The interval of a class in which no step with that bound was measured: that of the bound in the next
-    worse class, no narrower than any of its own class; without such a class, the widest of all."""
+    worse class, or of the nearest better one, no narrower than any of its own class; without such a class,
+    the widest of all."""
     order = next((order for order in (EVER_WORSE, FITTED) if rates in order), ())
-    for worse in order[order.index(rates) + 1 :] if order else ():
-        if bound in by_rates.get(worse, {}):
-            return max(by_rates[worse][bound], widest(by_rates[rates].values()), key=lambda i: i.half_width)
+    at = order.index(rates) if order else 0
+    for other in (*order[at + 1 :], *reversed(order[:at])):
+        if bound in by_rates.get(other, {}):
+            return max(by_rates[other][bound], widest(by_rates[rates].values()), key=lambda i: i.half_width)
     return widest(each for intervals in by_rates.values() for each in intervals.values())
 
 

@@ -28,10 +28,12 @@ from spbench.bench.tools.advise.ranking import (
 from spbench.bench.tools.advise.switch_prices import SwitchPrice
 from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.fit.suggestions import dotted
-from spbench.bench.units import shown_price
+from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls.models.model import model_preset
 
+#: the share of a card that a layout should leave free
+SPARE = 0.05
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "matmul_s": "matmul",
@@ -158,6 +160,24 @@ class Advice:
     def memory(seen: Seen) -> CardMemory:
         """What a card must have for a layout; of one that was traced with few layers, about."""
         return card_memory(seen.cell, seen.measured, seen.tensors_bytes)
+
+    def is_full(self, seen: Seen) -> bool:
+        """Whether a layout leaves too little of its card to be sure that it fits (docs/trust.md)."""
+        memory = self.memory(seen)
+        return memory.spare_bytes < SPARE * memory.card_bytes
+
+    def fullness(self) -> str:
+        """A warning of a winner that is too full, with the first that ties and is not; "" of others."""
+        winner = self.winner
+        if winner is None or not winner.fits or not self.is_full(winner):
+            return ""
+        left = self.memory(winner).spare_bytes / GIB
+        text = f"{winner} leaves {left:.1f} GiB, less than {SPARE:.0%} of a card"
+        ties = (s for s in ranked(self.result.best) if self.is_tie(s) and not self.is_full(s))
+        if (roomy := next(ties, None)) is None:
+            return f"{text}, and so does every tie"
+        ratio = roomy.step_s / winner.step_s - 1
+        return f"{text}; {roomy} takes {ratio:+.0%} and leaves {self.memory(roomy).spare_bytes / GIB:.1f}"
 
     def folding(self) -> str:
         """What the fastest layout gains by groups of ranks of its own for experts, in words; "": it has none,

@@ -155,7 +155,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         if priced_by := answer.priced_by():
             yield f"priced by something else, with shares of the step: {priced_by}"
         yield f"{winner}: {answer.why()}"
-        yield from filter(None, [answer.folding(), _same(answer)])
+        yield from filter(None, [answer.fullness(), answer.folding(), _same(answer)])
         yield _simplified(answer)
         if program:
             yield _as_job(program, winner.cell)

@@ -90,12 +90,17 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     own, asked = answer.result.own, answer.question.own
     if own is None or asked is None:
         return
-    towards = answer.result.best[:NAMED]
-    if not own.fits:  # of those that tie, what differs in least of it
-        towards = sorted(towards, key=lambda seen: (not answer.is_tie(seen), len(_differing(own, seen))))
+    # to one that surely fits first
+    towards = sorted(answer.result.best[:NAMED], key=answer.is_full)
+    if not own.fits:  # and of those that tie, to what differs in least of it
+
+        def away(seen: Seen) -> tuple[bool, bool, int]:
+            return answer.is_full(seen), not answer.is_tie(seen), len(_differing(own, seen))
+
+        towards = sorted(towards, key=away)
     for seen in towards:
         if own.fits and seen.step_s >= own.step_s:
-            return
+            continue
         yield seen, flag_changes(asked.cell, seen.cell, asked.job)
 
 

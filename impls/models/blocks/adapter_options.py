@@ -116,7 +116,7 @@ class AdapterOptions:
         taken = {name for kind in map(self.mixing, layers) for name in (*kind.adapted, *kind.latents(self))}
         if any(_mlp_width(self, layer) for layer in layers):
             taken |= {*OPENING, MLP_CLOSING}
-        if any(map(self.has_experts, layers)):
+        if self.experts:  # a trace of few layers may have dense ones alone
             taken.add(EXPERTS)
         return [name for name in _WORDS if name in taken]
 
@@ -182,7 +182,8 @@ def adapter_sites(model: DecoderModel, layer: int, batch: int, seq_len: int, aga
             up_again = again or model.recomputes("mla_up_proj")
             yield Site("linear_in", 1, {**rank, "F": of_latent.outputs}, up_again)
     for names, closing, features, in_mlp in _blocks(model, layer):
-        again = again or (in_mlp and model.recomputes("mlp"))
+        parts = ("moe", "shared_experts") if model.has_experts(layer) else ("mlp",)
+        again = again or (in_mlp and any(map(model.recomputes, parts)))
         tiles = model.mlp_tiling.dims if in_mlp else {}
         many, once = _adapters(model, names), {"gathered_once": 1} if model.separate_projections else {}
         of_mlp = _elements(model, names, closing, features, in_mlp) if in_mlp else {}

@@ -85,12 +85,17 @@ def test_eight_bits_have_a_scale_a_row() -> None:
 )
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "full", "qkv_bias": True}, slow({"separate_projections": True}), slow(SPARSE)],
+    [{"recompute": "full", "qkv_bias": True}, slow({"separate_projections": True})],
 )
 def test_ranks_compute_what_one_device_does(
     pool: RankPool, strategy: str, n: int, options: dict[str, Any]
 ) -> None:
     assert_green(pool, Case(strategy_class(strategy), packed(4, **options), "model"), n)
+
+
+@pytest.mark.parametrize("strategy", ["megatron_sp", slow("ulysses")])
+def test_routed_experts_are_not_packed_and_shared_ones_are(pool: RankPool, strategy: str) -> None:
+    assert_green(pool, Case(strategy_class(strategy), packed(4, **SPARSE), "model"), 2)
 
 
 @pytest.mark.parametrize("backend", mostly_slow(("ddp", "zero2", "zero3", "megatron"), "zero3"))

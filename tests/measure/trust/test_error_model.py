@@ -167,6 +167,16 @@ def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
     assert model.of_strategies == pytest.approx(0.1, rel=0.2)
 
 
+def test_a_bound_that_only_better_rates_have_is_as_wide_as_the_class() -> None:
+    of_bubbles = drawn(3, ["p", "q", "r"], between=0.02, bound="bubble")
+    wide = drawn(2, between=0.4, within=0.05, rates="extrapolated")
+    model = ErrorModel.fit([*drawn(1), *of_bubbles, *wide])
+    widths = [width(model, rates, "bubble") for rates in ("sourced", "extrapolated", "datasheet")]
+    assert widths[0] < widths[1] == pytest.approx(width(model, "extrapolated"))
+    unseen = ErrorModel.fit([*drawn(1), *wide, *drawn(4, mean=2.0, between=0.5, rates="transferred")])
+    assert width(unseen, "extrapolated", "bubble") > 2 * widths[1]
+
+
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
 def test_the_price_of_a_part_is_found_from_the_errors_of_steps(share: float) -> None:
     """What has no rate takes 6 times as long as simulated, or a sixth; the rest is right."""

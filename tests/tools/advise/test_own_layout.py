@@ -95,12 +95,14 @@ def test_on_other_gpus_a_scenario_has_no_layout(tmp_path: Path) -> None:
     assert question((str(path),), Asked(None, 4)).own is None
 
 
-def seen(question: Question, step_s: float, status: Any = "ok", **parts: Any) -> Seen:
+def seen(
+    question: Question, step_s: float, status: Any = "ok", peak_memory_bytes: int = 2**30, **parts: Any
+) -> Seen:
     measured = {
         "step_time_s": step_s,
         "tokens_per_s": 1.0,
         "mfu": 0.1,
-        "peak_memory_bytes": 2**30,
+        "peak_memory_bytes": peak_memory_bytes,
         "usable_memory_bytes": 2**31 if status == "ok" else 2**29,
         "formula": [],
         "breakdown": {"exposed_communication_s": 0.0, "bubble_s": 0.0},
@@ -154,6 +156,22 @@ def test_what_does_not_fit_is_led_to_the_tie_that_differs_least(tmp_path: Path) 
     assert "a model of 2 layers of width 64" in of_job.in_words()
     slower = answer(about, own, faster, seen(about, 9.0, training=more))
     assert [*own_in_words(slower)][1].startswith("to single dp2 by Megatron-LM: ")
+
+
+def test_a_layout_that_fills_its_card_is_said_to(tmp_path: Path) -> None:
+    about = asked_of(job(tmp_path))
+    assert about.own is not None
+    own = seen(about, 3.0)
+    replicas = {"strategy": "single", "sizes": own.cell.sizes.model_copy(update={"tp": 1, "dp": 2})}
+    fewer = own.cell.training.model_copy(update={"micro_batches": 2})
+    full = seen(about, 2.0, peak_memory_bytes=int(2**31 * 0.97), **replicas, training=fewer)
+    roomy = seen(about, 2.01, training=own.cell.training.model_copy(update={"micro_batches": 8}))
+    both = answer(about, own, full, roomy)
+    head = "single dp2 leaves 0.1 GiB, less than 5% of a card; tensor_parallel tp2 takes +0% and leaves "
+    assert both.fullness() == f"{head}1.0"
+    assert [*own_in_words(both)][1].startswith("to tensor_parallel tp2 (-33%) by Megatron-LM: ")
+    assert answer(about, own, full).fullness().endswith("of a card, and so does every tie")
+    assert answer(about, own, roomy).fullness() == ""
 
 
 def test_where_no_arguments_are_known_the_settings_are_named(tmp_path: Path) -> None:
