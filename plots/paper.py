@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,16 +122,24 @@ def save_as(figure: Figure, path: Path) -> Path:
 
     Raises:
         ValueError: there is no such type.
+        OSError: it cannot be written, as on a full disk; no part of it is left.
     """
-    form = form_of(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    form, content = form_of(path), io.BytesIO()
     with house_style():
-        figure.savefig(path, metadata=_FORMS[form])
+        figure.savefig(content, format=form, metadata=_FORMS[form])
     if form == "png":
         # a third of the bytes, and a difference that the eye does not see
-        with Image.open(path) as image:
+        with Image.open(content) as image:
             few = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        few.save(path, optimize=True, dpi=(DPI, DPI))
+        content = io.BytesIO()
+        few.save(content, "png", optimize=True, dpi=(DPI, DPI))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.write_bytes(content.getvalue())
+    except OSError as error:
+        if error.filename is None and path.is_file():  # it was opened, and then there was no room
+            path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 

@@ -103,7 +103,7 @@ def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -
     cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
 )
 @click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show it."
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version."
 )
 @click.pass_context
 def cli(context: click.Context) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from spbench.plots import NothingToDraw
@@ -17,7 +18,7 @@ from spbench.plots.fit_and_advise import advice_map, draw_advice
 from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_seqlen
 from spbench.plots.methods import draw as draw_methods
-from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
+from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES, save_as
 from spbench.plots.rates import cluster_rates, draw_machine_rates, machine_rates
 from spbench.plots.series import differing_settings
 from spbench.plots.splits import split_names
@@ -138,6 +139,13 @@ def test_a_file_of_advice_is_of_the_type_that_its_name_says(tmp_path: Path) -> N
 
 
 # -- names -----------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_said_with_the_files_name(tmp_path: Path) -> None:
+    (tmp_path / "m.svg").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*m\.svg'"):
+        save_as(Figure(), tmp_path / "m.svg")
+    assert Path("/dev/full").exists()
 
 
 def test_a_split_is_named_by_its_mesh_and_by_what_tells_it_apart() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from spbench.bench.command_line.options import path_option, printed
-from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_together
@@ -83,7 +83,8 @@ def command(
     for note in exported.notes:
         message(f"spbench: {note}")
     text = exported.content
-    return Output([text.removesuffix("\n")], {"text": text, "notes": list(exported.notes)}, [{"text": text}])
+    content = {"text": text, "notes": list(exported.notes)}
+    return Output([Verbatim(text.removesuffix("\n"))], content, [{"text": text}])
 
 
 def _written(content: str | Mapping[str, str], output: Path) -> list[Path]:

@@ -22,7 +22,6 @@ from spbench.bench.command_line.options import body, executor, fresh, jobs, path
     "--output",
     "Folder for results; default results/reproduction, or results/runs/reproduction where git follows that "
     "and --write is not given.",
-    folder=True,
 )
 @fresh
 @click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")

@@ -10,7 +10,7 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, memory_table
-from spbench.bench.command_line.progress import message
+from spbench.bench.command_line.progress import message, remark
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import add_simulated_time
@@ -55,7 +55,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     if refused := unproven([cell]):
         raise UserError(f"{cell.key}: {refused[cell.key].reason}")
     torch.set_num_threads(1)
-    message(f"tracing {cell.key}")
+    remark(f"tracing {cell.key}")
     try:
         traces = trace_classes(cell, events=True)
     except Unsupported as error:

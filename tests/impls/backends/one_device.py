@@ -109,11 +109,7 @@ class _Step:
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        asked: Cell,
-        cls: type[Backend],
-        updated: Callable[[Training], None],
+        self, mesh: DeviceMesh, asked: Cell, cls: type[Backend], updated: Callable[[Training], None]
     ):
         self.model = model_preset(asked.model, asked.model_options)
         self.shards: dict[str, tuple[Any, torch.Size]] = {}
@@ -178,10 +174,7 @@ class _Step:
 
 
 def errors_of_rank(
-    mesh: DeviceMesh,
-    asked: Cell,
-    cls: type[Backend],
-    updated: Callable[[Training], None] = as_it_is,
+    mesh: DeviceMesh, asked: Cell, cls: type[Backend], updated: Callable[[Training], None] = as_it_is
 ) -> dict[str, float]:
     """Relative errors of what this rank holds of each step's gradients and updated weights, from those of
     one device, whose optimizer ``updated`` may change."""

@@ -260,8 +260,7 @@ def zero3_hook_of_no_tile(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "told"),
-    [(zero3_hook_of_each_tile, "all_gather over sp"), (zero3_hook_of_no_tile, "DTensor")],
+    ("plant", "told"), [(zero3_hook_of_each_tile, "all_gather over sp"), (zero3_hook_of_no_tile, "DTensor")]
 )
 def test_weights_gathered_once_a_tile_or_never_are_red(pool: RankPool, plant: Any, told: str) -> None:
     case = Case(strategies()["ulysses"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend="zero3")

@@ -179,11 +179,7 @@ def test_a_stage_without_softmax_attention_makes_no_groups(strategy: str) -> Non
 
 @pytest.mark.parametrize(
     ("strategy", "sizes", "kv_heads"),
-    [
-        ("tensor_parallel", {"tp": 4}, 2),
-        slow("ulysses", {"sp": 3}, 2),
-        slow("ring_attention", {"sp": 3}, 4),
-    ],
+    [("tensor_parallel", {"tp": 4}, 2), slow("ulysses", {"sp": 3}, 2), slow("ring_attention", {"sp": 3}, 4)],
 )
 def test_real_ranks_send_what_virtual_ones_do(
     pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int

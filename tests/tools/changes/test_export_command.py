@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from spbench.bench.command_line.cli import exit_code
+from spbench.bench.command_line.forms import as_table
+from spbench.bench.command_line.output import Output
 from tests.bench.disk import files_of_at_most
+from tests.terminal import screen_of
 from tests.tools.changes.rows import BASE, commit_all, folder, made_up
 from tests.tools.commands.conftest import Run
 
@@ -28,6 +32,13 @@ def test_one_file_goes_to_standard_output_or_to_a_file(
     assert made["files"] == [str(file)]
     assert "left out 3 cells" in made["notes"][0]
     assert json.loads(command_line(*arguments, "--format", "json")[1])["text"] == out
+
+
+def test_a_terminal_breaks_no_line_of_another_system(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Output] = []
+    monkeypatch.setattr(as_table, "show", lambda output, *streams: shown.append(output))
+    assert exit_code(("export", "--to", "hud", str(results))) == 0
+    assert max(map(len, screen_of(shown[0], 80).splitlines())) > 200
 
 
 @pytest.mark.parametrize(

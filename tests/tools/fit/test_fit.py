@@ -304,11 +304,7 @@ REFUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "--strategy megatron_sp",
         ("--tp", "2", "--strategy", "megatron_sp"),
     ),
-    (
-        (*H100, "--gpus", "6", "--dp", "4"),
-        "--gpus 6: dp 4 is 4 ranks; leave",
-        ("--gpus", "4", "--dp", "4"),
-    ),
+    ((*H100, "--gpus", "6", "--dp", "4"), "--gpus 6: dp 4 is 4 ranks; leave", ("--gpus", "4", "--dp", "4")),
     (
         (*H100, "--batch", "7", "--micro-batch", "2"),
         "--micro-batch 2: batch 7 over 1 replicas is no whole number of them; use --batch 6",

@@ -99,9 +99,7 @@ def test_the_committed_texts_are_what_the_committed_files_give(
     assert all(run["failed"] == "0" for run in found.runs)
 
 
-def test_the_committed_bands_are_what_the_committed_files_give(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
