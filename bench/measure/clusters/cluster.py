@@ -71,7 +71,7 @@ class Device(StrictModel):
             where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
-        overlap_loss: seconds of computing that are lost for each second that a collective runs beside it,
+        overlap_loss: seconds of computing lost for each second that a collective or a message runs beside it,
             since it takes multiprocessors and memory bandwidth; null counts as none.
         operators: of operators that move memory, by name, what calls of some sizes take (see
             :func:`operator_seconds`), in place of the memory bandwidth.

@@ -85,7 +85,7 @@ class Costs:
     Attributes:
         step_overhead_s: of a step, beside its kernels and its communication.
         host: figures of the process that launches; None: launching takes no time.
-        overlap_loss: seconds of computing lost for each second that a collective runs beside it.
+        overlap_loss: seconds of computing lost for each second that communication runs beside it.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ Without them launching costs the host no time, so streams run ahead of each othe
 waits let them.
 Communication goes on beside the stream that posts it: a transfer starts when both ends have posted it, and
 after the one before it from the same rank to the same rank; a collective starts when its last member has
-posted it, and after the group's collective before it. What a rank computes while a collective runs takes
-longer by a share of the collective (``overlap_loss``), which is added where the compute stream waits for it.
+posted it, and after the group's collective before it. What a rank computes while a collective or a message
+runs takes longer by a share of it (``overlap_loss``), which is added where the compute stream waits for it.
 All times are thus sums and maxima of costs, so no cost can fall and the step take longer.
 
 Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go

@@ -89,19 +89,21 @@ class Steps:
         return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
     def beside_computing(self, asked: bool) -> list[list[int]]:
-        """For each step, if it is a wait of the compute stream, the collectives that it waits for and no wait
-        before it did; those of another stream by the record of its point. Empty lists if not ``asked``."""
+        """For each step, if it is a wait of the compute stream, the collectives and sends that it waits for
+        and no wait before it did; those of another stream by the record of its point. An exchange, whose two
+        directions are one kernel, counts once, by its send, which is waited for first. Empty lists if not
+        ``asked``."""
         awaited: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
         if not asked:
             return awaited
-        #: collectives of each stream that the compute stream has not waited for
+        #: of each stream, what the compute stream has not waited for
         ahead: dict[int, list[int]] = defaultdict(list)
         kinds, streams, partners = self.columns
         waits = (kinds == WAIT) & (streams == COMPUTE_STREAM)
-        waits[waits] = np.isin(kinds[partners[waits]], (COLLECTIVE, RECORD))
-        for step in np.flatnonzero((kinds == COLLECTIVE) | waits).tolist():
+        waits[waits] = np.isin(kinds[partners[waits]], (COLLECTIVE, SEND, RECORD))
+        for step in np.flatnonzero(np.isin(kinds, (COLLECTIVE, SEND)) | waits).tolist():
             kind, stream = self.kinds[step], self.streams[step]
-            if kind == COLLECTIVE:
+            if kind in (COLLECTIVE, SEND):
                 ahead[stream].append(step)
             else:
                 partner = self.partners[step]

@@ -100,6 +100,19 @@ def test_what_is_hidden_costs_computing_time_where_a_device_loses_it() -> None:
     assert found.breakdown["bubble_s"] == 0
 
 
+@pytest.mark.parametrize(("block", "step"), [(5, 5 + 1), (1, 2)])
+def test_a_message_that_is_hidden_costs_as_much_as_a_collective(block: float, step: float) -> None:
+    """Half of an exchange's two seconds, once for both directions; none where it is waited for."""
+    b = ProgramBuilder((1, 1, 1, 2))
+    works = [b.send(2, (0, 0, 0, 1)), b.recv(2, (0, 0, 0, 1))]
+    b.kernel("block", flops=block)
+    for work in works:
+        b.wait(work)
+    losing = cluster().model_dump()
+    losing["device"]["overlap_loss"] = {"value": 0.5, "source": "made up"}
+    assert timed([b.program()], [range(2)], Cluster.model_validate(losing)).step_time_s == step
+
+
 def test_waiting_for_a_rank_is_a_bubble_on_any_stream() -> None:
     late = ProgramBuilder((1, 1, 1, 2))
     late.kernel("late", flops=3)
