@@ -1,0 +1,6 @@
+"""Ways to divide one sample among ranks, a file each (`spbench list strategies`), and what they share.
+
+To learn how they work, read ring_self_attention.py, where the whole algorithm stands; then ulysses.py and
+ring_attention.py. ``base.py`` says what a model asks a strategy for: its defaults are a single device, so
+that a file holds what its strategy changes. docs/learn explains seven of them with pictures.
+"""
