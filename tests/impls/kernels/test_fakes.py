@@ -58,6 +58,7 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "pageable_empty_like": (x,),
         "host_zeros": (x, [2, 3], dtype),
         "pageable_zeros": (x, [2, 3], dtype),
+        "_fused_adamw_narrow_": ([x], [y], [x.clone()], [y.abs()], 1, [0.1, 0.9, 0.99, 1e-8, 0.01]),
         "host_adamw_": ([x], [y], [x.clone()], [y.abs()], [torch.zeros(())], 0.1, 0.01, torch.ones(())),
         "host_copy_": (y.float(), x),
         "host_add_": (y.clone(), x),

@@ -161,7 +161,7 @@ _honest_gather = all_gather_kv.gathered
 
 
 def _late_round(
-    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any], *how: Any
+    group: dist.ProcessGroup, block: Sequence[Tensor], of_block: Callable[..., Any], *how: Any, **sent: Any
 ) -> Sequence[Tensor]:
     """Every owner with the block of the owner before it; the first is right."""
     before: list[tuple[Tensor, Tensor]] = []
@@ -170,7 +170,7 @@ def _late_round(
         before.append((keys.clone(), values.clone()))
         return of_block(owner, *before[max(0, len(before) - 2)])
 
-    return _honest_round(group, block, late, *how)
+    return _honest_round(group, block, late, *how, **sent)
 
 
 def _of_block_alone(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *how: Any) -> Any:
