@@ -33,10 +33,8 @@ from spbench.impls.training.turns import Ahead
 _APART = 2
 #: the most micro-batches that a short step holds
 _FEWEST = 2 * _APART
-#: its micro-batches beside twice the forwards of its warm-up: of a steady state that repeats, and a last one
-_STEADY = _FEWEST + 1
-#: the most micro-batches of a short step whose phases alternate
-SHORT = 2 * _FEWEST + _STEADY
+#: its micro-batches: of its warm-up, of a steady state that repeats, and a last one
+SHORT = 3 * _FEWEST + 1
 
 #: traces of short steps, by the form of a stage's modules and the turns of the step
 ShortSteps = dict[Hashable, dict[AnyTurns, Trace]]
@@ -63,7 +61,7 @@ class Turns:
         # stages that hold one or none have no first ones that differ from others
         ahead = self.ahead if self.ahead < _APART else _FEWEST
         if self._alternates:
-            count = 2 * ahead + _STEADY
+            count = SHORT
         elif self.both > self.ahead:
             count = self.count - 2 * (self.ahead - ahead)
         else:

@@ -207,13 +207,13 @@ class Search:
         return [*chosen.values()]
 
     def _simpler(self, waiting: Waiting) -> None:
-        """Look at layouts that are simpler than the one that would be named first, and by their estimates tie
-        with the fastest."""
+        """Look at layouts that by their estimates tie with the fastest, and are simpler than the one that
+        would be named first, or as simple and of a strategy that was not traced."""
         for _ in range(_SIMPLER if self.fitting() else 0):
             best = self._best_layouts()
             named, most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
             expected_s = self.learned.bounds(waiting).expected_s
-            places = waiting.simpler(named, expected_s, most_s, self._may_fit)
+            places = waiting.simpler(named, expected_s, most_s, self.learned.knows, self._may_fit)
             chosen = {at: waiting.candidates[at] for at in islice(places, self.asking.jobs)}
             waiting.take(chosen)
             self._look([*chosen.values()])
@@ -295,7 +295,7 @@ class Search:
             self._traced(chosen, "all_layers")
 
     def _polish(self) -> None:
-        """Look at single changes of the best, also a part of the layers computed again where all are."""
+        """Look at single changes of the best."""
         if not (fitting := self.fitting()):
             return
         changes = changes_beside(self.question, best := fitting[0].cell)

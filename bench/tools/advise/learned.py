@@ -69,15 +69,18 @@ class Waiting:
         than: tuple[int, ...],
         expected_s: np.ndarray,
         most_s: float,
+        known: Callable[[str], bool],
         may_fit: Callable[[Candidate], bool],
     ) -> Iterator[int]:
-        """The places of those with less complexity that probably take no longer and may fit, the simplest
-        first; of each strategy and mesh one."""
+        """The places of those with less complexity, or as much where their strategy is not known, that
+        probably take no longer and may fit, the simplest first; of each strategy and mesh one."""
         every, near = self.candidates, np.flatnonzero(self.left & (expected_s <= most_s)).tolist()
-        places, kinds = [at for at in near if every[at].complexity < than], set()
+        places, kinds = [at for at in near if every[at].complexity <= than], set()
         for at in sorted(places, key=lambda at: (every[at].complexity, expected_s[at])):
-            if every[at].kind not in kinds and may_fit(every[at]):
-                kinds.add(every[at].kind)
+            each = every[at]
+            new = each.kind not in kinds and (each.complexity < than or not known(each.strategy))
+            if new and may_fit(each):
+                kinds.add(each.kind)
                 yield at
 
     def take(self, places: Iterable[int]) -> None:
