@@ -90,7 +90,7 @@ class InterleavedTurns:
             return
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)
-        of_groups = []
+        of_groups = list[InterleavedTurns]()
         for group in _SHORT_GROUPS:
             ranks = ((rank, group + more) for more in range(2) for rank in range(group + more))
             steps = (
