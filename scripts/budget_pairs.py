@@ -1,16 +1,15 @@
-"""What `spbench fit --budget` chooses beside every switch and every pair of them: the table in docs/fit.md.
+"""What `spbench fit --budget` chooses beside every switch and every pair of them, as docs/fit.md says.
 
     python scripts/budget_pairs.py            # all jobs
     python scripts/budget_pairs.py 70b        # those with that in their model's name
 
-Each job is answered first, then every pair of its switches that go together is traced. Seconds are of a core,
-of the answer alone; with SPBENCH_CACHE set to nothing none of it is read from disk.
+Each job is answered first, then every pair of its switches that go together is traced. Seconds are of the
+answer alone; with SPBENCH_CACHE set to nothing none of it is read from disk.
 """
 
 from __future__ import annotations
 
 import itertools
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -59,14 +58,13 @@ class BesidePairs:
     """The answer for a job, beside all pairs.
 
     Attributes:
-        cpu_s, clock_s: seconds of the answer.
+        seconds: of the answer.
         pairs: all that can be run.
         fitting: single switches and pairs that fit, those that cost least first.
     """
 
     plan: BudgetPlan
-    cpu_s: float
-    clock_s: float
+    seconds: float
     pairs: Sequence[Verdict]
     fitting: Sequence[Verdict]
 
@@ -75,25 +73,19 @@ def beside_pairs(job: Job) -> BesidePairs:
     """Answer a job, and trace all pairs of its switches."""
     asked = Asked("dgx-h100", job.gpus, job.strategy, job.settings)
     (cell,) = subject([job.model], asked).cells
-    before, start = _cpu_seconds(), time.perf_counter()
+    start = time.perf_counter()
     with Asking() as asking:
         plan = plan_budget(cell, job.gib * GIB, asking)
-    seconds = _cpu_seconds() - before, time.perf_counter() - start
+    seconds = time.perf_counter() - start
     with Asking() as asking:
         search = Search(cell, job.gib * GIB, asking, lambda *_: None)
         pairs = search.trace(as_one(itertools.combinations(switches(cell), 2)))
     fitting = filter(plan.fits, [*plan.alone, *pairs])
-    return BesidePairs(plan, *seconds, pairs, sorted(fitting, key=_step_s))
+    return BesidePairs(plan, seconds, pairs, sorted(fitting, key=_step_s))
 
 
 def _step_s(verdict: Verdict) -> float:
     return verdict.step_s or float("inf")
-
-
-def _cpu_seconds() -> float:
-    """Of this process and of its workers that have ended."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main() -> int:
@@ -104,8 +96,8 @@ def main() -> int:
         beside = beside_pairs(job)
         plan, whole = beside.plan, beside.plan.before.step_s or 1.0
         print(
-            f"{job.model}, {job.gib} GiB: {plan.traced} traced, {beside.cpu_s:.0f} s of a core, "
-            f"{beside.clock_s:.0f} s; {len(beside.pairs)} pairs, {len(beside.fitting)} of these and of "
+            f"{job.model}, {job.gib} GiB: {plan.traced} traced in {beside.seconds:.0f} s; "
+            f"{len(beside.pairs)} pairs, {len(beside.fitting)} of these and of "
             f"{len(plan.alone)} alone fit"
         )
         for name, each in [("chosen", plan.chosen), *(("next", each) for each in beside.fitting[:3])]:

@@ -12,6 +12,8 @@ from spbench.impls.models.model import Model, model_preset
 #: the option whose values of several switches are put together
 MODULES = "model_options.recompute_modules"
 RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
+#: of recomputation in whole layers: how many, and of which
+_LAYERS, _METHOD = "model_options.recompute_layers", "model_options.recompute_method"
 #: what changes the numbers that are computed: the dtypes of sums and states
 _OF_NUMBERS = ("training.reduce_dtype", "training.state_dtype")
 
@@ -26,6 +28,15 @@ def switches(cell: Cell) -> list[Change]:
     ]
     model = model_preset(*cell.model_arguments)
     return [*declared, *_by_module(model), *part_on_host(cell)]
+
+
+def share_of_layers(cell: Cell, change: Change) -> float | None:
+    """The share of its stage's layers that a switch computes again; None: it is of all layers alike."""
+    if change.settings.get(_METHOD) != "block":
+        return None
+    stages = cell.sizes.pp * cell.training.virtual_stages
+    layers = getattr(model_preset(*cell.model_arguments), "layers", 0) // stages
+    return change.settings[_LAYERS] / layers if layers else None
 
 
 def _whole(change: Change) -> bool:

@@ -1,11 +1,12 @@
 """`spbench fit --budget`: the memory switches that together need no more than a number of bytes, at the least
 cost in time.
 
-Each switch is traced alone. What it takes off the peak of each phase, and what it adds to the step, are the
-coefficients of an integer program, in which the savings of switches add up. Its solution is traced; where it
-needs more than the program took it to, it is ruled out and the next one is solved for. Since savings do not
-add up exactly, parts of the solution and pairs that may fit are traced too, the cheapest first, until none is
-left that would be cheaper.
+Each switch is traced alone; but recomputation of some layers, whose trace runs all of them, counts as that
+share of what recomputing all layers does. What a switch takes off the peak of each phase, and what it adds to
+the step, are the coefficients of an integer program, in which the savings of switches add up. Its solution is
+traced; where it needs more than the program took it to, it is ruled out and the next one is solved for. Since
+savings do not add up exactly, parts of the solution, pairs that may fit, and what counts as a share are
+traced too, the cheapest first, until none is left that would be cheaper.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # whose parts, a second of imports, are imported as they are first used
@@ -25,8 +27,10 @@ from spbench.bench.tools.fit.anatomy import Anatomy, examine
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.suggestions import Change
-from spbench.bench.tools.fit.switches import MODULES, RECOMPUTE, switches, together
+from spbench.bench.tools.fit.switches import MODULES, RECOMPUTE, share_of_layers, switches, together
 
+#: the settings of recomputation of all layers
+_ALL_LAYERS = {RECOMPUTE: "full"}
 #: solutions of the integer program that are traced at the most
 _MOST_SOLVED = 12
 #: a pair is traced where it would fit if the two together took off so many times what they do apart
@@ -43,7 +47,8 @@ class BudgetPlan:
         budget_bytes: that the fullest rank may need.
         before: the cell as it is.
         chosen: with the switches that cost least; None: no switches that were tried fit.
-        alone: each switch by itself, the cheapest first.
+        alone: each switch by itself, the cheapest first, without those of a share of the layers that would
+            cost more than what is chosen.
         traced: how many cells were traced.
     """
 
@@ -109,6 +114,10 @@ class Search:
                 self.say(f"{len(self.verdicts)} traced", min(1.0, len(self.verdicts) / 40))
         return [self.verdicts[key] for key in by_key if key in self.verdicts]
 
+    def timed(self, changes: Iterable[Change]) -> list[Verdict]:
+        """The verdicts of changes that can be run and timed."""
+        return [each for each in self.trace(changes) if each.step_s]
+
     def fits(self, verdict: Verdict) -> bool:
         return _fits(verdict, self.budget_bytes)
 
@@ -149,14 +158,22 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         raise UserError(f"{cell.key}: --budget weighs times, and its step cannot be timed")
     if search.fits(before):
         return BudgetPlan(budget_bytes, before, before, (), 1)
-    alone = [each for each in search.trace(switches(cell)) if each.step_s]
-    program = _Program(before, alone, budget_bytes)
+    every = switches(cell)
+    shares = {n: share for n, each in enumerate(every) if (share := share_of_layers(cell, each))}
+    alone = search.timed(each for n, each in enumerate(every) if n not in shares)
+    full = next((each for each in alone if each.change and each.change.settings == _ALL_LAYERS), None)
+    if full is None:
+        alone = search.timed(every)
+    rows = [_Row(each.change, each) for each in alone if each.change]
+    rows += [_Row(every[n], full, share) for n, share in shares.items() if full is not None]
+    program = _Program(before, rows, budget_bytes)
     solutions = itertools.islice(program.solutions(), _MOST_SOLVED)
     while (parts := next(solutions, None)) is not None:
         if any(map(search.fits, search.trace(as_one([parts])))):
             search.cheaper(program.fewer(parts))
             break
     search.cheaper(program.pairs())
+    alone = [each for each in search.verdicts.values() if each.step_s and each.change in every]
     alone.sort(key=lambda verdict: verdict.step_s or math.inf)
     return BudgetPlan(budget_bytes, before, search.cheapest(), alone, len(search.verdicts))
 
@@ -168,29 +185,40 @@ def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
             yield change
 
 
+class _Row(NamedTuple):
+    """What a switch does by itself: a ``share`` of what was traced, 1 where it was traced itself."""
+
+    change: Change
+    traced: Verdict
+    share: float = 1.0
+
+
 class _Program:
     """The integer program: x is 1 for a switch that is taken.
 
     Args:
         before: the cell as it is.
-        alone: each switch by itself.
+        rows: each switch by itself.
         budget_bytes: that may be needed.
     """
 
-    def __init__(self, before: Verdict, alone: Sequence[Verdict], budget_bytes: int):
-        self.alone = alone
+    def __init__(self, before: Verdict, rows: Sequence[_Row], budget_bytes: int):
         peaks = peaks_by_phase(before.anatomy)
         # what is needed beside the tensors' peak: fragmentation, and what is outside PyTorch
         self.beside = before.memory.total_bytes - before.anatomy.peak_memory_bytes
         self.excess = np.array([n + self.beside - budget_bytes for n in peaks.values()], dtype=float)
-        after = [peaks_by_phase(each.anatomy) for each in alone]
-        self.saved = np.array([[n - each.get(key, n) for each in after] for key, n in peaks.items()], float)
-        seconds = before.step_s or 0.0
-        self.costs = np.array([(each.step_s or 0.0) - seconds for each in alone]) + _LEAST_COST * seconds
-        self.changes = [each.change for each in alone if each.change]
+        self.shares = np.array([each.share for each in rows])
+        after = [peaks_by_phase(each.traced.anatomy) for each in rows]
+        saved = np.array([[n - each.get(key, n) for each in after] for key, n in peaks.items()], float)
+        self.saved = saved * self.shares
+        self.seconds = before.step_s or 0.0
+        more = np.array([(each.traced.step_s or 0.0) - self.seconds for each in rows])
+        self.costs = more * self.shares + _LEAST_COST * self.seconds
+        self.changes = [each.change for each in rows]
+        self.untraced = [(n,) for n, each in enumerate(rows) if each.share < 1]
         self.apart = [
             (a, b)
-            for a, b in itertools.combinations(range(len(alone)), 2)
+            for a, b in itertools.combinations(range(len(rows)), 2)
             if together([self.changes[a], self.changes[b]]) is None
         ]
 
@@ -220,10 +248,11 @@ class _Program:
             rules.append(scipy.optimize.LinearConstraint(row, -np.inf, len(taken) - 1))
 
     def pairs(self) -> Iterator[tuple[float, Sequence[Change]]]:
-        """Pairs that may fit, with the seconds of their steps if costs add up, the cheapest first."""
+        """Pairs and switches that count as a share, if they may fit, with the seconds of their steps if costs
+        add up, the cheapest first."""
         apart = {*self.apart}
         pairs = (pair for pair in itertools.combinations(range(len(self.changes)), 2) if pair not in apart)
-        return self._promising(pairs)
+        return self._promising(itertools.chain(self.untraced, pairs))
 
     def fewer(self, parts: Sequence[Change]) -> Iterator[tuple[float, Sequence[Change]]]:
         """Parts of a set of switches that may fit, as :meth:`pairs`."""
@@ -233,20 +262,19 @@ class _Program:
 
     def _promising(self, sets: Iterable[Sequence[int]]) -> Iterator[tuple[float, Sequence[Change]]]:
         """The sets that fit if switches take off somewhat more together than apart."""
-        priced = sorted((self._seconds_before() + self._least_cost(taken), taken) for taken in sets)
+        priced = sorted((self.seconds + self._least_cost(taken), taken) for taken in sets)
         for seconds, taken in priced:
             if np.all(self.saved[:, [*taken]].sum(axis=1) * _MORE_TOGETHER >= self.excess):
                 yield seconds, [self.changes[at] for at in taken]
 
     def _least_cost(self, taken: Sequence[int]) -> float:
-        """What switches cost together; the largest of them where two share a setting."""
-        costs = self.costs[[*taken]]
+        """What switches cost together; the largest of them where two share a setting, of which one of a share
+        of the layers may leave that share."""
+        costs, shares = self.costs[[*taken]], self.shares[[*taken]]
         settings = [{*self.changes[at].settings} - {MODULES, RECOMPUTE} for at in taken]
         shared = sum(map(len, settings)) > len(set[str]().union(*settings))
-        return float(costs.max() if shared else costs.sum())
-
-    def _seconds_before(self) -> float:
-        return (self.alone[0].step_s or 0.0) - float(self.costs[0]) if self.alone else 0.0
+        left = np.where(shares < 1, 1.0, shares.min())
+        return float((costs * left).max() if shared else costs.sum())
 
 
 def settings_of_plan(plan: BudgetPlan) -> Mapping[str, object]:

@@ -24,6 +24,7 @@ from spbench.bench.tools.fit.suggestions import Change
 from spbench.bench.tools.fit.switches import MODULES, switches, together
 from spbench.bench.tools.fit.under_budget import plan_budget
 from spbench.bench.units import GIB
+from spbench.impls.models.model import model_preset
 from tests.tools.advise.questions import small_cards
 from tests.tools.commands.conftest import Run
 from tests.tools.fit.test_fit import longer
@@ -51,12 +52,17 @@ class Landscape:
     def measured(self, cell: Cell) -> dict[str, Any]:
         on = sorted(f"{n}={v}" for n, v in {**cell.model_options, **cell.training.backend_options}.items())
         bend = 1 + self.drawn(*on).uniform(-0.2, 0.2) * (len(on) > 1)
+        model = cast(Any, model_preset(*cell.model_arguments))
+        share = {"recompute=full": 1.0}  # a share of the layers does that share of it
+        if model.recompute_method == "block":
+            on = [each for each in on if "recompute_" not in each]
+            share["recompute=full"] = model.recompute_layers / model.layers
         peaks = []
         for phase in PHASES:
-            saved = sum(self.drawn(phase, each).uniform(0, 0.2) for each in on)
+            saved = sum(share.get(each, 1) * self.drawn(phase, each).uniform(0, 0.2) for each in on)
             start = self.drawn(phase).uniform(0.8, 1)
             peaks.append(int(GIB * max(0.05, start - bend * saved)))
-        seconds = 1 + sum(self.drawn("time", each).uniform(-0.01, 0.2) for each in on)
+        seconds = 1 + sum(share.get(each, 1) * self.drawn("time", each).uniform(-0.01, 0.2) for each in on)
         anatomy = {
             "ranks": [0],
             "stage": None,
