@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace.operator_prices import nbytes_of
 from spbench.bench.measure.trace.torch_internals import OpOverload, group_named, schema_of
+from spbench.impls.axes import MESH_AXES
 from spbench.impls.discovery import named_classes
 from spbench.impls.traffic import wire_bytes
 
@@ -190,6 +191,14 @@ class Operation:
     def sent_bytes(self) -> Fraction:
         """Bytes that a rank sends for one of them, by the ring algorithms."""
         return wire_bytes(self.collective, self.payload_bytes, self.group_size)
+
+
+def group_axes(mesh: DeviceMesh | None) -> dict[str, str]:
+    """The mesh axis of each process group of more than one rank, by the group's name."""
+    if mesh is None:
+        return {}
+    groups = {axis: mesh.get_group(axis) for axis in MESH_AXES}
+    return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
 
 
 class CommunicationMeter(Meter):

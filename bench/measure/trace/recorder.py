@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.measure.simulator.program_builder import VIEW, KernelRow
 from spbench.bench.measure.trace.event_log import EventLog, PostedWork, Streams, recorded_streams
 from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter, makes_on_host
-from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of
+from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of, group_axes
 from spbench.bench.measure.trace.operator_results import (
     Key,
     Made,
@@ -46,7 +46,6 @@ from spbench.bench.measure.trace.torch_internals import (
     replaced,
 )
 from spbench.bench.measure.trace.uncut_pieces import nothing_cut
-from spbench.impls.axes import MESH_AXES
 from spbench.impls.keyed_steps import choosing_steps
 from spbench.impls.unlike_work import noting_work
 
@@ -56,14 +55,6 @@ _NOTHING = torch.empty(0)
 #: what has its result in another shape where it lies; of no elements FakeTensorMode, which keeps what
 #: as_strided returned inside, may put it on a storage of its own
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
-def group_axes(mesh: DeviceMesh | None) -> dict[str, str]:
-    """The mesh axis of each process group of more than one rank, by the group's name."""
-    if mesh is None:
-        return {}
-    groups = {axis: mesh.get_group(axis) for axis in MESH_AXES}
-    return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
 
 
 class Recorder(TorchDispatchMode):

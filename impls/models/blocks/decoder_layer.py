@@ -57,15 +57,16 @@ class DecoderBlock(nn.Module):
     def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
         super().__init__()
         before, behind = model.norms != "behind", model.norms in ("behind", "around")
-        self.mixer_norm = make_norm(model) if before else nn.Identity()
+        # a module that does nothing would cost the host a call, so what is not there is None
+        self.mixer_norm = make_norm(model) if before else None
         self.mixer = model.mixing(layer).build(model, strategy)
-        self.mixer_post_norm = make_norm(model) if behind else nn.Identity()
+        self.mixer_post_norm = make_norm(model) if behind else None
         self.mixer_end = AddToHidden(model, strategy)
         self.mlp = None
         if (feeding := model.feeding(layer)) is not None:
-            self.mlp_norm = make_norm(model) if model.norms in ("before", "around") else nn.Identity()
+            self.mlp_norm = make_norm(model) if model.norms in ("before", "around") else None
             self.mlp = feeding.build(model, strategy)
-            self.mlp_post_norm = make_norm(model) if behind else nn.Identity()
+            self.mlp_post_norm = make_norm(model) if behind else None
             self.mlp_end = AddToHidden(model, strategy, biased=feeding.closing_bias)
         self.parallel, self.model, self.random = model.parallel_residual, model, strategy.random
         self.has_experts = isinstance(self.mlp, MixtureModule)
@@ -79,14 +80,15 @@ class DecoderBlock(nn.Module):
         mark_recipe(self, self.model.fp8_recipe)
         if self.model.packs:
             mark_packed(self)
-        normal = self.mixer_norm(x)
+        normal = _normed(self.mixer_norm, x)
         shared = normal if self.model.norms == "shared" else x
-        mixed = self.mixer_post_norm(self.mixer(normal, places))
+        mixed = _normed(self.mixer_post_norm, self.mixer(normal, places))
         del normal
         mixed = self.mixer_end(mixed, x)
         if self.mlp is None:
             return mixed
-        return self.mlp_end(self.mlp_post_norm(self._fed(shared if self.parallel else mixed)), mixed)
+        fed = self._fed(shared if self.parallel else mixed)
+        return self.mlp_end(_normed(self.mlp_post_norm, fed), mixed)
 
     def _fed(self, x: Tensor) -> Tensor:
         """What follows the mixer, of hidden states before its norm."""
@@ -96,14 +98,22 @@ class DecoderBlock(nn.Module):
         included = model.library == TRANSFORMER_ENGINE and not self.has_experts
         if model.recomputes("mlp") and not self.has_experts:
             if included:
-                return recomputed(lambda x: mlp(self.mlp_norm(x)), self.random, x)
-            return recomputed(mlp, self.random, self.mlp_norm(x))
-        normal = self.mlp_norm(x)
-        if model.recomputes("layernorm") and not included and not isinstance(self.mlp_norm, nn.Identity):
+                return recomputed(lambda x: mlp(_normed(self.mlp_norm, x)), self.random, x)
+            return recomputed(mlp, self.random, _normed(self.mlp_norm, x))
+        normal = _normed(self.mlp_norm, x)
+        if model.recomputes("layernorm") and not included and self.mlp_norm is not None:
             with remade(normal, partial(self.mlp_norm, x.detach())):
                 fed: Tensor = mlp(normal)
                 return fed
         return mlp(normal)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """x by a norm, if there is one."""
+    if norm is None:
+        return x
+    y: Tensor = norm(x)
+    return y
 
 
 def make_norm(model: DecoderModel) -> nn.Module:

@@ -136,8 +136,8 @@ def test_options_of_all_are_given_by_name() -> None:
     assert outer.within is not None
     assert (outer.options.pad_heads, outer.within.options.placement) == (True, "zigzag")  # type: ignore[attr-defined]
     assert (outer.axes, outer.within.axes) == (("sp",), ("cp",))
-    with pytest.raises(KeyError, match=r"strategy ulysses\+ring_attention has no option 'direction'; it has: "):
-        found.configured(ALONE, {"direction": "back"})
+    with pytest.raises(KeyError, match=r"strategy ulysses\+ring_attention has no option 'turn'; it has: "):
+        found.configured(ALONE, {"turn": 1})
     with pytest.raises(ValueError, match=r"placement is one of contiguous, .*, by_work, not 'spiral'"):
         found.configured(ALONE, {"placement": "spiral"})
 
