@@ -177,11 +177,11 @@ def test_a_stopped_search_goes_on(advise: Run, tmp_path: Path, monkeypatch: pyte
     taken: list[str] = []
     plain = module.look
 
-    def look(cell: Cell, depth: Depth) -> Measurement:
+    def look(cell: Cell, depth: Depth, **how: Any) -> Measurement:
         if len(taken) == 5:
             raise KeyboardInterrupt
-        taken.append(f"{cell.key} {depth}")
-        return plain(cell, depth)
+        taken.append(f"{cell.key} {depth} {how}")
+        return plain(cell, depth, **how)
 
     monkeypatch.setattr(module, "look", look)
     words = (MODEL, *FEW, "--seq-len", "256")
