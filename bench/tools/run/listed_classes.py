@@ -25,7 +25,7 @@ def of_classes(kind: str) -> dict[str, str]:
     texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
     if kind == "models":
         texts |= {
-            each.name: f"{each.parameters or 'uncounted'} parameters, by its config.json"
+            each.name: f"{each.parameters or 'an uncited number of'} parameters, by its config.json"
             for each in published_models()
         }
     return texts
