@@ -289,6 +289,11 @@ class FullySharded(Backend):
     def tied_bytes(cls, step: PlannedStep, elements: int) -> int:
         options, place = step.options, step.around.place
         assert isinstance(options, ShardingOptions)
+        if options.optimizer == "host":
+            raise Unsupported(
+                "a host optimizer takes gradients in backward, before stages add up those of a shared embedding",
+                "set optimizer: device, or untie the embedding",
+            )
         weight = step.around.tied(step.build())
         assert weight is not None
         axes = summed_axes(step.strategy.partial_axes(weight))
