@@ -10,6 +10,7 @@ from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
@@ -76,6 +77,20 @@ def test_what_each_option_changes() -> None:
 def test_a_tied_embedding_is_no_unit() -> None:
     with pytest.raises(Unsupported, match="no word embedding apart from its head; use wrap: blocks"):
         tracing.trace(asked({"wrap": "embedding"}, model_options={"tied": True}))
+
+
+def test_stages_that_share_an_embedding_have_no_host_optimizer() -> None:
+    """It would update each copy by its own gradient alone."""
+    staged = {"strategy": "single", "sizes": {"dp": 2, "pp": 2}, "batch": 8, "engine": "virtual"}
+    host = {"backend": "zero2", "optimizer": "host", "micro_batches": 4}
+    tied, untied = (
+        cell("zero2", **staged, model="causal-transformer-tiny", model_options={"tied": each}, training=host)
+        for each in (True, False)
+    )
+    assert measure(run_cell, untied).status == "ok"
+    refused = measure(run_cell, tied)
+    assert refused.status == "unsupported"
+    assert "set optimizer: device, or untie the embedding" in str(refused.reason)
 
 
 def test_a_model_that_says_nothing_of_tying_has_its_embedding_as_a_unit() -> None:
