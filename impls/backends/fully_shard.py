@@ -291,7 +291,7 @@ class FullySharded(Backend):
         assert isinstance(options, ShardingOptions)
         if options.optimizer == "host":
             raise Unsupported(
-                "a host optimizer takes gradients in backward, before stages add those of a tied embedding",
+                "a host optimizer takes gradients in backward, before stages add up a tied embedding's",
                 "set optimizer: device, or untie the embedding",
             )
         weight = step.around.tied(step.build())
