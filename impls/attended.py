@@ -31,7 +31,7 @@ _FAR = 1 << 40
 
 
 class Range(NamedTuple):
-    """Of ``queries`` queries from ``first_query`` on and ``keys`` keys from ``first_key`` on, both counted in
+    """``queries`` queries from ``first_query`` on and ``keys`` keys from ``first_key`` on, both counted in
     the memory of the ranks that hold them: query i of these sees key j of these where low <= j - i <= high.
     Each of the queries sees a key."""
 

@@ -38,7 +38,7 @@ class MegatronOptions(OptimizerOptions):
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
             weights.
         exp_avg_dtype: of Adam's moments: "fp32", or "bf16" as Megatron-Bridge's recipes of DeepSeek's family
-            have them, beside main weights in float32.
+            have them, beside main weights in float32; in bf16 runs alone.
         check_for_nan_in_loss_and_grad: look for NaN in the loss of each micro-batch, and in the norm of each
             bucket before it is summed, for which the host waits; not where the loss is scaled.
         clip_grad: scale gradients down to this norm over all ranks; 0: the norm is not computed.

@@ -75,7 +75,7 @@ class HybridEP(NodeDeduplicated):
         return Dispatched(rows, row_weights, of_experts.tolist(), (lengths, places, (copied, len(x))))
 
     def _arrived(self, choices: Tensor, rows: int) -> Tensor:
-        """Of choices [.., T, experts] in the order of the ranks that send, those of tokens that meet one of
+        """Those choices, of [.., T, experts] in the order of the ranks that send, whose tokens meet one of
         these experts [rows, experts]."""
         choices = choices.flatten(0, -2)
         order = choices.any(1).argsort(descending=True, stable=True)[:rows]

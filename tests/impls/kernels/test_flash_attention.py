@@ -109,7 +109,7 @@ def test_values_and_gradients_are_torchs(
 
 
 def test_scores_are_not_materialised() -> None:
-    """Of 2,048 positions they would take 8 MiB a head, 48 MiB."""
+    """They would take 8 MiB a head for 2,048 positions, 48 MiB."""
     q, d_o, k, v = inputs(torch.float32, "cpu", 2048, 2048)
     with torch.profiler.profile(profile_memory=True) as profile:
         o, lse = flash_attention(q, k, v, 0.25, True)

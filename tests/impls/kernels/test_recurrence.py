@@ -136,7 +136,7 @@ def test_maps_one_after_another(rule: type[Rule], starts: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_backward_makes_again_is_not_kept(rule: type[Rule]) -> None:
-    """Of a product of each input, the output of which is as large; d v is added."""
+    """What is made of each input is as large as it; d v is added."""
     sources, d = inputs(13), made(4, seed=5)
 
     def make(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, *more: Tensor) -> list[Tensor]:
@@ -206,7 +206,7 @@ def test_a_short_convolution(more: bool, starts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("scalar", [True, False])
 def test_flops_of_merged_states(scalar: bool) -> None:
-    """Of 2 samples and 3 heads: each of four states is multiplied by a number, or by a matrix [4, 4]."""
+    """2 samples of 3 heads: each of four states is multiplied by a number, or by a matrix [4, 4]."""
     size, order = [4, 5], [0, 2, 1, 0]
     carries = torch.zeros(3, 2, 3, 4 * 5 + 1 if scalar else 4 * (5 + 4))
     with FlopCounterMode(display=False) as counted:

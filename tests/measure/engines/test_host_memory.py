@@ -116,7 +116,7 @@ def test_a_node_whose_host_has_too_little_is_out_of_memory(tmp_path: Path) -> No
 
 
 def test_the_sum_is_of_the_fullest_node() -> None:
-    """Of 1F1B the first stage holds two micro-batches' inputs, the last one's: 2 layers each, on 8 ranks."""
+    """The first stage of 1F1B holds two micro-batches' inputs, the last one's: 2 layers each, on 8 ranks."""
     asked = cell(sizes={"pp": 2, "tp": 2}, training={"micro_batches": 3})
     found = VirtualEngine().measure(asked)
     one = LAYERS // 2 * 4 * KIB  # of one sample: 2,304 bytes
