@@ -8,7 +8,8 @@ is multiplied with again, which TransformerEngine calls ``scale_inv``.
 Each cast is one kernel, as TransformerEngine and a compiled torchao have it: it reads a matrix in its own
 precision once and writes it in eight bits, by rows, transposed, or both; the matmuls of Hopper take operands
 whose summed dim is contiguous alone, so that backward needs the transposed copies. The largest magnitude of a
-whole matrix takes a kernel before that. On a CPU matmuls multiply what the casts stand for, in float32.
+whole matrix takes a kernel before that. Casts by rows and by one scale, and their matmuls, run so on a GPU
+with eight-bit matmuls. All else, and a CPU, multiplies what the casts stand for, in float32.
 
 Formats: e4m3 has 3 bits of fraction and numbers up to 448, e5m2 has 2 and numbers up to 57344 (arXiv
 2209.05433). A scale that is a power of two is rounded up, so that nothing overflows.
@@ -18,7 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,10 +99,35 @@ def _cast(
     return data.contiguous(), scale.to(scales or torch.float32)
 
 
+@cache
+def _multiplies_eight_bits() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _kernels(x: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> Any:
+    """The Triton kernels, if they cast a matrix so on the GPU at hand; else None."""
+    by_rows = tuple(tile) == (1, 0) and scales != E8M0
+    if (
+        x.dtype == torch.float64
+        or not (by_rows or (tuple(tile) == WHOLE and scales is None))
+        or not x.numel()
+    ):
+        return None
+    if not _multiplies_eight_bits() or find_spec("triton") is None:
+        return None
+    return import_module("spbench.impls.kernels.fp8_triton")
+
+
 @torch.library.custom_op("spbench::fp8_amax", mutates_args=())
 def fp8_amax(x: Tensor) -> Tensor:
     """The largest magnitude of x, [] in float32, or float64 where x has that."""
     return x.abs().amax().to(torch.promote_types(x.dtype, torch.float32))
+
+
+@fp8_amax.register_kernel("cuda")
+def _(x: Tensor) -> Tensor:
+    # one kernel that writes one number
+    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @fp8_amax.register_fake
@@ -117,6 +146,26 @@ def fp8_cast(
 ) -> tuple[Tensor, Tensor]:
     """x [r, c] in eight bits, or x^T [c, r] if ``transposed``, and its scales; see :func:`cast`."""
     return _cast(x.mT if transposed else x, largest, dtype, tile, scales)
+
+
+@fp8_cast.register_kernel("cuda")
+def _(
+    x: Tensor,
+    largest: Tensor | None,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    scales: torch.dtype | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    view, kernels = x.mT if transposed else x, _kernels(x, tile, scales)
+    if kernels is None:
+        return _cast(view, largest, dtype, tile, scales)
+    if tuple(tile) != WHOLE:
+        by_rows: tuple[Tensor, Tensor] = kernels.cast_by_rows(view, dtype, _SMALLEST, scales is not None)
+        return by_rows
+    largest = fp8_amax(x) if largest is None else largest
+    data, _, scale = kernels.cast_by_one_scale(view, largest, dtype, _SMALLEST, both=False)
+    return data, scale
 
 
 @fp8_cast.register_fake
@@ -140,6 +189,19 @@ def fp8_cast_both(
     """x [r, c] and x^T [c, r] in eight bits, each with its scales, by one kernel."""
     data, scale = _cast(x, largest, dtype, tile, scales)
     return data, scale, *_cast(x.mT, largest, dtype, tile, scales)
+
+
+@fp8_cast_both.register_kernel("cuda")
+def _(
+    x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels = _kernels(x, tile, scales)
+    if kernels is None or tuple(tile) != WHOLE:
+        data, scale = fp8_cast(x, largest, dtype, tile, scales, False)
+        return data, scale, *fp8_cast(x, largest, dtype, tile, scales, True)
+    largest = fp8_amax(x) if largest is None else largest
+    data, transposed, scale = kernels.cast_by_one_scale(x, largest, dtype, _SMALLEST, both=True)
+    return data, scale, transposed, scale.clone()
 
 
 @fp8_cast_both.register_fake
@@ -188,6 +250,26 @@ def _counts_as(data: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dt
     return data.to(exact) * _spread(scale, data.shape, tile).to(exact)
 
 
+def _multiplied_as_they_are(
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
+) -> Tensor | None:
+    """By the matmul of a GPU with eight bits, if it takes these operands: rows of a and columns of b with a
+    scale each, or one for all, each contiguous along the summed dim, in sixteens."""
+    takes: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {
+        (*WHOLE, *WHOLE): ((), ()),
+        (1, 0, 0, 1): ((a.shape[0], 1), (1, b.shape[1])),
+    }
+    shapes = takes.get(tuple(tiles))
+    if shapes is None or dtype != torch.bfloat16 or of_a.dtype != torch.float32 or not a.numel():
+        return None
+    if a.shape[1] % 16 or b.shape[1] % 16 or not (a.is_contiguous() and b.mT.is_contiguous()):
+        return None
+    if not _multiplies_eight_bits():
+        return None
+    scales = (of_a.reshape(shapes[0]), of_b.reshape(shapes[1]))
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True)
+
+
 def _multiply(
     a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
@@ -202,6 +284,13 @@ def _products(prefix: str) -> tuple[object, object]:
         a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         return _multiply(a, b, of_a, of_b, tiles, dtype).to(dtype)
+
+    @fp8_mm.register_kernel("cuda")
+    def _(
+        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        result = _multiplied_as_they_are(a, b, of_a, of_b, tiles, dtype)
+        return _multiply(a, b, of_a, of_b, tiles, dtype).to(dtype) if result is None else result
 
     @fp8_mm.register_fake
     def _(
