@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, fp8_cast
+
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,11 @@ def prepared(call: Callable[..., Any], *makers: Callable[[], Any]) -> Callable[[
     return lambda: partial(call, *(make() for make in makers))
 
 
-KERNELS = {"flash_attention_2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+KERNELS = {
+    "flash_attention_2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 #: heads, heads of keys, head size, that of values, length, whether causal
 ATTENTIONS = (
     *((32, 8, 128, 128, n, True) for n in (1024, 4096, 16384, 65536)),
@@ -180,6 +186,13 @@ def moves() -> Iterator[Point]:
         "index_add of rows": (3, prepared(lambda x, y, i: x.index_add_(0, i, y), x, x, rows)),
         "sum": (1, prepared(torch.sum, x)),
     }
+    # a byte that is written is half of one of these
+    for name, tile in (("one scale", WHOLE), ("scales by rows", (1, 0))):
+        for side in ("", ", transposed"):
+            cast = partial(fp8_cast, dtype=E4M3, tile=tile, scales=None, transposed=bool(side))
+            made = prepared(lambda x, cast=cast: cast(x, None), x)
+            # with one scale the largest magnitude is read first
+            calls[f"cast to fp8, {name}{side}"] = (1.5 if tile != WHOLE else 2.5, made)
     for name, (times, make) in calls.items():
         yield Point("bytes", name, f"[{n}, {h}]", make, nbytes=times * 2 * n * h)
     labels = partial(torch.randint, 0, 128256, (4096,), device="cuda")

@@ -117,11 +117,13 @@ class RecordedStream(torch.cpu.Stream):
         event.record(self)
         return event
 
+    # what outlives its log, as a strategy's stream of copies and FSDP's of gathers, may meet torch's own
+
     def wait_event(self, event: RecordedEvent) -> None:
-        self._streams.wait(self, event.number)
+        if isinstance(event, RecordedEvent):
+            self._streams.wait(self, event.number)
 
     def wait_stream(self, stream: RecordedStream) -> None:
-        # what outlives its log, as a strategy's stream of copies, may meet one of torch's own
         if stream is not self and isinstance(stream, RecordedStream):
             self.wait_event(stream.record_event())
 
