@@ -43,7 +43,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool | Tensor) -> Tensor
     return scores
 
 
-def _is_half(q: Tensor) -> bool:
+def is_half(q: Tensor) -> bool:
     """Whether q is of a half precision, which alone FlashAttention's CUDA kernels take."""
     return q.dtype in (torch.float16, torch.bfloat16)
 
@@ -87,7 +87,7 @@ def _cpu_calls(q: Tensor, causal: bool) -> list[tuple[slice, slice, bool, Tensor
     half of the keys: in one call every query would be multiplied with all of them.
     """
     length = q.shape[2]
-    least = _LEAST_HALVED_IN_HALF if _is_half(q) else _LEAST_HALVED
+    least = _LEAST_HALVED_IN_HALF if is_half(q) else _LEAST_HALVED
     if not causal or not least <= length <= _KEYS_AT_A_TIME:
         return [(ALL, ALL, causal, None)]
     half = length // 2
@@ -118,9 +118,21 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     return _joined([o for o, _ in blocks]), _joined([lse for _, lse in blocks]).contiguous()
 
 
+#: how many keys a query sees before its own place and after it, where the last query's is the last key;
+#: -1: all
+Window = tuple[int, int]
+
+
 def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if not _is_half(q):
+    if not is_half(q):
         return forward_by_scores(q, k, v, scale, causal)
+    return forward_by_kernel(q, k, v, scale, causal)
+
+
+def forward_by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Window = (-1, -1)
+) -> tuple[Tensor, Tensor]:
+    """As :data:`flash_attention`, of half precision on a GPU, in a window."""
     features, width = v.shape[3], _width(q)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(_by_position(x, width) for x in (q, k, v)),
@@ -132,6 +144,8 @@ def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
         causal,
         False,
         scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
     )
     return o[..., :features].transpose(1, 2), lse
 
@@ -198,8 +212,23 @@ def _backward_on_cpu(
 def _backward_on_cuda(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _is_half(q):
+    if not is_half(q):
         return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
+    return backward_by_kernel(d_o, q, k, v, o, lse, scale, causal)
+
+
+def backward_by_kernel(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    window: Window = (-1, -1),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :data:`flash_attention_backward`, of half precision on a GPU, in a window."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
     width = _width(q)
     gradients = torch.ops.aten._flash_attention_backward(
@@ -214,6 +243,8 @@ def _backward_on_cuda(
         unused,
         unused,
         scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
     )
     d_q, d_k, d_v = (y.transpose(1, 2)[..., : x.shape[3]] for x, y in zip((q, k, v), gradients, strict=True))
     return d_q, d_k, d_v

@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +54,38 @@ class Packed:
         return result
 
 
+def _scales(scales: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """The scales of float32, which lie first to be aligned, and those of a byte, of so many blocks of four
+    bits."""
+    wide = 4 * math.ceil(blocks / BLOCK_OF_SCALES)
+    return scales[:wide].view(torch.float32), scales[wide:]
+
+
 @torch.library.custom_op("spbench::unpack_weight", mutates_args=())
 def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     """A weight [..., H] of packed numbers [..., H bits / 16]."""
+    return _unpacked(packed, scales, bits)
+
+
+@unpack_weight.register_kernel("cuda")
+def _(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+    if packed.element_size() != 2 or find_spec("triton") is None:
+        return _unpacked(packed, scales, bits)
+    wide = scales.view(torch.float32) if bits == 8 else None
+    if wide is None:
+        wide, scales = _scales(scales, math.ceil(packed.numel() * (HOLDER // bits) / BLOCK))
+    kernels = import_module("spbench.impls.kernels.packed_weights_triton")
+    levels = _levels(packed.device)
+    result: Tensor = kernels.unpacked(packed, levels, wide, scales, bits, BLOCK, BLOCK_OF_SCALES)
+    return result
+
+
+@cache
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, dtype=torch.float32, device=device)
+
+
+def _unpacked(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     size = packed.element_size()
     words = packed.contiguous().view(_INTEGERS[size]).long() >> (8 * size - HOLDER)
     codes = torch.stack([words >> at & (2**bits - 1) for at in range(0, HOLDER, bits)], -1).flatten(-2)
@@ -61,9 +93,9 @@ def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
         of_rows = scales.view(torch.float32).double().view(*codes.shape[:-1], 1)
         return ((codes - 256 * (codes > 127)) / 127 * of_rows).to(packed.dtype)
     blocks = math.ceil(codes.numel() / BLOCK)
-    of_scales = 4 * math.ceil(blocks / BLOCK_OF_SCALES)  # first, so that they are aligned
-    wide = scales[:of_scales].view(torch.float32).double().repeat_interleave(BLOCK_OF_SCALES)[:blocks]
-    each = (scales[of_scales:] / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
+    wide, narrow = _scales(scales, blocks)
+    wide = wide.double().repeat_interleave(BLOCK_OF_SCALES)[:blocks]
+    each = (narrow / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
     values = torch.tensor(NF4, dtype=torch.float64, device=packed.device)[codes]
     return (values * each.view(codes.shape)).to(packed.dtype)
 

@@ -21,12 +21,16 @@ from torch.utils.flop_counter import register_flop_formula
 from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import (
+    Window,
+    backward_by_kernel,
     backward_by_scores,
     fake_backward,
     fake_forward,
     flash_attention,
     flash_attention_backward,
+    forward_by_kernel,
     forward_by_scores,
+    is_half,
     new_like,
     operator,
 )
@@ -39,10 +43,27 @@ Seen = bool | Ranges
 _TILE = 512
 
 
-def _ranges(text: str) -> Iterator[Range]:
-    """The ranges of an operator's argument, those that are neither whole nor causal in tiles."""
+def _ranges(text: str, q: Tensor) -> Iterator[tuple[Range, Window | None]]:
+    """The ranges of an operator's argument, with the window by which a GPU's kernel sees them. Others that
+    are neither whole nor causal are in tiles."""
+    windows = q.is_cuda and is_half(q)
     for found in Ranges.from_text(text):
-        yield from [found] if found.whole or found.causal else found.tiles(_TILE)
+        if found.whole or found.causal:
+            yield found, None
+        elif windows and (window := window_of(found)):
+            yield found, window
+        else:
+            yield from ((tile, None) for tile in found.tiles(_TILE))
+
+
+def window_of(seen: Range) -> Window | None:
+    """A band as FlashAttention has it, which aligns the last query with the last key and has each query see
+    the key at its own place; None: it is none."""
+    offset = seen.keys - seen.queries
+    left, right = offset - seen.low, seen.high - offset
+    if min(offset, left, right) < 0:
+        return None
+    return left if left < seen.keys else -1, right if right < seen.keys else -1
 
 
 def _parts(x: Range) -> tuple[slice, slice]:
@@ -55,18 +76,33 @@ def _hidden(seen: Range, device: torch.device) -> Tensor:
     return (distance < seen.low) | (distance > seen.high)
 
 
+def _is_all(found: list[tuple[Range, Window | None]], q: Tensor, k: Tensor) -> bool:
+    """Whether the ranges are one of all queries and keys, whose results are those of the block."""
+    return len(found) == 1 and found[0][0][:4] == (0, q.shape[2], 0, k.shape[2])
+
+
+def _block_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Range, window: Window | None
+) -> tuple[Tensor, Tensor]:
+    if window:
+        return forward_by_kernel(q, k, v, scale, False, window)
+    if seen.whole or seen.causal:
+        result: tuple[Tensor, Tensor] = flash_attention(q, k, v, scale, seen.causal and not seen.whole)
+        return result
+    return forward_by_scores(q, k, v, scale, _hidden(seen, q.device))
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ranges: str) -> tuple[Tensor, Tensor]:
+    found = [*_ranges(ranges, q)]
+    if _is_all(found, q, k):
+        return _block_forward(q, k, v, scale, *found[0])
     precise = state_dtype(q.dtype)
     o = new_like(q, v.shape[3]).to(precise).zero_()
     lse = torch.full_like(o[..., 0], -torch.inf).contiguous()
-    for seen in _ranges(ranges):
+    for seen, window in found:
         mine, theirs = _parts(seen)
-        block = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], scale
-        if seen.whole or seen.causal:
-            block_o, block_lse = flash_attention(*block, seen.causal and not seen.whole)
-        else:
-            block_o, block_lse = forward_by_scores(*block, _hidden(seen, q.device))
-        merge(o[:, :, mine], lse[:, :, mine], block_o, block_lse)
+        block = _block_forward(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], scale, seen, window)
+        merge(o[:, :, mine], lse[:, :, mine], *block)
     return o.to(q.dtype), lse
 
 
@@ -79,6 +115,22 @@ def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
     torch.logaddexp(lse, block_lse, out=lse)
 
 
+def _block_backward(
+    block: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    seen: Range,
+    window: Window | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if window:
+        return backward_by_kernel(*block, scale, False, window)
+    if seen.whole or seen.causal:
+        result: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
+            *block, scale, seen.causal and not seen.whole
+        )
+        return result
+    return backward_by_scores(*block, scale, _hidden(seen, block[0].device))
+
+
 def _backward(
     d_o: Tensor,
     q: Tensor,
@@ -89,16 +141,16 @@ def _backward(
     scale: float,
     ranges: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    found = [*_ranges(ranges, q)]
+    if _is_all(found, q, k):
+        return _block_backward((d_o, q, k, v, o, lse), scale, *found[0])
     precise = state_dtype(q.dtype)
     d_q, d_k, d_v = (new_like(x, x.shape[3]).to(precise).zero_() for x in (q, k, v))
-    for seen in _ranges(ranges):
+    for seen, window in found:
         mine, theirs = _parts(seen)
         d_out, queries, out, sums = (x[:, :, mine] for x in (d_o, q, o, lse))
-        block = d_out, queries, k[:, :, theirs], v[:, :, theirs], out, sums, scale
-        if seen.whole or seen.causal:
-            gradients = flash_attention_backward(*block, seen.causal and not seen.whole)
-        else:
-            gradients = backward_by_scores(*block, _hidden(seen, q.device))
+        block = d_out, queries, k[:, :, theirs], v[:, :, theirs], out, sums
+        gradients = _block_backward(block, scale, seen, window)
         for total, part, gradient in zip((d_q, d_k, d_v), (mine, theirs, theirs), gradients, strict=True):
             total[:, :, part].add_(gradient)
     return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
