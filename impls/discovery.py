@@ -141,7 +141,7 @@ class FunctionModules:
 
     def names(self) -> list[str]:
         """In alphabetical order; nothing but the package is imported."""
-        return sorted({place.name for place in self._places()})
+        return sorted({place.name for place in _places(self)})
 
     def __contains__(self, name: str) -> bool:
         return name in self.names()
@@ -152,7 +152,7 @@ class FunctionModules:
         Raises:
             DiscoveryError: no function or several have that name, or its module cannot be imported.
         """
-        places = [place for place in self._places() if place.name == name]
+        places = [place for place in _places(self) if place.name == name]
         if len(places) != 1:
             values = " and ".join(place.value for place in places) or "none is installed"
             raise DiscoveryError(f"{len(places)} {self.kind} are called {name!r}: {values}")
@@ -167,44 +167,39 @@ class FunctionModules:
     def docstrings(self) -> dict[str, str]:
         """The docstrings of the functions, or the texts below assignments, by name; "" for none. They are
         read from the files without importing these."""
-        return {
-            place.name: _definitions(_file(place)).get(place.attr, _NONE).text for place in self._places()
-        }
+        return {place.name: _definitions(_file(place)).get(place.attr, _NONE).text for place in _places(self)}
 
     def summaries(self) -> dict[str, str]:
         """The first sentences of the docstrings of the functions' modules, or of the texts below assignments,
         likewise."""
         sentences = {}
-        for place in self._places():
+        for place in _places(self):
             definitions = _definitions(_file(place))
             own = definitions.get(place.attr, _NONE)
             text = own.text if own.is_assigned else definitions.get("", _NONE).text
             sentences[place.name] = " ".join(re.split(r"\.\s|\n\n", text)[0].rstrip(".").split())
         return sentences
 
-    def _places(self) -> list[EntryPoint]:
-        """Where the functions are, by their names in alphabetical order."""
-        before, _, after = self.pattern.rpartition("/")[2].partition("*")
-        places = [*_offered(self.group)] if self.group else []
-        for folder in importlib.import_module(self.package).__path__:
-            for path in Path(folder).glob(f"{self.pattern}.py"):
-                module = ".".join([self.package, *path.relative_to(folder).with_suffix("").parts])
-                stem = path.stem.removeprefix(before).removesuffix(after)
-                for attr, definition in _definitions(path).items():
-                    if attr == self.function:
-                        name = stem.replace("_", "-") if before else stem
-                    elif attr.startswith(f"{self.function}_") and definition.is_assigned:
-                        name = attr.removeprefix(f"{self.function}_")
-                    else:
-                        continue
-                    places.append(EntryPoint(name, f"{module}:{attr}", self.group))
-        return sorted(places, key=lambda place: (place.name, place.value))
-
 
 @cache
-def _offered(group: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a group; kept, as finding them reads a file of every distribution."""
-    return tuple(entry_points(group=group))
+def _places(modules: FunctionModules) -> list[EntryPoint]:
+    """Where the functions are, by their names in alphabetical order; kept, as finding entry points reads a
+    file of every distribution."""
+    before, _, after = modules.pattern.rpartition("/")[2].partition("*")
+    places = [*entry_points(group=modules.group)] if modules.group else []
+    for folder in importlib.import_module(modules.package).__path__:
+        for path in Path(folder).glob(f"{modules.pattern}.py"):
+            module = ".".join([modules.package, *path.relative_to(folder).with_suffix("").parts])
+            stem = path.stem.removeprefix(before).removesuffix(after)
+            for attr, definition in _definitions(path).items():
+                if attr == modules.function:
+                    name = stem.replace("_", "-") if before else stem
+                elif attr.startswith(f"{modules.function}_") and definition.is_assigned:
+                    name = attr.removeprefix(f"{modules.function}_")
+                else:
+                    continue
+                places.append(EntryPoint(name, f"{module}:{attr}", modules.group))
+    return sorted(places, key=lambda place: (place.name, place.value))
 
 
 class _Definition(NamedTuple):
