@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
@@ -141,7 +141,7 @@ class FunctionModules:
 
     def names(self) -> list[str]:
         """In alphabetical order; nothing but the package is imported."""
-        return sorted({place.name for place in _places(self)})
+        return sorted({place.name for place in self._places()})
 
     def __contains__(self, name: str) -> bool:
         return name in self.names()
@@ -152,7 +152,7 @@ class FunctionModules:
         Raises:
             DiscoveryError: no function or several have that name, or its module cannot be imported.
         """
-        places = [place for place in _places(self) if place.name == name]
+        places = [place for place in self._places() if place.name == name]
         if len(places) != 1:
             values = " and ".join(place.value for place in places) or "none is installed"
             raise DiscoveryError(f"{len(places)} {self.kind} are called {name!r}: {values}")
@@ -167,27 +167,32 @@ class FunctionModules:
     def docstrings(self) -> dict[str, str]:
         """The docstrings of the functions, or the texts below assignments, by name; "" for none. They are
         read from the files without importing these."""
-        return {place.name: _definitions(_file(place)).get(place.attr, _NONE).text for place in _places(self)}
+        return {
+            place.name: _definitions(_file(place)).get(place.attr, _NONE).text for place in self._places()
+        }
 
     def summaries(self) -> dict[str, str]:
         """The first sentences of the docstrings of the functions' modules, or of the texts below assignments,
         likewise."""
         sentences = {}
-        for place in _places(self):
+        for place in self._places():
             definitions = _definitions(_file(place))
             own = definitions.get(place.attr, _NONE)
             text = own.text if own.is_assigned else definitions.get("", _NONE).text
             sentences[place.name] = " ".join(re.split(r"\.\s|\n\n", text)[0].rstrip(".").split())
         return sentences
 
+    def _places(self) -> Sequence[EntryPoint]:
+        return _places(self, tuple(importlib.import_module(self.package).__path__))
+
 
 @cache
-def _places(modules: FunctionModules) -> list[EntryPoint]:
-    """Where the functions are, by their names in alphabetical order; kept, as finding entry points reads a
-    file of every distribution."""
+def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryPoint]:
+    """Where the functions are, in plug-ins and in these folders of the package, by their names in
+    alphabetical order; kept, as finding entry points reads a file of every distribution."""
     before, _, after = modules.pattern.rpartition("/")[2].partition("*")
     places = [*entry_points(group=modules.group)] if modules.group else []
-    for folder in importlib.import_module(modules.package).__path__:
+    for folder in folders:
         for path in Path(folder).glob(f"{modules.pattern}.py"):
             module = ".".join([modules.package, *path.relative_to(folder).with_suffix("").parts])
             stem = path.stem.removeprefix(before).removesuffix(after)
